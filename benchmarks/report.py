@@ -55,7 +55,7 @@ def write() -> None:
 
 def results(rows: Sequence[Row]) -> str:
     """The whole of docs/results.md."""
-    parts = (_sections(rows), _several(rows), _score(rows), _starts(rows), _others(rows))
+    parts = (_sections(rows), several_gpus(rows), _score(rows), starts(rows), _others(rows))
     return "\n".join([_INTRODUCTION, *chain.from_iterable(parts)]).rstrip() + "\n"
 
 
@@ -99,7 +99,7 @@ case again ([how](../benchmarks/README.md)).
 def _sections(rows: Sequence[Row]) -> Iterator[str]:
     for claim, title in _TITLES.items():
         names = [name for name, case in CASES.items() if case.claim == claim]
-        found = [row for name in names for row in _rows_of(rows, name)]
+        found = [row for name in names for row in rows_of_case(rows, name)]
         if not found:
             continue
         yield f"## {title}\n"
@@ -108,7 +108,7 @@ def _sections(rows: Sequence[Row]) -> Iterator[str]:
         elif claim == "doors":
             yield _DOORS
             yield from _one_table(found, ("case", "model"))
-            yield from _phase_table([row for row in found if "peaks" in (row["figures"] or {})])
+            yield from phase_table([row for row in found if "peaks" in (row["figures"] or {})])
         elif claim == "growth":
             yield from _one_table(found, ("model",))
         elif claim == "blog":
@@ -119,14 +119,14 @@ def _sections(rows: Sequence[Row]) -> Iterator[str]:
                 )
         else:
             for name in names:
-                if of_case := _rows_of(rows, name):
+                if of_case := rows_of_case(rows, name):
                     yield from _case_table(
                         name, of_case, [row for row in rows if row["case"] == name.removesuffix("-ragged")]
                     )
         yield ""
 
 
-def _rows_of(rows: Sequence[Row], case: str) -> list[Row]:
+def rows_of_case(rows: Sequence[Row], case: str) -> list[Row]:
     """The newest row of each engine of a case, in the engines' order; of several buckets, the fastest ZeRO-2 alone."""
     found = [row for engine in ENGINES if (row := latest(rows, case, engine))]
     refused = [
@@ -160,7 +160,7 @@ def _case_table(name: str, rows: Sequence[Row], full: Sequence[Row]) -> Iterator
     size = next((f" ({row['num_parameters'] / 1e9:.2f} G parameters)" for row in rows if row["num_parameters"]), "")
     yield f"**{name}**: {first['model']}{size}, {case.shape} tokens a step{kind}{budget}{cores}.\n"
     yield from _one_table(rows, ())
-    yield from _width_table([row for row in rows if BY_WIDTH in (row["figures"] or {})], full)
+    yield from width_table([row for row in rows if BY_WIDTH in (row["figures"] or {})], full)
 
 
 _OF_RANKS = """## Several GPUs
@@ -173,7 +173,7 @@ LLaMA-7B, where every engine has 80 GiB, or 77 on an H100.
 """
 
 
-def _several(rows: Sequence[Row]) -> Iterator[str]:
+def several_gpus(rows: Sequence[Row]) -> Iterator[str]:
     """All cases on several GPUs: a table for each GPU's name, and one of what did not fit anywhere. The newest row is
     shown, and the seconds of those before it."""
     named = [name for name, case in RANK_CASES.items() if case.claim != "try"]
@@ -225,7 +225,7 @@ def _rank_table(found: Sequence[Row]) -> Iterator[str]:
         yield from (f"{' and '.join(hashes)}: {verdict}.", "")
 
 
-def _width_table(rows: Sequence[Row], full: Sequence[Row]) -> Iterator[str]:
+def width_table(rows: Sequence[Row], full: Sequence[Row]) -> Iterator[str]:
     """Seconds of steps by their inputs' width. "x full": times the same engine's step with full rows, of that commit.
 
     Args:
@@ -246,7 +246,7 @@ def _width_table(rows: Sequence[Row], full: Sequence[Row]) -> Iterator[str]:
     yield ""
 
 
-def _phase_table(rows: Sequence[Row]) -> Iterator[str]:
+def phase_table(rows: Sequence[Row]) -> Iterator[str]:
     """Measured and planned peaks of each phase of whole runs; then the peaks of all rows that the plan missed."""
     whole = [row for row in rows if row["engine"] in WHOLE_RUN]
     names = [name for name in PHASES if any(name in row["figures"]["peaks"] for row in whole)]
@@ -288,7 +288,7 @@ def _one_table(rows: Sequence[Row], more: Sequence[str]) -> Iterator[str]:
         if row["status"] == "does not fit":
             cells += [str(row["reason"]), *[""] * 7]
         else:
-            cells += [seconds_of(row), str(row["turns"] or "-"), *(_ratio(rows, row, kind) for kind in _BASELINES)]
+            cells += [seconds_of(row), str(row["turns"] or "-"), *(ratio(rows, row, kind) for kind in _BASELINES)]
             cells += [_gib(row[name]) for name in ("vram_bytes", "vram_allocated_bytes", "ram_peak_bytes")]
             planned = row["planned_seconds"]
             cells.append(f"{planned:.3f}" if planned else "-")
@@ -329,7 +329,7 @@ def _engine(row: Row) -> str:
 _BASELINES = ("hf", "ours-on-gpu")
 
 
-def _ratio(rows: Sequence[Row], row: Row, baseline: str) -> str:
+def ratio(rows: Sequence[Row], row: Row, baseline: str) -> str:
     """Times the baseline's step; "-" without one of the same work, commit and day."""
     names = [f"{baseline}-compiled", baseline] if "compiled" in row["engine"] else [baseline]
     same = ("case", "commit", "gpu", "cores")
@@ -392,7 +392,7 @@ def fit(rows: Sequence[Row]) -> Iterator[str]:
 
 def chart(rows: Sequence[Row]) -> Iterator[str]:
     """The README's picture, its figures in words, and where they were measured."""
-    shown = _chart_rows(rows)
+    shown = chart_rows(rows)
     if not shown:
         yield "(not measured yet)"
         return
@@ -424,9 +424,9 @@ PARTS: dict[str, Callable[[Sequence[Row]], Iterator[str]]] = {"chart": chart, "f
 """What may stand between markers in the README."""
 
 
-def _chart_rows(rows: Sequence[Row]) -> list[tuple[str, Row]]:
+def chart_rows(rows: Sequence[Row]) -> list[tuple[str, Row]]:
     """(label, row) of the chart's bars; of several bucket sizes of DeepSpeed the fastest."""
-    by_engine = {row["engine"]: row for row in _rows_of(_chart_run(rows), CHART_CASE) if row["seconds"]}
+    by_engine = {row["engine"]: row for row in rows_of_case(_chart_run(rows), CHART_CASE) if row["seconds"]}
     zero2 = next((engine for engine in ZERO2 if engine in by_engine), "")
     labels = {"hf": "HF on the GPU", "offloadkit": "offloadkit", zero2: "DeepSpeed ZeRO-2"}
     return [(label, by_engine[engine]) for engine, label in labels.items() if engine in by_engine]
@@ -446,7 +446,7 @@ def _chart_run(rows: Sequence[Row]) -> list[Row]:
 
 def digest(rows: Sequence[Row]) -> str:
     """Of what the chart shows; kept inside the picture, where the test of its age finds it."""
-    shown = [(label, row["seconds"], row["vram_bytes"], row["ram_peak_bytes"]) for label, row in _chart_rows(rows)]
+    shown = [(label, row["seconds"], row["vram_bytes"], row["ram_peak_bytes"]) for label, row in chart_rows(rows)]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
 
@@ -454,7 +454,7 @@ def draw_chart(rows: Sequence[Row], path: Path) -> None:
     """Three bars: seconds a step, with VRAM and RAM beside them."""
     from matplotlib.figure import Figure
 
-    shown = _chart_rows(rows)
+    shown = chart_rows(rows)
     colours = {"offloadkit": "#0072b2", "HF on the GPU": "#8c8c8c"}
     figure = Figure(figsize=(9, 2.2), layout="constrained", facecolor="white")
     axes: Any = figure.subplots()
@@ -520,7 +520,7 @@ from a disk, 12 s with random weights, 4 s for a plan on two cores. None of them
 """
 
 
-def _starts(rows: Sequence[Row]) -> Iterator[str]:
+def starts(rows: Sequence[Row]) -> Iterator[str]:
     """The newest row of each start and machine."""
     newest = {(row["case"], row["engine"], row["gpu"], row["cores"]): row for row in rows if _is_start(row)}
     if not newest:

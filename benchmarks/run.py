@@ -86,9 +86,9 @@ def _measured(
         work = replace(case.work(setup, scratch, tempfile.gettempdir()), steps=steps, warmup=WARMUP)
         if setup.is_door:
             _write_weights(work, timeout)
-        raw = _in_fresh_process(work, case, setup, timeout, device, verbose)
+        raw = in_fresh_process(work, case, setup, timeout, device, verbose)
         if raw["status"] == "does not fit" and not setup.plans:
-            raw = _in_fresh_process(replace(work, recomputed=True), case, setup, timeout, device, verbose)
+            raw = in_fresh_process(replace(work, recomputed=True), case, setup, timeout, device, verbose)
         return raw
 
 
@@ -103,7 +103,7 @@ def _write_weights(work: Work, timeout: float) -> None:
         in_fresh_process(task, timeout=timeout, ram=None, log=None)
 
 
-def _in_fresh_process(
+def in_fresh_process(
     work: Work, case: Case, setup: EngineSetup, timeout: float, device: str | None, verbose: bool
 ) -> dict[str, Any]:
     from offloadkit import hardware

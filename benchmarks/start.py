@@ -129,7 +129,7 @@ def start(
     for source in sources:
         if source == "command":
             for case, command in commands.items():
-                measure(case, f"offloadkit {' '.join(command)}", functools.partial(_run_command, command, environment))
+                measure(case, f"offloadkit {' '.join(command)}", functools.partial(run_command, command, environment))
             continue
         folder = _prepared(model, source, environment)
         task = {"folder": str(folder), "init": "pretrained" if source == "disk" else "random", "vram": vram}
@@ -151,7 +151,7 @@ def _run_start(what: str, task: dict[str, Any], environment: dict[str, str]) -> 
     return found
 
 
-def _run_command(command: list[str], environment: dict[str, str]) -> dict[str, float]:
+def run_command(command: list[str], environment: dict[str, str]) -> dict[str, float]:
     """The seconds of `offloadkit` with these arguments."""
     began = time.perf_counter()
     whole = [sys.executable, "-m", "offloadkit", *command]

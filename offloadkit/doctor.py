@@ -18,11 +18,10 @@ from offloadkit import hardware
 from offloadkit.device.measure import measure, step_traffic_bytes
 from offloadkit.errors import OutputError
 from offloadkit.files import path_of
-from offloadkit.hardware import CPU_STEP_RATES, Hardware, text_of
+from offloadkit.hardware import CPU_STEP_RATES, PCI_DEVICES, Hardware, text_of
 from offloadkit.kernels import cpu, gpu
 from offloadkit.units import format_bytes
 
-_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 _DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"), Path("/dev/dxg"))
 
@@ -87,14 +86,14 @@ class Advice:
 def gather(folder: Path) -> Facts:
     """Measure this machine, and the disk of `folder`. Raises `ConfigError` for a name that no folder can have."""
     folder = path_of(folder, "folder")
-    fault = _gpu_fault()
+    fault = gpu_fault()
     device, disk_fault = "cpu" if fault else None, None
     try:
         measured = measure(device, folder=folder, fresh=True)
     except OutputError as error:
         disk_fault = str(error)
         measured = measure(device, fresh=True)
-    limit, links = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _links()
+    limit, links = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], pcie_links()
     return Facts(
         hardware=measured,
         kernel_levels=tuple(cpu.cpu_levels()),
@@ -111,7 +110,8 @@ def gather(folder: Path) -> Facts:
     )
 
 
-def _gpu_fault() -> str | None:
+def gpu_fault() -> str | None:
+    """Why the GPU that torch sees cannot be used. None if it can, or if torch sees no GPU."""
     if not torch.cuda.is_available():
         return None
     device = hardware.default_device()
@@ -141,10 +141,14 @@ def _triton_fault() -> str | None:
         return None if gpu.available() else "cannot build its kernels here (it needs a C compiler)"
 
 
-def _links() -> tuple[PcieLink, ...]:
-    """NVIDIA's cards on the bus."""
+def pcie_links(devices: Path = PCI_DEVICES) -> tuple[PcieLink, ...]:
+    """The links of NVIDIA's cards.
+
+    Args:
+        devices: the system's folder of PCI devices.
+    """
     found = []
-    for folder in sorted(_PCI_DEVICES.glob("*")):
+    for folder in sorted(devices.glob("*")):
         if text_of(folder / "vendor") == _NVIDIA and text_of(folder / "class").startswith(_DISPLAY):
             names = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed")
             width, max_width, speed, max_speed = (_number(text_of(folder / name)) for name in names)

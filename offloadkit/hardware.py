@@ -20,10 +20,10 @@ import torch
 from offloadkit.config import Precision
 from offloadkit.errors import ConfigError, shown
 
-_CGROUP = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_PCI_DEVICES = Path("/sys/bus/pci/devices")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 _MAX_CONTEXT_BYTES = 3 << 29
 _highest_ram = 0
 """What `process_peak_ram_bytes` was before the system's figure was started anew."""
@@ -138,7 +138,7 @@ def cores_near(device: torch.device) -> set[int]:
     found: Any = torch.cuda.get_device_properties(device)
     with suppress(AttributeError, OSError, ValueError):  # releases of torch, other systems, containers without /sys
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-        return _core_numbers((_PCI_DEVICES / address / "local_cpulist").read_text())
+        return _core_numbers((PCI_DEVICES / address / "local_cpulist").read_text())
     return set()
 
 
@@ -174,7 +174,7 @@ def text_of(path: Path) -> str:
 
 def _cgroup_dirs(controller: str) -> tuple[Path, ...]:
     """Folders of this process's cgroup and of those above it, innermost first: v2's tree, or v1's of one controller."""
-    return _dirs_of(text_of(_OWN_CGROUPS), controller, _CGROUP)
+    return _dirs_of(text_of(OWN_CGROUPS), controller, CGROUP)
 
 
 @cache

@@ -211,49 +211,59 @@ def test_the_table_shows_what_was_measured() -> None:
     assert "none: RAM stands in for VRAM" in doctor.report(replace(FACTS, hardware=CPU_ONLY))
 
 
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int], list[str], int], None]:
+    """Call it with the GPU's compute capability, the architectures of torch's kernels, and the free bytes of VRAM."""
+
+    def make(capability: tuple[int, int], architectures: list[str], free: int) -> None:
+        answers: dict[str, Callable[..., object]] = {
+            "is_available": lambda: True,
+            "current_device": lambda: 0,
+            "get_device_name": lambda _: "A10",
+            "get_device_capability": lambda _: capability,
+            "get_arch_list": lambda: architectures,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr(hardware, "vram_bytes", lambda _: (free, 24 * GIB))
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("capability", "architectures", "fits"),
     [
         ((9, 0), ["sm_80", "sm_90"], True),
         ((8, 9), ["sm_80", "sm_90"], True),
+        ((8, 6), ["sm_80"], True),
         ((7, 5), ["sm_80", "sm_90"], False),
         ((8, 0), ["sm_86"], False),
+        ((8, 6), ["sm_90"], False),
         ((12, 0), ["sm_80", "sm_90a"], False),
         ((12, 0), ["sm_80", "compute_90"], True),
         ((9, 4), ["gfx90a", "gfx942"], True),
     ],
 )
 def test_a_card_needs_kernels_of_its_generation(
-    capability: tuple[int, int], architectures: list[str], fits: bool
+    card: Any, capability: tuple[int, int], architectures: list[str], fits: bool
 ) -> None:
-    assert doctor._built_for(capability, architectures) is fits
+    card(capability, architectures, 8 * GIB)
+    fault = doctor.gpu_fault()
+    assert (fault is None) is fits
+    if fault is not None:
+        for fact in ("no kernels", "A10", *architectures):
+            assert fact in fault
 
 
-@pytest.mark.parametrize(
-    ("architectures", "free", "fault"),
-    [
-        (["sm_80"], 8 * GIB, None),
-        (["sm_90"], 8 * GIB, "this torch build (sm_90) has no kernels for A10"),
-        (["sm_80"], GIB // 4, "256 MiB of 24 GiB of VRAM are free on A10: other processes hold it"),
-    ],
-)
-def test_what_keeps_a_gpu_from_being_used(
-    monkeypatch: pytest.MonkeyPatch, architectures: list[str], free: int, fault: str | None
-) -> None:
-    answers: dict[str, Callable[..., object]] = {
-        "is_available": lambda: True,
-        "current_device": lambda: 0,
-        "get_device_name": lambda _: "A10",
-        "get_device_capability": lambda _: (8, 6),
-        "get_arch_list": lambda: architectures,
-    }
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
-    monkeypatch.setattr(hardware, "vram_bytes", lambda _: (free, 24 * GIB))
-    assert doctor._gpu_fault() == fault
+def test_a_card_needs_free_memory(card: Any) -> None:
+    card((8, 6), ["sm_80"], GIB // 4)
+    fault = doctor.gpu_fault()
+    assert fault is not None
+    for fact in ("A10", "256 MiB", "24 GiB", "other processes"):
+        assert fact in fault
 
 
-def test_links_are_read_from_the_bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_are_read_from_the_bus(tmp_path: Path) -> None:
     cards = {
         "0000:18:00.0": ("0x10de", "0x030200", "8", "16", "16.0 GT/s PCIe", "32.0 GT/s PCIe"),
         "0000:19:00.0": ("0x10de", "0x030000", "16", "16", "Unknown", "8 GT/s"),
@@ -265,12 +275,10 @@ def test_links_are_read_from_the_bus(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / address).mkdir()
         for name, text in zip(names, texts, strict=True):
             (tmp_path / address / name).write_text(f"{text}\n")
-    monkeypatch.setattr(doctor, "_PCI_DEVICES", tmp_path)
-    first, second = doctor._links()
+    first, second = doctor.pcie_links(tmp_path)
     assert first == PcieLink("0000:18:00.0", 8, 16, 16.0, 32.0)
     assert second == PcieLink("0000:19:00.0", 16, 16, 0.0, 8.0)
-    monkeypatch.setattr(doctor, "_PCI_DEVICES", tmp_path / "none")
-    assert doctor._links() == ()
+    assert doctor.pcie_links(tmp_path / "none") == ()
 
 
 @pytest.mark.parametrize(("width", "speed", "rate"), [(16, 5.0, 8e9), (16, 16.0, 31.5e9), (16, 32.0, 63e9)])

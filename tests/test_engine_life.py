@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.device import process_memory
+from offloadkit.device import process_memory, watchdog
 from offloadkit.engine import OffloadEngine as EngineOfDevice
 from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OutOfVramError
 from offloadkit.hardware import process_ram_bytes
@@ -55,7 +55,7 @@ def test_an_engine_that_is_forgotten_lets_go_of_the_model() -> None:
     try:
         del engine
         assert threading.active_count() == num_threads
-        assert process_memory._open == []
+        assert process_memory.open_phases == []
     finally:
         gc.enable()
     with pytest.raises(EngineStateError, match="the engine of this optimizer is gone"):
@@ -201,7 +201,7 @@ def test_one_log_serves_a_second_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("submitted", [False, True], ids=["before the sum is queued", "when it was queued"])
-def test_interrupts_lose_no_staging_buffer(submitted: bool) -> None:
+def test_interrupts_lose_no_staging_buffer(submitted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of them: with two buffers, the next backward would wait for ever."""
     config = OffloadConfig(learning_rate=1e-2, gradient_accumulation=2)
     torch.manual_seed(0)
@@ -209,23 +209,22 @@ def test_interrupts_lose_no_staging_buffer(submitted: bool) -> None:
     model = copy.deepcopy(expected)
     with OffloadEngine(expected, config) as engine:
         train(engine, tokens(4))
-    with OffloadEngine(model, config) as engine:
-        gradients = engine.placed.gradients
-        submit = gradients._submit
+    submit, interrupts = update.StepThread.submit, [True] * 3
 
-        def interrupted(job: Callable[[], None]) -> None:
-            if submitted:
-                submit(job)
+    def interrupted(self: update.StepThread, job: Callable[[], None]) -> None:
+        if submitted or not interrupts:
+            submit(self, job)
+        if interrupts:
+            interrupts.pop()
             raise KeyboardInterrupt
 
-        gradients._submit = interrupted
-        for _ in range(3):
+    monkeypatch.setattr(update.StepThread, "submit", interrupted)
+    monkeypatch.setattr(watchdog, "LIMIT_SECONDS", 20.0)
+    with OffloadEngine(model, config) as engine:
+        while interrupts:
             with pytest.raises(KeyboardInterrupt):
                 engine.backward(engine(tokens(1)[0]))
-        gradients._submit = submit
         train(engine, tokens(4))
-        engine.synchronize()
-        assert gradients._staging.qsize() == 2
     assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in expected.state_dict().items())
 
 
@@ -309,13 +308,16 @@ def test_a_program_that_ends_without_closing_ends_well() -> None:
 def test_an_engine_that_could_not_be_built_leaves_no_hook(
     placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
+    arrange = Gradients.arrange
+
+    def full(*args: Any) -> None:
+        arrange(*args)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     model, batches = TinyLM(), tokens(2)
     config = OffloadConfig(placement=placement)
     with monkeypatch.context() as patch:
-        patch.setattr(Gradients, "_allocate", full)
+        patch.setattr(Gradients, "arrange", full)
         with pytest.raises(OutOfVramError):
             OffloadEngine(model, config)
     assert not any(module._forward_pre_hooks or "forward" in vars(module) for module in model.modules())

@@ -281,7 +281,7 @@ def test_an_update_that_hangs_is_an_error_with_stacks_and_the_last_checkpoint(
 def test_only_a_wait_in_which_nothing_moves_is_given_up(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LIMIT_SECONDS", 10.0)
     monkeypatch.setattr(watchdog, "SLICE_SECONDS", 1.0)
-    monkeypatch.setattr(watchdog, "state", watchdog._State())  # no earlier test's
+    monkeypatch.setattr(watchdog, "state", type(watchdog.state)())  # no earlier test's
     asked = []
 
     def arrives(seconds: float) -> bool:

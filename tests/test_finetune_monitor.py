@@ -19,10 +19,11 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 import offloadkit
-from offloadkit import Monitor, hardware
+from offloadkit import hardware
 from offloadkit.cli import app
 from offloadkit.errors import ConfigError
 from offloadkit.hf import callbacks as progress
+from offloadkit.monitor import terminal
 from tests.hf.tiny import save_config
 from tests.monitor.records import Watched
 
@@ -53,10 +54,10 @@ def finetune(model: Any, output: str = "out", **options: Any) -> offloadkit.Fine
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """A terminal, for the monitor."""
+    """What the monitor draws on where there is neither a notebook nor a terminal."""
     display = Watched()
     monkeypatch.setattr("offloadkit.finetuning.can_be_drawn", lambda: True)
-    monkeypatch.setattr(Monitor, "_chosen_display", lambda self: display if self._wanted == "auto" else None)
+    monkeypatch.setattr(terminal, "LogLines", lambda: display)
     return display
 
 

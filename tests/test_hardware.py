@@ -29,8 +29,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
             path = tmp_path / "cgroup" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{text}\n")
-        monkeypatch.setattr(hardware, "_CGROUP", tmp_path / "cgroup")
-        monkeypatch.setattr(hardware, "_OWN_CGROUPS", tmp_path / "own")
+        monkeypatch.setattr(hardware, "CGROUP", tmp_path / "cgroup")
+        monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "own")
         monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
         memory = type("Memory", (), {"total": 512 * GIB, "available": 400 * GIB})
         monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
@@ -139,7 +139,7 @@ def test_the_peak_is_this_programs_own_and_not_that_of_the_one_that_started_it()
 def test_the_cores_next_to_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    monkeypatch.setattr(hardware, "_PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(hardware, "PCI_DEVICES", tmp_path)
     gpu = torch.device("cuda", 1)
     assert hardware.cores_near(gpu) == set(), "a system that does not say"
     (tmp_path / "0000:9b:00.0").mkdir()

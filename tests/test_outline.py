@@ -14,9 +14,9 @@ from torch import nn
 from offloadkit import OffloadConfig, OffloadEngine, Placement, outline
 from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.errors import DoesNotFitError, NonFiniteGradientError
+from offloadkit.offload.model import PlacedModel
 from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.layout import ALLOCATOR_BYTES
-from offloadkit.planner.plan import Plan
 from tests.models import TinyLM
 from tests.planner.machines import GIB, H200
 
@@ -95,10 +95,10 @@ def test_without_one_the_largest_micro_batch_of_the_first_window_is(plain: dict[
 def test_training_goes_on_as_it_began_where_the_first_windows_plan_cannot_be(
     plain: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_room(engine: OffloadEngine, plan: Plan, why: str) -> None:
+    def no_room(*_: object) -> None:
         raise DoesNotFitError("no room for both at once")
 
-    monkeypatch.setattr(OffloadEngine, "_move", no_room)
+    monkeypatch.setattr(PlacedModel, "check_movable", no_room)
     with OffloadEngine(model(), replace(TIGHT, vram=4 * GIB), device="cpu") as engine:
         before = engine.plan
         weights = trained(engine)

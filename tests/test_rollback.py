@@ -196,14 +196,20 @@ def test_a_checkpoint_that_is_broken_since_is_named_beside_the_nan(tmp_path: Pat
 def test_a_step_that_fails_is_no_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm of an update that failed was never computed, and whoever waits for it finds the error."""
 
-    def broken(given: update.Update, *_: object) -> float:
+    start, found = update.StepThread.start, list[Any]()
+
+    def starts(thread: update.StepThread, given: update.Update) -> None:
         wake = given.norm_known.set
-        monkeypatch.setattr(given.norm_known, "set", lambda: (found.append(engine.step_thread.error), wake())[1])
+        monkeypatch.setattr(given.norm_known, "set", lambda: (found.append(thread.error), wake())[1])
+        start(thread, given)
+
+    def broken(*_: object) -> float:
         raise RuntimeError("disk on fire")
 
-    engine, found = engine_of(), list[Any]()
+    engine = engine_of()
     engine.save_checkpoint(tmp_path)
-    monkeypatch.setattr(update, "_norm", broken)
+    monkeypatch.setattr(update.StepThread, "start", starts)
+    monkeypatch.setattr(update, "sum_in_order", broken)
     engine.backward(engine(tokens(1)[0]))
     with pytest.raises(EngineStateError, match="half updated"):
         engine.step()

@@ -78,9 +78,9 @@ def test_a_start_is_measured_by_phase(tmp_path: Path) -> None:
 def test_the_command_s_start_is_a_row_and_a_line_of_the_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.start._run_command", lambda *_: {"all": 0.25})
+    monkeypatch.setattr("benchmarks.start.run_command", lambda *_: {"all": 0.25})
     rows = start("t5-3b", sources=("command",), vram="8GiB", device="cpu", out=tmp_path / "rows.csv", commit="abc")
     assert [row["engine"] for row in rows] == ["offloadkit --help", "offloadkit plan t5-3b --vram 8GiB"]
-    *_, first, last, _blank = report._starts(table.read(tmp_path / "rows.csv"))
+    *_, first, last, _blank = report.starts(table.read(tmp_path / "rows.csv"))
     assert first.startswith("| startup-help | offloadkit --help | 0.2 | 0.0 | 0.25 | - | no GPU, ")
     assert last.startswith("| startup-plan-t5-3b | ")

@@ -16,7 +16,7 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device.streams import Event, record_compute
 from offloadkit.engine import OffloadEngine
 from offloadkit.offload import compile as compiled
-from offloadkit.offload.gradients import Gradients, LayerGradient
+from offloadkit.offload.gradients import BucketPool
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import Plan, possible, tier_bytes
@@ -130,17 +130,17 @@ def test_nor_with_compiled_blocks(placement: Placement, accumulation: int, devic
 
 def test_a_wait_in_backward_is_seen(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a bucket were written again only when the host had seen its copy to RAM end."""
-    send = Gradients._send
+    give_back = BucketPool.give_back
 
-    def waits(gradients: Gradients, layer: LayerGradient) -> None:
-        send(gradients, layer)
-        assert layer.sent is not None
-        layer.sent.synchronize()
+    def waits(pool: BucketPool, buffer: torch.Tensor, busy: Event | None) -> None:
+        if busy is not None:
+            busy.synchronize()
+        give_back(pool, buffer, busy)
 
-    monkeypatch.setattr(Gradients, "_send", waits)
+    monkeypatch.setattr(BucketPool, "give_back", waits)
     found = of_the_callers(in_steady_state(device, 1))
     assert all("in waits" in each.stack for each in found)
-    assert [each.what for each in found].count("Event.synchronize") == 4 * NUM_COUNTED  # four layers
+    assert [each.what for each in found].count("Event.synchronize") == 3 * NUM_COUNTED  # three blocks share buckets
 
 
 def test_only_the_engines_own_threads_may_wait(device: str) -> None:

@@ -175,8 +175,8 @@ class _Phase:
     device: torch.device
 
 
-_open: list[_Phase] = []
-"""Those of this process, outermost first: the counters of the system and of torch are the process's too."""
+open_phases: list[_Phase] = []
+"""The phases of this process that are under way, outermost first: torch's and the system's counters are its own."""
 _highest_reserved: dict[int, int] = {}
 """What torch had reserved in the phases that are over, by the GPU's index."""
 
@@ -191,17 +191,17 @@ def phase(name: str, peaks: Peaks, device: torch.device) -> Iterator[None]:
     """
     here = _Phase(name, peaks, device)
     _note(device)
-    _open.append(here)
+    open_phases.append(here)
     try:
         yield
     finally:
         _note(device)
-        _open.remove(here)
+        open_phases.remove(here)
 
 
 def sample_ram() -> None:
     """Call it now and then: the innermost phase notes what is used. It tells the peak where the system does not."""
-    if phases := _open[-1:]:
+    if phases := open_phases[-1:]:
         _raise(phases[0], "ram", hardware.process_ram_bytes())
 
 
@@ -222,7 +222,7 @@ def forget_peak(device: torch.device) -> None:
 
 def _note(device: torch.device) -> None:
     """Note in the innermost phase what was reached since the last call, and start counting anew."""
-    inner = _open[-1] if _open else None
+    inner = open_phases[-1] if open_phases else None
     peak = hardware.restart_peak_ram()
     if inner is not None:
         _raise(inner, "ram", hardware.process_ram_bytes() if peak is None else peak)

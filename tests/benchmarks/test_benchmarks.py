@@ -33,7 +33,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Work], dict[
             asked.append(work)
             return {"recomputed": work.recomputed, "process_seconds": 1.0} | answer(work)
 
-        monkeypatch.setattr(run, "_in_fresh_process", process)
+        monkeypatch.setattr(run, "in_fresh_process", process)
         return asked
 
     return install
@@ -255,7 +255,7 @@ def test_the_chart_is_drawn_from_the_table(tmp_path: Path) -> None:
 
 
 def test_the_bars_of_the_chart_are_of_one_run() -> None:
-    shown = [row for _, row in report._chart_rows(ROWS)]
+    shown = [row for _, row in report.chart_rows(ROWS)]
     assert len(shown) == 3
     assert len({(row["commit"], row["gpu"], row["cores"]) for row in shown}) == 1
     ours = next(row for row in shown if row["engine"] == "offloadkit")
@@ -263,11 +263,11 @@ def test_the_bars_of_the_chart_are_of_one_run() -> None:
     assert report.digest(alone) == report.digest(ROWS)
     others = [row | {"commit": "another"} if row["engine"] == "hf" else row for row in ROWS]
     newest = [table.latest(others, "w1", engine) for engine in ("hf", "offloadkit")]
-    assert [row for _, row in report._chart_rows(others)][:2] == newest, "no run has all bars"
+    assert [row for _, row in report.chart_rows(others)][:2] == newest, "no run has all bars"
 
 
 def test_a_new_row_makes_the_documents_stale() -> None:
-    row = dict(report._chart_rows(ROWS))["offloadkit"]
+    row = dict(report.chart_rows(ROWS))["offloadkit"]
     changed = [*ROWS, row | {"seconds": 9.87}]
     text = report.README.read_text()
     assert report.results(changed) != report.results(ROWS)
@@ -329,12 +329,12 @@ def test_ragged_rows_are_shown_by_width_and_beside_full_ones() -> None:
     both = {"engine": "offloadkit", "status": "measured", "commit": "abc", "gpu": "H200", "cores": 16}
     full = both | {"seconds": 0.5}
     by_width = {table.BY_WIDTH: {"128": 0.3, "512": 0.45, "slowest": 0.6}}
-    lines = list(report._width_table([both | {"seconds": 0.4, "figures": by_width}], [full]))
+    lines = list(report.width_table([both | {"seconds": 0.4, "figures": by_width}], [full]))
     assert lines[0] == "| seconds by width | x full | 128 | 512 | slowest step |"
     assert lines[2] == "| offloadkit | 0.80 | 0.300 | 0.450 | 0.600 |"
-    assert list(report._width_table([], [full])) == []
+    assert list(report.width_table([], [full])) == []
     others = [full | {"commit": "def"}, full | {"engine": "hf"}]
-    assert "| - |" in list(report._width_table([both | {"seconds": 0.4, "figures": by_width}], others))[2]
+    assert "| - |" in list(report.width_table([both | {"seconds": 0.4, "figures": by_width}], others))[2]
 
 
 def test_peaks_of_phases_stand_beside_the_plan_s_and_what_it_missed_is_said() -> None:
@@ -343,7 +343,7 @@ def test_peaks_of_phases_stand_beside_the_plan_s_and_what_it_missed_is_said() ->
     row: Row = {"case": "doors", "engine": "offloadkit-loop", "figures": {"peaks": peaks, "phases": planned}}
     whole = row | {"case": "phases", "engine": "offloadkit-whole-run"}
     whole |= {"figures": {"peaks": planned, "phases": planned}}
-    assert list(report._phase_table([row, whole])) == [
+    assert list(report.phase_table([row, whole])) == [
         "| peak in GiB, measured / planned | reading | training |",
         "| --- | --- | --- |",
         "| phases, VRAM | 2.0 / 2.0 | 3.0 / 3.0 |",
@@ -360,16 +360,16 @@ def test_the_older_ratio_needs_the_same_commit_and_day() -> None:
     hf |= {"date": "2026-01-01T10:00"}
     ours = hf | {"engine": "offloadkit-compiled", "seconds": 1.0, "date": "2026-01-01T12:00"}
     compiled = hf | {"engine": "hf-compiled", "seconds": 0.4}
-    assert report._ratio([hf, ours], ours, "hf") == "2.00"
-    assert report._ratio([hf, compiled, ours], ours, "hf") == "2.50"
+    assert report.ratio([hf, ours], ours, "hf") == "2.00"
+    assert report.ratio([hf, compiled, ours], ours, "hf") == "2.50"
     for other in ({"commit": "def"}, {"date": "2026-01-02T10:00"}, {"cores": 16}):
-        assert report._ratio([hf | other, ours], ours, "hf") == "-"
+        assert report.ratio([hf | other, ours], ours, "hf") == "-"
 
 
 def test_of_several_bucket_sizes_the_fastest_is_shown() -> None:
     row = dict.fromkeys(table.COLUMNS) | {"case": "w1", "status": "measured", "commit": "abc"}
     buckets = [row | {"engine": f"zero2{size}", "seconds": s} for size, s in (("", 3.0), ("-50m", 2.0), ("-200m", 4.0))]
-    assert [found["engine"] for found in report._rows_of(buckets, "w1")] == ["zero2-50m"]
+    assert [found["engine"] for found in report.rows_of_case(buckets, "w1")] == ["zero2-50m"]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def test_rows_of_several_gpus_have_a_section_and_no_part_in_the_score(
     refused = {"case": "t5-11b-2x24", "engine": "ours", "model": "t5-11b", "batch_size": 1, "status": "does not fit"}
     rows.append(dict.fromkeys(table.COLUMNS) | refused | {"reason": "the plan needs more", "commit": "abc"})
     before = report.results([])
-    text = "\n".join(report._several(rows))
+    text = "\n".join(report.several_gpus(rows))
     cells = ["t5-3b-2x24", "t5-3b", "2 x 8 x (512+128)", "offloadkit", "0.500", "-", "1", "192", "3.0", "10.0"]
     assert f"| {' | '.join([*cells, '1.00', '0.400', '4.0', '5.0'])} | H200, 32 cores, abc, " in text
     assert "| t5-11b | 2 x 1 x (512+128) | offloadkit | the plan needs more |" in text
@@ -203,7 +203,7 @@ def test_each_kind_of_gpu_has_a_table_and_what_fitted_at_last_is_no_refusal(
     refused = row | {"status": "does not fit", "reason": "too much", "gpu": None, "seconds": None}
     other = row | {"gpu": "NVIDIA H100", "seconds": 2 * row["seconds"]}
     elsewhere = refused | {"case": "t5-3b-2x28"}
-    text = "\n".join(report._several([refused, row, other, elsewhere, row | {"seconds": 0.25}]))
+    text = "\n".join(report.several_gpus([refused, row, other, elsewhere, row | {"seconds": 0.25}]))
     tables = [part.split("\n| ")[3:] for part in text.split("\n**")[1:]]
     seconds = [[tuple(cells.split(" | ")[4:6]) for cells in part] for part in tables]
     assert seconds == [[("0.250", "0.500")], [("1.000", "-")], [("too much", "")]]
@@ -228,7 +228,7 @@ def test_the_report_says_whether_hashed_cases_trained_the_same_weights(
     rows = measured_by(lambda *_, **__: [RAW] * 2, cases)
     for row, found in zip(rows, weights, strict=True):
         row["figures"]["weights"] = found
-    assert f"{' and '.join(cases)}: {said}" in "\n".join(report._several(rows))
+    assert f"{' and '.join(cases)}: {said}" in "\n".join(report.several_gpus(rows))
 
 
 def test_ddps_largest_batch_is_found_to_an_eighth() -> None:

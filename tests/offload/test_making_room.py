@@ -321,7 +321,7 @@ def joined_group(own: Path) -> Path | None:
 
     own: this process's, beside which it is: a group with processes in it has no groups inside, but for the root.
     """
-    folder = own if own == hardware._CGROUP else own.parent
+    folder = own if own == hardware.CGROUP else own.parent
     try:
         if "memory" not in (folder / "cgroup.subtree_control").read_text().split():
             return None
