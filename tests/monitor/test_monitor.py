@@ -19,13 +19,13 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError
 from offloadkit.monitor import monitor as monitor_module
-from offloadkit.monitor import notebook, words
+from offloadkit.monitor import terminal, words
 from offloadkit.monitor.figures import Figures, Machine
 from offloadkit.monitor.monitor import Monitor
 from offloadkit.monitor.notebook import NotebookDisplay
 from offloadkit.monitor.terminal import TerminalDisplay
 from offloadkit.planner import make_plan, placed
-from offloadkit.stopping import Stop
+from offloadkit.telemetry import Telemetry
 from tests.models import TinyLM, tokens
 from tests.monitor.records import GIB, record
 from tests.planner.machines import H200, shape
@@ -56,10 +56,16 @@ class Watched:
         self.shown.append(("close", figures))
 
 
+def show_on(display: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have monitors outside of a notebook use `display`."""
+    for kind in ("LogLines", "TerminalDisplay"):
+        monkeypatch.setattr(terminal, kind, lambda: display)
+
+
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     display = Watched()
-    monkeypatch.setattr(Monitor, "_chosen_display", lambda self: display)
+    show_on(display, monkeypatch)
     monkeypatch.setattr(hardware, "busiest_device", lambda: torch.device("cpu"))  # though other tests used the GPU
     return display
 
@@ -248,12 +254,13 @@ def test_a_failing_run_is_shown_as_failed(watched: Watched) -> None:
 
 
 def test_ten_runs_leave_no_thread_and_no_subscriber(watched: Watched) -> None:
-    telemetry = Monitor().telemetry
+    telemetry, monitors = Telemetry(), list[Monitor]()
     for step in range(10):
-        with Monitor(telemetry=telemetry):
+        with Monitor(telemetry=telemetry) as monitor:
             telemetry.add(record(step + 1))
+        monitors.append(monitor)
     assert not threads()
-    assert not telemetry._subscribers
+    assert [monitor.figures().steps_done for monitor in monitors] == [*range(1, 11)]
 
 
 def test_stopping_is_asked_for_and_shown(watched: Watched) -> None:
@@ -282,7 +289,6 @@ def interrupts() -> Iterator[None]:
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     signal.signal(signal.SIGINT, before)
-    assert Stop._active == []
 
 
 def interrupt() -> None:
@@ -384,8 +390,11 @@ def test_without_ipywidgets_html_is_redrawn_in_place_and_says_how_to_stop(
     kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[tuple[str, str, bool]] = []
-    publish = lambda bundle, ident, update=False: shown.append((bundle["text/html"], ident, update))  # noqa: E731
-    monkeypatch.setattr(notebook, "_publish", publish)
+
+    def publish(bundle: dict[str, str], *, raw: bool, display_id: str, update: bool = False) -> None:
+        shown.append((bundle["text/html"], display_id, update))
+
+    monkeypatch.setattr("IPython.display.display", publish)
     monkeypatch.setitem(__import__("sys").modules, "ipywidgets", None)
     monitor = Monitor(total_steps=2)
     display = NotebookDisplay(SimpleNamespace(kernel=kernel), monitor.request_stop)
@@ -403,7 +412,7 @@ def test_without_ipywidgets_html_is_redrawn_in_place_and_says_how_to_stop(
 
 def test_a_terminal_is_redrawn_and_keeps_the_last_view(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(record=True, width=90, force_terminal=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    monkeypatch.setattr(Monitor, "_chosen_display", lambda self: TerminalDisplay(console))
+    show_on(TerminalDisplay(console), monkeypatch)
     with Monitor(total_steps=3) as monitor:
         for step in range(1, 4):
             monitor.telemetry.add(record(step))
