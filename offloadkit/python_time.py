@@ -142,7 +142,7 @@ def _timed_or_nothing(kind: _Kind, device: torch.device) -> dict[str, float]:
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-            forward, backward = _timed(kind, device)
+            forward, backward = timed(kind, device)
     except Exception:  # anybody's block: it may need what its model has, or more VRAM
         return {}
     finally:
@@ -153,7 +153,7 @@ def _timed_or_nothing(kind: _Kind, device: torch.device) -> dict[str, float]:
     return {"forward_seconds": forward, "backward_seconds": backward}
 
 
-def _timed(kind: _Kind, device: torch.device) -> tuple[float, float]:
+def timed(kind: _Kind, device: torch.device) -> tuple[float, float]:
     """Seconds of Python in forward and backward. The device is waited for outside of what is timed."""
     block = copy.deepcopy(kind.block).to_empty(device=device)
     with torch.no_grad():

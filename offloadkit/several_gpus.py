@@ -59,25 +59,27 @@ def on_several_gpus(finetune: Callable[..., Any], num_gpus: int, arguments: dict
     if not os.access(folder, os.W_OK):
         folder = Path(tempfile.gettempdir())  # rank 0 says what is wrong with the other one
     is_drawn = arguments["monitor"] and can_be_drawn()
-    shown = _Shown(num_gpus, is_drawn=is_drawn)
+    shown = SharedMonitor(num_gpus, is_drawn=is_drawn)
     given = arguments["model"] if isinstance(arguments["model"], torch.nn.Module) else None
     if given is not None:
         make_real(given.parameters())
     ranks_arguments = {"finetune": finetune, "is_given": given is not None, **arguments, "monitor": is_drawn}
     try:
         (result, weights), *_ = launch(
-            _train, ranks_arguments, num_gpus, folder=folder, hear=shown.hear, stops=shown.stops
+            train_on_rank, ranks_arguments, num_gpus, folder=folder, hear=shown.hear, stops=shown.stops
         )
     except BaseException:
         shown.close("failed")
         raise
     if given is None:
         return result
-    _take(given, weights)
+    take_weights(given, weights)
     return replace(result, model=given)
 
 
-def _train(finetune: Callable[..., Any], is_given: bool, **arguments: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def train_on_rank(
+    finetune: Callable[..., Any], is_given: bool, **arguments: Any
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """On a rank: the result, and beside it the weights of a model that was given; nothing but on rank 0."""
     result = finetune(**arguments)
     if world.rank():
@@ -85,7 +87,7 @@ def _train(finetune: Callable[..., Any], is_given: bool, **arguments: Any) -> tu
     return (replace(result, model=None), result.model.state_dict()) if is_given else (result, {})
 
 
-def _take(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+def take_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """Give `model` the trained weights, in the dtype that they were trained in; each stays on its device."""
     for name, own in (*model.named_parameters(), *model.named_buffers()):
         if name in weights:
@@ -124,12 +126,16 @@ class TellingMonitor(Monitor):
         super().close(state)
 
 
-class _Shown:
-    """The monitor of all ranks."""
+class SharedMonitor:
+    """One monitor for all ranks, in the process that launched them.
+
+    Attributes:
+        monitor: None until rank 0 begins to train.
+    """
 
     def __init__(self, num_ranks: int, *, is_drawn: bool) -> None:
         self._num_ranks, self._is_drawn = num_ranks, is_drawn
-        self._monitor: Monitor | None = None
+        self.monitor: Monitor | None = None
         self._steps: dict[int, dict[int, StepRecord]] = {}
 
     def hear(self, rank: int, message: tuple[Any, ...]) -> None:
@@ -138,11 +144,11 @@ class _Shown:
         if kind == "begins":
             plan, total_steps, steps_before, baseline_seconds, machine = what
             options: dict[str, Any] = {"total_steps": total_steps, "baseline_seconds": baseline_seconds}
-            self._monitor = Monitor(plan, display="auto" if self._is_drawn else "none", **options)
-            self._monitor.steps_before, self._monitor.machine = steps_before, machine
-            self._monitor.start()
-        elif kind == "plans" and self._monitor is not None:
-            self._monitor.plan = what[0]
+            self.monitor = Monitor(plan, display="auto" if self._is_drawn else "none", **options)
+            self.monitor.steps_before, self.monitor.machine = steps_before, machine
+            self.monitor.start()
+        elif kind == "plans" and self.monitor is not None:
+            self.monitor.plan = what[0]
         elif kind == "ends":
             self.close(what[0])
         else:
@@ -152,12 +158,12 @@ class _Shown:
         """Show a step when all ranks have told of it: rank 0's, with the tokens of all and the mean of their losses."""
         of_step = self._steps.setdefault(record.step, {})
         of_step[rank] = record
-        if self._monitor is None or len(of_step) < self._num_ranks:
+        if self.monitor is None or len(of_step) < self._num_ranks:
             return
         del self._steps[record.step]
         tokens = [each.num_tokens for each in of_step.values()]
-        self._monitor.ranks = of_step
-        self._monitor.telemetry.add(
+        self.monitor.ranks = of_step
+        self.monitor.telemetry.add(
             replace(
                 of_step[0],
                 loss=sum(each.loss for each in of_step.values()) / self._num_ranks,
@@ -167,10 +173,10 @@ class _Shown:
 
     def stops(self) -> bool:
         """Whether the user wants to stop."""
-        stop = None if self._monitor is None else self._monitor.stop
+        stop = None if self.monitor is None else self.monitor.stop
         return stop is not None and stop.requested and not stop.ends_process  # `launch` forwards other signals
 
     def close(self, state: State) -> None:
         """End the monitor, if it was begun."""
-        if self._monitor is not None:
-            self._monitor.close(state)
+        if self.monitor is not None:
+            self.monitor.close(state)

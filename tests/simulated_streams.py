@@ -123,6 +123,6 @@ class Simulation:
     @staticmethod
     def delay(stream: CopyStream, longest: float) -> None:
         """From now on every fifth operation of `stream` is late by up to so many seconds."""
-        late = stream._stream
+        late = stream.device_stream
         assert isinstance(late, LateStream)
         late.longest = longest

@@ -20,7 +20,7 @@ from offloadkit.threads import ThreadPool
 
 PIECE_BYTES = 64 * 2**20
 """What is read or written at once."""
-_PART_BYTES, _NUM_READERS = 8 * 2**20, 8
+PART_BYTES, _NUM_READERS = 8 * 2**20, 8
 """Of a piece, for each of several threads: one thread copies 5 GiB/s from the page cache."""
 _HEADER_LENGTH = struct.Struct("<Q")
 _DTYPE_NAMES = {
@@ -229,13 +229,13 @@ class ArrayFile:
 
     def _read_bytes(self, into: torch.Tensor, start: int) -> None:
         memory = into.numpy().data
-        if memory.nbytes <= _PART_BYTES:
+        if memory.nbytes <= PART_BYTES:
             self._read_part(memory, start)
             return
         if self._readers is None:
             self._readers = ThreadPool(min(_NUM_READERS, os.cpu_count() or 1), "offloadkit-reading")
-        parts = range(0, memory.nbytes, _PART_BYTES)
-        for _ in self._readers.map(lambda at: self._read_part(memory[at : at + _PART_BYTES], start + at), parts):
+        parts = range(0, memory.nbytes, PART_BYTES)
+        for _ in self._readers.map(lambda at: self._read_part(memory[at : at + PART_BYTES], start + at), parts):
             pass  # an error is raised here
 
     def _read_part(self, memory: memoryview, start: int) -> None:

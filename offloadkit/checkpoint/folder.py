@@ -38,7 +38,7 @@ REPLACED = ".offloadkit-replaced.json"
 """In an output folder: the checkpoints that the run there is to replace, until its first step is done."""
 _PROBE = ".offloadkit-probe-"
 _VERSION = 4
-_PIECE_BYTES = 64 << 20
+PIECE_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 """What a thread reads at once, into the same memory: it is summed while it is in the core's cache."""
 _CHECKSUM_THREADS = 8
@@ -337,13 +337,13 @@ def checksums(path: Path, name: str) -> list[str]:
 
         def of_piece(start: int) -> str:
             found = xxhash.xxh3_64(f"{name} {start}".encode())
-            end, memory = min(start + _PIECE_BYTES, size), memoryview(bytearray(min(_READ_BYTES, size)))
+            end, memory = min(start + PIECE_BYTES, size), memoryview(bytearray(min(_READ_BYTES, size)))
             while start < end and (num_read := os.preadv(file.fileno(), [memory[: end - start]], start)):
                 found.update(memory[:num_read])  # without the GIL, as the reading
                 start += num_read
             return found.hexdigest()
 
-        starts = range(0, max(size, 1), _PIECE_BYTES)
+        starts = range(0, max(size, 1), PIECE_BYTES)
         if len(starts) == 1:
             return [of_piece(0)]
         with ThreadPool(min(_CHECKSUM_THREADS, os.cpu_count() or 1), "offloadkit-checksums") as pool:
@@ -536,7 +536,7 @@ def _why_changed(checkpoint: Path, name: str, saved: _Saved) -> str | None:
     if not differing and len(found) == len(saved.checksums):
         return None
     at = differing[0] if differing else 0
-    return f"its bytes from {at * _PIECE_BYTES:,} on are not those that were written"
+    return f"its bytes from {at * PIECE_BYTES:,} on are not those that were written"
 
 
 def _weights_cut_anew(checkpoint: Path, later: set[str]) -> bool:

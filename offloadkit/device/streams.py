@@ -212,29 +212,30 @@ class CopyStream:
 
     Attributes:
         track: what a trace calls it.
+        device_stream: the backend's stream that does the work.
     """
 
     def __init__(self, device: torch.device, track: str, *, urgent: bool = False) -> None:
         """urgent: its kernels go before those of other streams that were not begun."""
         self.track = track
-        self._stream = backends[device.type].stream(device, urgent)
+        self.device_stream = backends[device.type].stream(device, urgent)
         self._busy = BusyTime()
 
     def wait(self, event: Event) -> None:
         """Later copies start after `event`."""
-        self._stream.wait(event)
+        self.device_stream.wait(event)
 
     def synchronize(self) -> None:
         """Block the calling thread until the copies asked for so far are done: their memory may go."""
-        self._stream.synchronize()
+        self.device_stream.synchronize()
 
     def record(self, timing: bool = False) -> Event:
         """Mark the end of the copies asked for so far."""
-        return self._stream.record(timing)
+        return self.device_stream.record(timing)
 
     def run(self, work: Callable[[], object]) -> None:
         """Call `work`; the device operations that it starts go to this stream."""
-        self._stream.run(work)
+        self.device_stream.run(work)
 
     def take_busy(self) -> BusyTime:
         """How long the `timed` copies asked for since the last call take."""
@@ -246,12 +247,12 @@ class CopyStream:
         if timed or trace.active() is not None:
             self.copy_all([(into, source)], name, timed=timed)
         else:
-            self._stream.copy([(into, source)])
+            self.device_stream.copy([(into, source)])
 
     def copy_all(self, pairs: Pairs, name: str = "", *, timed: bool = True) -> Event:
         """`copy` of (into, source) pairs, timed as one; returns their end."""
         began = self.record(timing=True)
-        self._stream.copy(pairs)
+        self.device_stream.copy(pairs)
         ended = self.record(timing=True)
         num_bytes = sum(into.nbytes for into, _ in pairs)
         if timed:

@@ -52,8 +52,8 @@ def prepare(*, on_cpu_steps: bool, to_disk: bool = False) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if "RANK" not in os.environ:
-        _become_a_group()
-    _bind_cores()
+        become_a_group()
+    bind_cores()
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 
     if to_disk and not AsyncIOBuilder().is_compatible():
@@ -73,7 +73,7 @@ def prepare(*, on_cpu_steps: bool, to_disk: bool = False) -> None:
             ) from error
 
 
-def _become_a_group() -> None:
+def become_a_group() -> None:
     """Set the variables that torch.distributed reads, for a world of this one process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -82,7 +82,7 @@ def _become_a_group() -> None:
     os.environ.update(zip(GROUP_VARIABLES, values, strict=True))
 
 
-def _bind_cores() -> None:
+def bind_cores() -> None:
     """Give each rank of a host its part of the cores, for the CPU's step: unbound, all ranks share all of them.
 
     Nothing is done for a process that is alone on its host, nor where OMP_NUM_THREADS says more than torchrun's 1: the

@@ -18,7 +18,13 @@ ELEMENTS_AT_ONCE = 1 << 26
 
 
 class Baseline(Engine):
-    """Working weights of 16 bits beside fp32 master weights, or fp32 alone; fused AdamW; clipping."""
+    """Working weights of 16 bits beside fp32 master weights, or fp32 alone; fused AdamW; clipping.
+
+    Attributes:
+        weights: the trained parameters.
+        masters: the fp32 tensors that are stepped; `weights` themselves in fp32.
+        parts: the ranges of `weights` that are stepped one after the other.
+    """
 
     def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
         VramCap(work.vram, device)
@@ -26,13 +32,13 @@ class Baseline(Engine):
         self._num_micro_batches, self._device = work.accumulation, device
         self._num_parameters = self._model.num_parameters()
         self._loss_scale = FP16_LOSS_SCALE if dtype == "fp16" else 1.0
-        self._weights: list[torch.Tensor] = [weight for weight in self._model.parameters() if weight.requires_grad]
-        self._masters = self._weights
+        self.weights: list[torch.Tensor] = [weight for weight in self._model.parameters() if weight.requires_grad]
+        self.masters = self.weights
         if dtype != "fp32":
-            self._masters = [weight.detach().float().requires_grad_() for weight in self._weights]
-        self._parts = _parts(self._weights)
+            self.masters = [weight.detach().float().requires_grad_() for weight in self.weights]
+        self.parts = _parts(self.weights)
         options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.0, "fused": True}
-        self._optimizers = [torch.optim.AdamW(self._masters[part], **options) for part in self._parts]
+        self._optimizers = [torch.optim.AdamW(self.masters[part], **options) for part in self.parts]
 
     def backward(self, loss: torch.Tensor) -> None:
         (loss * (self._loss_scale / self._num_micro_batches)).backward()  # type: ignore[no-untyped-call]
@@ -41,9 +47,9 @@ class Baseline(Engine):
         """At a boundary: clip, step the masters part by part, round them to the working weights."""
         if not is_boundary:
             return
-        torch.nn.utils.clip_grad_norm_(self._weights, MAX_GRAD_NORM * self._loss_scale)
-        for part, optimizer in zip(self._parts, self._optimizers, strict=True):
-            weights, masters = self._weights[part], self._masters[part]
+        torch.nn.utils.clip_grad_norm_(self.weights, MAX_GRAD_NORM * self._loss_scale)
+        for part, optimizer in zip(self.parts, self._optimizers, strict=True):
+            weights, masters = self.weights[part], self.masters[part]
             if masters[0] is not weights[0]:
                 for weight, master in zip(weights, masters, strict=True):
                     master.grad = None if weight.grad is None else weight.grad.float().div_(self._loss_scale)

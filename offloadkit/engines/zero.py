@@ -204,7 +204,7 @@ def zero_needs(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1) -
     size, share = plan.num_parameters, -(-plan.num_parameters // num_ranks)
     pinned = (lambda number: number) if plan.on_cpu else _power_of_two
     vram = 2 * weight * min(size, BUCKET_ELEMENTS) + logits * (weight + _LOSS_BYTES)
-    vram += int(_OTHER_KERNELS * _activations(plan, recomputed=zero.recomputed))
+    vram += int(_OTHER_KERNELS * activation_bytes(plan, recomputed=zero.recomputed))
     if plan.basis.hardware is not None:
         vram += plan.basis.hardware.vram_context_bytes
     ram = _CPU_PROCESS_BYTES if plan.on_cpu else _PROCESS_BYTES
@@ -245,8 +245,8 @@ def _dtype(plan: Plan) -> Dtype:
     return max(dtypes, key=dtypes.count)
 
 
-def _activations(plan: Plan, *, recomputed: bool) -> int:
-    """0 where the micro-batch is not known."""
+def activation_bytes(plan: Plan, *, recomputed: bool) -> int:
+    """VRAM of a micro-batch's activations, 0 where the plan does not know the micro-batch."""
     work = plan.basis.work
     if work is None:
         return 0

@@ -39,7 +39,7 @@ def test_parts_that_threads_read_make_the_array_and_a_file_that_ends_early_is_na
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrays, "PIECE_BYTES", 64)
-    monkeypatch.setattr(arrays, "_PART_BYTES", 24)
+    monkeypatch.setattr(arrays, "PART_BYTES", 24)
     saved = torch.randn(91)
     write_arrays(path := tmp_path / "file", {"array": saved})
     for first, numel in ((0, 91), (7, 50), (90, 1)):

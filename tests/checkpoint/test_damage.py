@@ -163,7 +163,7 @@ def test_a_broken_checkpoint_falls_back_within_its_run(saved: tuple[Path, Path],
 def test_pieces_that_changed_places_are_seen(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folders, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(folders, "PIECE_BYTES", 64)
     (tmp_path / "a").write_bytes(bytes(64) + b"1" * 64)
     one = folders.checksums(tmp_path / "a", "a")
     (tmp_path / "a").write_bytes(b"1" * 64 + bytes(64))
@@ -175,7 +175,7 @@ def test_pieces_that_changed_places_are_seen(
 
 
 def test_a_change_is_in_its_own_piece_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(folders, "PIECE_BYTES", 64)
     content = bytearray(150)
     (tmp_path / "a").write_bytes(content)
     before = folders.checksums(tmp_path / "a", "a")

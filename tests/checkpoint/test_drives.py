@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,7 +132,12 @@ def test_a_folder_that_could_not_be_exchanged_leaves_no_second_copy(
 def test_where_no_file_keeps_its_inode_a_lock_says_nothing_and_a_heartbeat_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "_is_there", lambda *_: False)
+    def another_inode(file: int) -> os.stat_result:
+        mode, _, *more = fstat(file)
+        return os.stat_result((mode, -1, *more))
+
+    fstat = os.fstat
+    monkeypatch.setattr(os, "fstat", another_inode)
     with one_run(tmp_path):
         assert "no file locks" in capsys.readouterr().err
         assert json.loads((tmp_path / CLAIM).read_text())["beat"] == 0
@@ -161,26 +168,32 @@ def test_a_heartbeat_goes_on_after_one_that_could_not_be_written(
 ) -> None:
     monkeypatch.setattr(module.fcntl, "lockf", failing(errno.ENOSYS))
     monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.01)
-    write, beats, third = module._write, [], threading.Event()
+    written_beside, beats, third = module.written_beside, list[int](), threading.Event()
 
-    def written(path: Path, holder: dict[str, Any]) -> None:
-        beats.append(holder["beat"])
-        if holder["beat"] == 1:
+    @contextmanager
+    def written(path: Path) -> Iterator[Any]:
+        beats.append(len(beats))
+        if beats[-1] == 1:
             failing(errno.EIO)()
-        write(path, holder)
-        if holder["beat"] == 3:
+        with written_beside(path) as file:
+            yield file
+        if beats[-1] == 3:
             third.set()
 
-    monkeypatch.setattr(module, "_write", written)
+    monkeypatch.setattr(module, "written_beside", written)
     with one_run(tmp_path):
         assert third.wait(10), beats
+        assert json.loads((tmp_path / CLAIM).read_text())["beat"] >= 3
 
 
-def test_a_log_that_cannot_be_closed_is_warned_of_and_ends_nothing(tmp_path: Path) -> None:
-    telemetry = Telemetry(log_path=tmp_path / "steps.jsonl")
-    telemetry.add(StepRecord(1, 1.0, 100, 1.0, 1e-3, False, {}))
-    assert telemetry._log is not None
-    telemetry._log.close()
-    telemetry._log = SimpleNamespace(close=failing(errno.EIO))  # type: ignore[assignment]
-    with pytest.warns(RuntimeWarning, match="could not be closed .*Input/output error"):
-        telemetry.close()
+def test_a_log_that_cannot_be_closed_is_warned_of_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "steps.jsonl").open("a") as file, monkeypatch.context() as patch:
+        fails = SimpleNamespace(write=file.write, flush=file.flush, close=failing(errno.EIO))
+        patch.setattr(Path, "open", lambda *_, **__: fails)
+        telemetry = Telemetry(log_path=tmp_path / "steps.jsonl")
+        telemetry.add(StepRecord(1, 1.0, 100, 1.0, 1e-3, False, {}))
+        with pytest.warns(RuntimeWarning, match="could not be closed .*Input/output error"):
+            telemetry.close()
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 1

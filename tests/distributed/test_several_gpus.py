@@ -11,11 +11,11 @@ from transformers import T5ForConditionalGeneration
 from typer.testing import CliRunner
 
 import offloadkit
-from offloadkit import Monitor, several_gpus
+from offloadkit import Monitor, finetuning, several_gpus
 from offloadkit.cli import app
 from offloadkit.distributed import launch as launch_module
 from offloadkit.errors import ConfigError
-from offloadkit.monitor import words
+from offloadkit.monitor import terminal, words
 from offloadkit.monitor.page import page
 from offloadkit.telemetry import StepRecord
 from tests.distributed.doors import as_launched, model_named, pairs
@@ -36,7 +36,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_gpus: Any, more: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(launch_module, "_Rank", None)
+    monkeypatch.setattr(launch_module.subprocess, "Popen", None)
     arguments = {"train_dataset": pairs(4), **more}
     if "train_dataset" in more:
         arguments["train_dataset"] = (each for each in "ab")
@@ -58,25 +58,15 @@ def test_the_command_line_takes_num_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "num_gpus=2: this machine has 1 GPU that torch can use" in run.output
 
 
-class Heard:
-    """Stands for the process that has launched this one."""
-
-    def __init__(self) -> None:
-        self.messages: list[Any] = []
-
-    def send(self, kind: str, message: Any) -> None:
-        assert kind == "told"
-        self.messages.append(message)
-
-
 def trained(folder: Path) -> tuple[Any, dict[str, torch.Tensor], list[Any]]:
     """What a rank hands over for a model that was given, and what it tells."""
     model, tokenizer = model_named("t5")
-    heard = Heard()
+    heard: list[Any] = []
     options: dict[str, Any] = {"batch_size": 2, "max_steps": 2, "use_cpu": True, "monitor": False}
     with as_launched(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_module, "_parent", heard)
-        result, weights = several_gpus._train(
+        patch.setattr(several_gpus, "told", heard.append)
+        patch.setattr(finetuning, "is_launched", lambda: True)
+        result, weights = several_gpus.train_on_rank(
             offloadkit.finetune,
             is_given=True,
             model=model,
@@ -85,18 +75,18 @@ def trained(folder: Path) -> tuple[Any, dict[str, torch.Tensor], list[Any]]:
             output_dir=folder,
             **options,
         )
-    return result, weights, heard.messages
+    return result, weights, heard
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_ranks_tell_what_the_monitor_shows(ranks: RankPool, tmp_path: Path) -> None:
     (result, weights, first), (nothing, none, second) = ranks.run(2, trained, folder=tmp_path / "out")
     assert (nothing, none) == (None, {})
-    shown = several_gpus._Shown(2, is_drawn=False)
+    shown = several_gpus.SharedMonitor(2, is_drawn=False)
     assert not shown.stops()
     for rank, message in [*((0, message) for message in first[:-1]), *((1, message) for message in second)]:
         shown.hear(rank, message)
-    monitor = shown._monitor
+    monitor = shown.monitor
     assert monitor is not None
     assert monitor.total_steps == 2
     assert monitor.plan is not None
@@ -118,7 +108,7 @@ def test_ranks_tell_what_the_monitor_shows(ranks: RankPool, tmp_path: Path) -> N
 
     given, _ = model_named("t5")
     held = dict(given.named_parameters())
-    several_gpus._take(given, weights)
+    several_gpus.take_weights(given, weights)
     saved = T5ForConditionalGeneration.from_pretrained(result.model_dir)
     for name, parameter in given.named_parameters():
         assert parameter is held[name]
@@ -151,16 +141,16 @@ def test_a_row_for_each_gpu() -> None:
 def test_finetune_on_two_ranks_is_stopped_and_hands_the_model_back(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    watched, stops = Watched(), several_gpus._Shown.stops
+    watched, stops = Watched(), several_gpus.SharedMonitor.stops
     monkeypatch.setattr(several_gpus, "can_be_drawn", lambda: True)
-    monkeypatch.setattr(Monitor, "_chosen_display", lambda self: watched)
+    monkeypatch.setattr(terminal, "LogLines", lambda: watched)
 
     def stops_after_a_step(self: Any) -> bool:
-        if self._monitor is not None and self._monitor.ranks:
-            self._monitor.request_stop()
+        if self.monitor is not None and self.monitor.ranks:
+            self.monitor.request_stop()
         return stops(self)
 
-    monkeypatch.setattr(several_gpus._Shown, "stops", stops_after_a_step)
+    monkeypatch.setattr(several_gpus.SharedMonitor, "stops", stops_after_a_step)
     model, tokenizer = model_named("t5")
     parameter = next(model.parameters())
     options: dict[str, Any] = {"batch_size": 2, "max_steps": 500, "use_cpu": True, "tokenizer": tokenizer}

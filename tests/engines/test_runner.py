@@ -245,7 +245,7 @@ def test_ram_of_children_counts() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         seen = memory.tree_ram_bytes(process.pid)
-        runner._end(process)  # type: ignore[arg-type]
+        os.killpg(process.pid, signal.SIGKILL)
     assert 64 << 20 < seen < 256 << 20
     assert memory.tree_ram_bytes(process.pid) == 0
 
@@ -275,14 +275,14 @@ def test_the_baseline_trains_in_every_dtype(dtype: str, recomputed: bool, one_th
         "t5-tiny", batch_size=2, input_length=8, target_length=4, accumulation=2, recomputed=recomputed, steps=6
     )
     engine: Any = Baseline(work, dtype, CPU)
-    before = [weight.clone() for weight in engine._masters]
+    before = [weight.clone() for weight in engine.masters]
     row = steps.timed_steps(engine, random_steps(work, CPU), work, CPU, memory.DeviceMemory(CPU))
     assert len(row["all_step_seconds"]) == work.steps
     assert 4 < row["last_loss"] < 8
-    moved = [(after - first).abs().max() for after, first in zip(engine._masters, before, strict=True)]
+    moved = [(after - first).abs().max() for after, first in zip(engine.masters, before, strict=True)]
     assert max(moved) > 1e-5
     assert max(moved) < 1e-3  # ten updates of at most 1e-5
-    for weight, master in zip(engine._weights, engine._masters, strict=True):
+    for weight, master in zip(engine.weights, engine.masters, strict=True):
         assert weight.equal(master.to(weight.dtype))
 
 
@@ -290,18 +290,19 @@ def test_the_baseline_s_parts_step_as_the_whole(one_thread: None, monkeypatch: p
     work = Work("t5-tiny", batch_size=2, input_length=8, target_length=4)
     ((batch,),) = random_steps(work, CPU)
 
-    def masters() -> list[torch.Tensor]:
+    def trained() -> Baseline:
         torch.manual_seed(0)  # of dropout
         engine = Baseline(work, "bf16", CPU)
         for _ in range(2):
             engine.backward(engine.forward(batch))
             engine.step(True)
-        return engine._masters
+        return engine
 
-    whole = masters()
+    whole = trained()
     monkeypatch.setattr(plain, "ELEMENTS_AT_ONCE", 5000)
-    assert len(plain._parts(whole)) > 10
-    assert all(first.equal(second) for first, second in zip(whole, masters(), strict=True))
+    in_parts = trained()
+    assert len(in_parts.parts) > 10
+    assert all(first.equal(second) for first, second in zip(whole.masters, in_parts.masters, strict=True))
 
 
 def test_both_engines_get_the_same_rows_and_a_baseline_of_our_compute() -> None:

@@ -121,7 +121,7 @@ def test_the_vram_of_zero_is_what_was_measured(
     size: int, activations: int, logits: int, recomputed: bool, allocated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W1, W6 and W7 of benchmarks/results.csv, which had DeepSpeed's own buckets; activations as planned there."""
-    monkeypatch.setattr(zero_module, "_activations", lambda *_, **__: activations)
+    monkeypatch.setattr(zero_module, "activation_bytes", lambda *_, **__: activations)
     monkeypatch.setattr(zero_module, "BUCKET_ELEMENTS", 500_000_000)
     needs = zero_needs(Zero(recomputed=recomputed), a_plan(size), logits=logits)
     assert 0.99 < needs["vram"] / allocated < 1.12
@@ -161,11 +161,11 @@ def test_ranks_of_a_host_are_bound_to_cores_of_their_own(monkeypatch: pytest.Mon
     for rank, threads in (("0", "1"), ("1", "1"), ("1", "16")):
         monkeypatch.setenv("LOCAL_RANK", rank)
         monkeypatch.setenv("OMP_NUM_THREADS", threads)  # 16: bound by a launcher
-        deepspeed_process._bind_cores()
+        deepspeed_process.bind_cores()
     assert bound == [[2, 3, 4], [5, 6, 7]]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    deepspeed_process._bind_cores()
+    deepspeed_process.bind_cores()
     assert len(bound) == 2
 
 
@@ -173,7 +173,7 @@ def test_a_process_keeps_no_variable_of_its_group_of_one(monkeypatch: pytest.Mon
     for name in GROUP_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     with left_as_it_was():
-        deepspeed_process._become_a_group()
+        deepspeed_process.become_a_group()
         assert os.environ["WORLD_SIZE"] == "1"
     assert not set(GROUP_VARIABLES) & set(os.environ)
 
