@@ -6,12 +6,11 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offloadkit.errors import ConfigError, ModelError, OffloadkitError, cut, shown
+from offloadkit.errors import ConfigError, shown
 
 MOST_JSON_BYTES = 2**28
 """Of a file of JSON. A tokenizer's is the largest, with tens of megabytes."""
@@ -124,22 +123,3 @@ def _check_letters(value: Any) -> None:
     elif isinstance(value, dict | list):
         for each in value if isinstance(value, list) else (*value, *value.values()):
             _check_letters(each)
-
-
-@contextmanager
-def built_by_others(path: str | os.PathLike[str]) -> Iterator[None]:
-    """A context in which another library makes something of the values of a file. Each of its classes has errors of its
-    own for values that it does not take.
-
-    Raises:
-        ModelError: one of these errors, with the file's name.
-    """
-    try:
-        yield
-    except (OffloadkitError, MemoryError):
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"{path} has values that cannot be used ({type(error).__name__}: {cut(str(error))}). Put the file that was "
-            "saved in its place"
-        ) from error

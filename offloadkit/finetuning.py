@@ -90,10 +90,8 @@ import torch
 from offloadkit import hardware
 from offloadkit.checkpoint.earlier_run import EarlierRun, earlier_run
 from offloadkit.checkpoint.folder import (
-    check_same_model,
     lost_with_runtime,
     newest_checkpoint,
-    other_rows,
     put_in_place,
     skipped_checkpoints,
     writable,
@@ -112,6 +110,7 @@ from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_dec
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
 from offloadkit.hf.quiet import bars_where_live
 from offloadkit.hf.read import check_there, on_hub
+from offloadkit.hf.resumed import check_same_model, other_rows
 from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.monitor.monitor import Monitor, can_be_drawn

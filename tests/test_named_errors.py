@@ -496,7 +496,7 @@ def test_what_is_no_folder_is_left_where_it_is(tmp_path: Path, kind: str) -> Non
     before = os.lstat(path)
     with small_engine() as engine:
         step(engine)
-        with pytest.raises(OutputError, match="exists and is no checkpoint"):
+        with pytest.raises(OutputError, match="exists and is no folder"):
             engine.save_checkpoint(path)
         with pytest.raises(ModelError, match=r"cannot go on from /: it has no manifest\.json"):
             engine.load_checkpoint("/")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,22 @@ def failing() -> Any:
 
     model.lm_head.register_forward_hook(fail)
     return model
+
+
+def test_the_folder_is_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes, make = [], tempfile.mkdtemp
+
+    def counting(**named: Any) -> str:
+        probes.extend(name for name in [named.get("prefix")] if str(name).startswith(".offloadkit-probe-"))
+        return make(**named)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", counting)
+    finetune(t5())
+    assert len(probes) == 1
+    args = TrainingArguments(output_dir="other", max_steps=1, use_cpu=True, report_to=[], save_strategy="epoch")
+    with closing(OffloadTrainer(t5(), args, train_dataset=[{"input_ids": [1], "labels": [1]}])) as trainer:
+        trainer.train()
+    assert len(probes) == 2
 
 
 def test_a_folder_named_model_that_holds_no_model_is_never_replaced(used: Path) -> None:

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
 import psutil
@@ -27,11 +27,8 @@ from safetensors import SafetensorError, safe_open
 
 from offloadkit.checkpoint.origin import Origin, parse_origin, said_by
 from offloadkit.errors import ConfigError, ModelError, OffloadkitError, OutputError, cut, shown
-from offloadkit.files import built_by_others, path_of, read_json, why_not_plain
+from offloadkit.files import path_of, read_json, why_not_plain
 from offloadkit.threads import ThreadPool
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 MANIFEST = "manifest.json"
 REPLACED = ".offloadkit-replaced.json"
@@ -576,50 +573,6 @@ def why_broken(path: Path) -> str | None:
     return None
 
 
-_SIZES = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "d_kv"]
-_SIZES += ["head_dim", "intermediate_size", "d_ff", "num_labels"]
-_NOT_COMPUTED = re.compile(
-    r"(^|\.)(_.*|name_or_path|transformers_version|architectures|dtype|torch_dtype|use_cache|return_dict|output_.*|"
-    r"id2label.*|label2id.*|problem_type|task_specific_params.*|.*token_id|tie_word_embeddings)$"
-)
-"""Keys of a config that change neither shapes nor what is computed in training, or that the Trainer sets by itself."""
-
-
-def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> str | None:
-    """Check that the checkpoint's model has the type and sizes of `config`.
-
-    Returns:
-        A line that names other keys of the two configs that differ, such as a dropout; None if there are none.
-
-    Raises:
-        ConfigError: it has not.
-    """
-    path = checkpoint / "config.json"
-    if not path.is_file():  # a Trainer of a model without one
-        return None
-    saved = read_object(path)
-    sizes: dict[str, tuple[Any, Any]] = {"model_type": (saved.get("model_type"), config.model_type)}
-    differing = []
-    if saved.get("model_type") == config.model_type:
-        with built_by_others(path):
-            before = type(config).from_dict(saved)
-        for name in _SIZES:
-            sizes[name] = getattr(before, name, None), getattr(config, name, None)
-        was, now = _flat(before.to_dict()), _flat(config.to_dict())
-        differing = [
-            f"{name} {was.get(name)} (now {now.get(name)})"
-            for name in sorted(was.keys() | now.keys())
-            if was.get(name) != now.get(name) and not _NOT_COMPUTED.search(name)
-        ]
-    for name, (value, own) in sizes.items():
-        if value != own:
-            raise ConfigError(
-                f"{checkpoint} is of another model, with {name} {value}, and this one has {own}: resume with the "
-                "model of that run, or pass another output_dir"
-            )
-    return f"the config in {checkpoint} differs from this model's: {', '.join(differing)}" if differing else None
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """What a file of JSON in a checkpoint holds. Raises `ModelError` where it cannot be read, or holds no object."""
     try:
@@ -629,56 +582,6 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ModelError(f"{path} holds {shown(found)}, and an object is needed: it is broken")
     return found
-
-
-def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a config by dotted name; those of nested configs too."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
-    return found
-
-
-def other_rows(checkpoint: Path, batch_size: int, accumulation: int, num_ranks: int) -> str | None:
-    """A warning if an update had another number of rows when the checkpoint was made, else None.
-
-    The Trainer derives the position in the dataset from the number of steps, so it continues at another row.
-    """
-    before = _saved_count(checkpoint / "trainer_state.json", "train_batch_size")
-    if before in (None, batch_size):
-        return _other_micro_batches(checkpoint, accumulation, num_ranks)
-    return (
-        f"batch_size is {batch_size} now and was {before}: steps are counted on, at {batch_size} rows each, so some "
-        f"rows are {'seen again' if batch_size < before else 'left out'}, and the weights not those of one run; "
-        f"batch_size={before} goes on exactly"
-    )
-
-
-def _saved_count(path: Path, name: str) -> int | None:
-    """A whole number >= 1 in a file of JSON, if it is there. Raises `ModelError` for another value."""
-    count = read_object(path).get(name)
-    if count is not None and (type(count) is not int or count < 1):
-        raise ModelError(f"{path}: {name} is {shown(count)}, and a whole number is needed: it is broken")
-    return count
-
-
-def _other_micro_batches(checkpoint: Path, accumulation: int, num_ranks: int) -> str | None:
-    """`other_rows`, where micro-batches are as large as they were."""
-    arguments = checkpoint / "training_args.json"
-    of_each = _saved_count(arguments, "gradient_accumulation_steps") if arguments.is_file() else None
-    ranks = len(list(checkpoint.glob("states-*")))
-    if of_each is None or ranks == 0 or of_each * ranks == accumulation * num_ranks:
-        return None
-    exactly = f"{of_each * ranks} in all go on exactly"
-    if of_each * ranks % num_ranks == 0:
-        exactly = f"gradient_accumulation={of_each * ranks // num_ranks} goes on exactly"
-    return (
-        f"an update has {accumulation * num_ranks} micro-batches of all ranks now and had {of_each * ranks}: steps are "
-        f"counted on, so some rows are seen again or left out, and the weights not those of one run; {exactly}"
-    )
 
 
 def free_bytes(folder: Path) -> int:
@@ -811,14 +714,22 @@ def put_back(checkpoint: Path) -> None:
             return
 
 
-def put_in_place(folder: Path, save: Callable[[Path], None]) -> None:
+def put_in_place(folder: Path, save: Callable[[Path], None], marker: str = "") -> None:
     """Have `save` fill a new folder beside `folder`, and rename it to `folder` when it is complete.
 
+    Args:
+        marker: the name of a file. A folder without it is replaced only if it is empty. "": any folder is replaced.
+
     Raises:
-        OutputError: it could not be written (a full disk), or `folder` is a file or a device. What was there still is.
+        OutputError: the folder could not be written (a full disk), or `folder` is a file, a device or a pipe, or lacks
+            `marker`. What `folder` was is unchanged.
     """
-    if folder.exists() and not folder.is_dir():  # it would be renamed: /dev/null, by root
+    if os.path.lexists(folder) and not folder.is_dir():  # it would be renamed: /dev/null, by root
         raise OutputError(f"{folder} exists and is no folder: pass the name of a new folder")
+    if marker and folder.is_dir() and any(folder.iterdir()) and not (folder / marker).is_file():
+        raise OutputError(
+            f"{folder} holds other files and no {marker}, so it is no checkpoint: pass the name of a new folder"
+        )
     new, old = _new(folder), _aside(folder)
     try:
         with written_to(folder):

@@ -70,6 +70,13 @@ def one_run(folder: Path) -> Iterator[None]:
                 del _claims[where]
 
 
+def has_claimed(folder: Path) -> bool:
+    """Whether this thread is within `one_run(folder)`."""
+    with _claiming:
+        thread, _, _ = _claims.get(folder.resolve(), (None, 0, ""))
+        return thread == threading.get_ident()
+
+
 class Saves:
     """The checkpoints that a loop writes: until it ends, another process is refused that would replace one."""
 

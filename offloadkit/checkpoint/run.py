@@ -14,7 +14,6 @@ Each of the others says in `origin` of which run, attempt and update it is, and 
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -45,7 +44,7 @@ from offloadkit.checkpoint.values import (
 )
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights, num_bytes_of, write_weights
 from offloadkit.distributed.ranks import SOLO, Ranks
-from offloadkit.errors import ConfigError, ModelError, OutputError, shown
+from offloadkit.errors import ConfigError, ModelError, shown
 from offloadkit.optim.table import GroupOptions
 
 RUN_FILE = "run.json"
@@ -228,19 +227,14 @@ def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks = SOLO, **more: Any
 
 
 def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunNumbers, num_bytes: int) -> None:
-    is_other = os.path.lexists(folder) and not folder.is_dir()  # a file, a device, a pipe
-    if is_other or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
-        raise OutputError(f"{folder} exists and is no checkpoint: pass the name of a new folder")
-
-    check_room(folder, num_bytes, "a checkpoint")
-
     def write(new: Path) -> None:
+        check_room(folder, num_bytes, "a checkpoint")
         write_numbers(new)
         write_weights(new, numbers.weights, numbers.origin)
         write_random(new, numbers.origin)
         write_manifest(new, numbers.origin)
 
-    put_in_place(folder, write)
+    put_in_place(folder, write, MANIFEST)
 
 
 def check_run(folder: Path, ranks: Ranks = SOLO) -> None:

@@ -56,21 +56,19 @@ from offloadkit.checkpoint.folder import (
     MANIFEST,
     check_readable,
     check_room,
-    check_same_model,
     check_saving,
     free_bytes,
     lost_with_runtime,
     newest_checkpoint,
-    read_object,
     rotate_checkpoints,
     set_aside,
     write_manifest,
     written_to,
 )
-from offloadkit.checkpoint.one_run import one_run
+from offloadkit.checkpoint.one_run import has_claimed, one_run
 from offloadkit.checkpoint.origin import Origin
 from offloadkit.checkpoint.run import read_random, write_random
-from offloadkit.checkpoint.values import as_json, random_states, set_random_states, why_unlike
+from offloadkit.checkpoint.values import as_json, random_states, set_random_states
 from offloadkit.checkpoint.weights import num_bytes_of
 from offloadkit.config import OffloadConfig
 from offloadkit.device.assumed_disk import proposing_disk
@@ -101,6 +99,7 @@ from offloadkit.hf.loss import num_targets, on_device, shifts_labels, targets_in
 from offloadkit.hf.losses import WithLosses, called_through, losses_of
 from offloadkit.hf.masks import Noted, answering, without_note
 from offloadkit.hf.ragged import OrderOfSeed, ResumableOrder
+from offloadkit.hf.resumed import check_same_model, check_trainer_state
 from offloadkit.hf.saving import arguments_as_data, load_in_pieces, read_later, saved_in_pieces
 from offloadkit.hf.window import Window
 from offloadkit.offload.unread import is_unread, make_real
@@ -116,27 +115,6 @@ if TYPE_CHECKING:
 
 _Base: Any = object
 """Stands in for the Trainer class that follows the mixin."""
-
-_TRAINER_STATE: dict[str, Any] = {
-    "global_step": 0, "max_steps": 0, "logging_steps": 0, "eval_steps": 0, "save_steps": 0, "num_train_epochs": 0,
-    "train_batch_size": 0, "epoch": 0.0, "num_input_tokens_seen": 0, "total_flos": 0, "log_history": [{"step": 0}],
-    "best_metric": 0.0, "best_global_step": 0, "best_model_checkpoint": "", "stateful_callbacks": {},
-}  # fmt: skip
-"""What a `trainer_state.json` holds, where it is not null."""
-
-
-def _check_trainer_state(path: Path) -> None:
-    """Raise `ModelError` for a `trainer_state.json` that transformers could not go on from."""
-    state = read_object(path)
-    said = {name: value for name, value in state.items() if value is not None}
-    why = why_unlike(said, _TRAINER_STATE, "it")
-    if why is None and (unknown := sorted(state.keys() - vars(TrainerState()).keys())):
-        why = f"transformers knows no {shown(unknown[0])}"
-    for name in ("global_step", "max_steps"):
-        if why is None and (type(number := said.get(name)) is not int or number < 0):
-            why = f"{name} is {shown(number)}, and a whole number is needed"
-    if why is not None:
-        raise ModelError(f"{path} cannot be read ({why}): it is cut or broken")
 
 
 @contextmanager
@@ -974,9 +952,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     def _claim(self, claims: ExitStack, *, anew: bool) -> None:
         """Claim the output folder for this run, and log its steps there. Raises `OutputError`."""
         folder = Path(self.args.output_dir)
-        with written_to(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        check_saving(folder)
+        if not has_claimed(folder):  # `finetune` has checked the folder that it claims
+            with written_to(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            check_saving(folder)
         claims.enter_context(one_run(folder))
         self.telemetry.log_to(folder / STEPS_FILE, anew=anew)  # memory keeps the newest records alone
 
@@ -1015,7 +994,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         else:
             found = path_of(given, "resume_from_checkpoint")
             check_readable(found, recut=recut)
-        _check_trainer_state(found / TRAINER_STATE_NAME)
+        check_trainer_state(found / TRAINER_STATE_NAME)
         if not (found / MANIFEST).is_file():
             self._check_theirs(found)
         config = getattr(self.model, "config", None)

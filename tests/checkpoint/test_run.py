@@ -329,10 +329,10 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_and_foreign_files_are_ne
             engine.load_checkpoint(tmp_path / "saved", scheduler=decay(engine))
         engine.save_checkpoint(tmp_path / "saved", position=3)
         assert engine.load_checkpoint(tmp_path / "saved") == 3
-        with pytest.raises(OutputError, match="mine exists and is no checkpoint"):
+        with pytest.raises(OutputError, match=r"mine holds other files and no manifest\.json"):
             engine.save_checkpoint(tmp_path / "mine")
         os.mkfifo(tmp_path / "pipe")  # as /dev/null, which root could rename
-        with pytest.raises(OutputError, match="pipe exists and is no checkpoint"):
+        with pytest.raises(OutputError, match="pipe exists and is no folder"):
             engine.save_checkpoint(tmp_path / "pipe")
         assert (tmp_path / "pipe").is_fifo()
         (tmp_path / "pipe").unlink()

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import offloadkit
-from offloadkit.checkpoint.folder import other_rows
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import world
 from offloadkit.errors import ConfigError
+from offloadkit.hf.resumed import other_rows
 from offloadkit.hf.trainer import OffloadTrainer
 from tests.distributed.doors import (
     error_of,

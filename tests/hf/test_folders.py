@@ -17,7 +17,6 @@ from transformers import T5ForConditionalGeneration, TrainingArguments
 
 from offloadkit import OffloadTrainer
 from offloadkit.checkpoint.folder import (
-    check_same_model,
     newest_checkpoint,
     put_in_place,
     rotate_checkpoints,
@@ -29,6 +28,7 @@ from offloadkit.checkpoint.folder import (
 )
 from offloadkit.checkpoint.origin import Origin
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, OutputError
+from offloadkit.hf.resumed import check_same_model
 from tests.hf.tiny import llama_config, t5_config
 
 TORCH_ERROR = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 345344 vs 345232")

@@ -1,0 +1,129 @@
+"""Compares a Trainer's checkpoint with the run that resumes it: the model, rows an update, `trainer_state.json`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, TrainerState
+
+from offloadkit.checkpoint.folder import read_object
+from offloadkit.checkpoint.values import why_unlike
+from offloadkit.errors import ConfigError, ModelError, shown
+from offloadkit.hf.hub import readable_hub_errors
+
+_SIZES = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "d_kv"]
+_SIZES += ["head_dim", "intermediate_size", "d_ff", "num_labels"]
+_NOT_COMPUTED = re.compile(
+    r"(^|\.)(_.*|name_or_path|transformers_version|architectures|dtype|torch_dtype|use_cache|return_dict|output_.*|"
+    r"id2label.*|label2id.*|problem_type|task_specific_params.*|.*token_id|tie_word_embeddings)$"
+)
+"""Keys of a config that change neither shapes nor what is computed in training, or that the Trainer sets by itself."""
+
+
+def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> str | None:
+    """Check that the checkpoint's model has the type and sizes of `config`.
+
+    Returns:
+        A line that names other keys of the two configs that differ, such as a dropout; None if there are none.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    path = checkpoint / "config.json"
+    if not path.is_file():  # a Trainer of a model without one
+        return None
+    saved = read_object(path)
+    sizes: dict[str, tuple[Any, Any]] = {"model_type": (saved.get("model_type"), config.model_type)}
+    differing = []
+    if saved.get("model_type") == config.model_type:
+        with readable_hub_errors(str(checkpoint), found=True, file=path.name):
+            before = type(config).from_dict(saved)
+        for name in _SIZES:
+            sizes[name] = getattr(before, name, None), getattr(config, name, None)
+        was, now = _flat(before.to_dict()), _flat(config.to_dict())
+        differing = [
+            f"{name} {was.get(name)} (now {now.get(name)})"
+            for name in sorted(was.keys() | now.keys())
+            if was.get(name) != now.get(name) and not _NOT_COMPUTED.search(name)
+        ]
+    for name, (value, own) in sizes.items():
+        if value != own:
+            raise ConfigError(
+                f"{checkpoint} is of another model, with {name} {value}, and this one has {own}: resume with the "
+                "model of that run, or pass another output_dir"
+            )
+    return f"the config in {checkpoint} differs from this model's: {', '.join(differing)}" if differing else None
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a config by dotted name; those of nested configs too."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def other_rows(checkpoint: Path, batch_size: int, accumulation: int, num_ranks: int) -> str | None:
+    """A warning if an update had another number of rows when the checkpoint was made, else None.
+
+    The Trainer derives the position in the dataset from the number of steps, so it continues at another row.
+    """
+    before = _saved_count(checkpoint / "trainer_state.json", "train_batch_size")
+    if before in (None, batch_size):
+        return _other_micro_batches(checkpoint, accumulation, num_ranks)
+    return (
+        f"batch_size is {batch_size} now and was {before}: steps are counted on, at {batch_size} rows each, so some "
+        f"rows are {'seen again' if batch_size < before else 'left out'}, and the weights not those of one run; "
+        f"batch_size={before} goes on exactly"
+    )
+
+
+def _saved_count(path: Path, name: str) -> int | None:
+    """A whole number >= 1 in a file of JSON, if it is there. Raises `ModelError` for another value."""
+    count = read_object(path).get(name)
+    if count is not None and (type(count) is not int or count < 1):
+        raise ModelError(f"{path}: {name} is {shown(count)}, and a whole number is needed: it is broken")
+    return count
+
+
+def _other_micro_batches(checkpoint: Path, accumulation: int, num_ranks: int) -> str | None:
+    """`other_rows`, where micro-batches are as large as they were."""
+    arguments = checkpoint / "training_args.json"
+    of_each = _saved_count(arguments, "gradient_accumulation_steps") if arguments.is_file() else None
+    ranks = len(list(checkpoint.glob("states-*")))
+    if of_each is None or ranks == 0 or of_each * ranks == accumulation * num_ranks:
+        return None
+    exactly = f"{of_each * ranks} in all go on exactly"
+    if of_each * ranks % num_ranks == 0:
+        exactly = f"gradient_accumulation={of_each * ranks // num_ranks} goes on exactly"
+    return (
+        f"an update has {accumulation * num_ranks} micro-batches of all ranks now and had {of_each * ranks}: steps are "
+        f"counted on, so some rows are seen again or left out, and the weights not those of one run; {exactly}"
+    )
+
+
+_TRAINER_STATE: dict[str, Any] = {
+    "global_step": 0, "max_steps": 0, "logging_steps": 0, "eval_steps": 0, "save_steps": 0, "num_train_epochs": 0,
+    "train_batch_size": 0, "epoch": 0.0, "num_input_tokens_seen": 0, "total_flos": 0, "log_history": [{"step": 0}],
+    "best_metric": 0.0, "best_global_step": 0, "best_model_checkpoint": "", "stateful_callbacks": {},
+}  # fmt: skip
+"""What a `trainer_state.json` holds, where it is not null."""
+
+
+def check_trainer_state(path: Path) -> None:
+    """Raise `ModelError` for a `trainer_state.json` that transformers could not go on from."""
+    state = read_object(path)
+    said = {name: value for name, value in state.items() if value is not None}
+    why = why_unlike(said, _TRAINER_STATE, "it")
+    if why is None and (unknown := sorted(state.keys() - vars(TrainerState()).keys())):
+        why = f"transformers knows no {shown(unknown[0])}"
+    for name in ("global_step", "max_steps"):
+        if why is None and (type(number := said.get(name)) is not int or number < 0):
+            why = f"{name} is {shown(number)}, and a whole number is needed"
+    if why is not None:
+        raise ModelError(f"{path} cannot be read ({why}): it is cut or broken")
