@@ -47,7 +47,7 @@ from offloadkit.planner.fitted import NCCL_BYTES
 
 _T = TypeVar("_T")
 
-_CONNECTING_BYTES = 32 << 20
+CONNECTING_BYTES = 32 << 20
 """What is gathered to connect ranks: as much as of a large layer, since NCCL's choice of an algorithm depends on it."""
 _MOST_LIBRARY_BYTES = 2 * NCCL_BYTES
 """What NCCL can have taken at the most; the rest is another process's, which came meanwhile."""
@@ -225,7 +225,7 @@ class Group:
             options.config.max_ctas = most_ctas
         before = hardware.vram_outside_bytes(self._device)
         self._between_devices = dist.new_group(backend="nccl", timeout=self._timeout, pg_options=options)
-        piece = _CONNECTING_BYTES // self.size
+        piece = CONNECTING_BYTES // self.size
         cuts = [at * piece for at in range(self.size + 1)]
         sent = torch.zeros(cuts[-1] + 1, dtype=torch.uint8, device=self._device)
         received = torch.empty_like(sent)
@@ -371,10 +371,11 @@ class Group:
         """For each of so many layers, what tells which ranks have stepped it. It may be called once."""
         (file,) = self.share([8 * self.size * (num_layers + 1)])
         seconds = self._timeout.total_seconds()
-        self._stepped = SteppedLayers(file, self.rank, self.size, num_layers, seconds, self._lost)
+        self._stepped = SteppedLayers(file, self.rank, self.size, num_layers, seconds, self.lost)
         return self._stepped.layers
 
-    def _lost(self) -> int | None:
+    def lost(self) -> int | None:
+        """A rank that is known to have died or failed; None while there is none."""
         return None if self._watch is None else self._watch.lost
 
     @contextmanager

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from offloadkit.threads import Thread
 
 _FOREVER = timedelta(days=365)
-_GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0
 """So long a rank may take to find out by itself that another one has ended."""
 _NEWS_SECONDS = 0.3
 """So long an operation that fails waits for the news of who was lost."""
@@ -100,7 +100,7 @@ class Watch:
         self.lost = lost
         self._noticed.set()
         self.fail()
-        if self._left.wait(_GRACE_SECONDS):
+        if self._left.wait(GRACE_SECONDS):
             return
         print(
             f"rank {self._rank}: rank {lost} has ended, died or failed. This rank waits, or does something else. All "

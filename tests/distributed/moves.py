@@ -21,12 +21,12 @@ from offloadkit.device import host_memory
 from offloadkit.distributed import machine
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine import OffloadEngine
-from offloadkit.errors import OffloadkitError, RankError, RepeatWindowError
+from offloadkit.errors import EngineStateError, OffloadkitError, RankError, RepeatWindowError
 from offloadkit.hardware import Hardware
 from offloadkit.offload import rate_watch, shortage, states
-from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.update import StepBalancer
+from offloadkit.offload.weights import LayerWeights
 from offloadkit.planner import Plan, layout
 from offloadkit.planner import placed as placed_at
 from offloadkit.planner.fitted import LOADED_LATER_BYTES, NCCL_BYTES
@@ -47,6 +47,15 @@ def planned(made: nn.Module, config: OffloadConfig, where: Placement) -> Plan:
 
 def fail(_: torch.Tensor) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def is_open(engine: OffloadEngine) -> bool:
+    """Whether an engine that is closed next has not closed itself."""
+    try:
+        engine.drop_gradients()
+    except EngineStateError:
+        return False
+    return True
 
 
 def moving(
@@ -96,17 +105,18 @@ def moving(
 
     on = hardware.indexed(torch.device(device))
     batches, error = tokens(steps * micro_batches * size, str(on)), ""
-    open_bucket = Gradients._open
+    check_waited = LayerWeights.check_waited
 
-    def opens(self: Gradients, *args: Any) -> None:
-        if where == "exchange" and self.layers.index(args[0]) == 1 and is_full():
+    def opens(self: LayerWeights, views: Any) -> None:
+        """Called before a layer gets a bucket."""
+        if where == "exchange" and self is engine.placed.gradients.layers[1].weights and is_full():
             fail(batches[0])
-        open_bucket(self, *args)
+        check_waited(self, views)
 
     plan = planned(made, options, begins)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        patch.setattr(Gradients, "_open", opens)
+        patch.setattr(LayerWeights, "check_waited", opens)
         if to is not None:
             patch.setattr(shortage, "leaner", lambda plan, *_: placed_at(plan, [to] * len(plan.layers)))
         engine = OffloadEngine(made, options, device=on, plan=plan)
@@ -133,7 +143,7 @@ def moving(
             engine.synchronize()
         except OffloadkitError as raised:
             error = f"{type(raised).__name__}: {raised}"
-        is_open, plan = engine._open, engine.plan
+        plan, open_still = engine.plan, is_open(engine)
         moves = [move.why for move in engine.telemetry.moves]
         engine.close()
         return {
@@ -143,7 +153,7 @@ def moving(
             "steps": len(engine.telemetry.records),
             "begun": state["begun"] + 1,
             "error": error,
-            "is_open": is_open,
+            "is_open": open_still,
         }
 
 
@@ -151,7 +161,7 @@ def does_not_connect(ranks: Group, most_ctas: int = 0) -> None:
     """`Group.connect` where NCCL has no room on rank 1."""
     if dist.get_rank():
         raise RankError("connecting the GPUs failed")
-    while ranks._lost() is None:  # until it is known here
+    while ranks.lost() is None:  # until it is known here
         time.sleep(0.01)
     ranks.agree(np.array([most_ctas]))
 

@@ -18,6 +18,7 @@ from offloadkit.distributed import machine
 from offloadkit.distributed import ranks as ranks_module
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine import OffloadEngine
+from offloadkit.offload.shards import WeightGathers
 from offloadkit.planner import placed as placed_at
 from offloadkit.telemetry import Telemetry
 from tests.models import TinyLM, tokens
@@ -134,8 +135,7 @@ def train(
         for name in ("exchange", "gather"):
             patch.setattr(Group, name, logged(name, getattr(Group, name), log))
         if late is not None:
-            assert engine.placed._gathers is not None
-            engine.placed._gathers.looks_ahead = True
+            patch.setattr(WeightGathers, "begin", looking_ahead(WeightGathers.begin))
         if clamps:
             made.blocks[0].register_forward_pre_hook(clamp)
         if resume is not None:
@@ -216,6 +216,16 @@ class Shares:
             assert layer.accumulated is not None
             layer.accumulated[layer.layer.views[index].elements] = total
             layer.window.add(index)
+
+
+def looking_ahead(begin: Callable[..., None]) -> Callable[..., None]:
+    """`WeightGathers.begin` where stepped layers are gathered early, as on a GPU."""
+
+    def run(self: WeightGathers, coming: Any) -> None:
+        self.looks_ahead = True
+        begin(self, coming)
+
+    return run
 
 
 def logged(name: str, operation: Callable[..., None], log: list[tuple[str, int]]) -> Callable[..., None]:

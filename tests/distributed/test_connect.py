@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from offloadkit import hardware
+from offloadkit.device import streams
 from offloadkit.distributed import ranks as ranks_module
 from offloadkit.distributed.ranks import Group
 from tests.distributed.pool import RankPool
 
 MIB = 1 << 20
-_new_group = dist.new_group
+_new_group, _destroy = dist.new_group, dist.destroy_process_group
 
 
 class CpuAsGpu(str):
@@ -31,17 +32,22 @@ class Library:
     def __init__(self, taken: int) -> None:
         self.taken, self.outside = taken, 1000 * MIB
         self.most_ctas: list[int] = []
+        self.made: list[Any] = []
         self.destroyed: list[Any] = []
 
     def new_group(self, *_: Any, backend: str, pg_options: Any = None, **options: Any) -> Any:
+        group = _new_group(backend="gloo", **options)
         if backend == "nccl":
+            self.made.append(group)
             self.most_ctas.append(pg_options.config.max_ctas)
             self.outside += self.taken
-        return _new_group(backend="gloo", **options)
+        return group
 
     def destroy(self, group: Any) -> None:
-        self.destroyed.append(group)
-        self.outside -= self.taken
+        if group in self.made:
+            self.destroyed.append(group)
+            self.outside -= self.taken
+        _destroy(group)
 
 
 def options() -> Any:
@@ -65,31 +71,33 @@ def with_library(taken: int, do: Callable[[Group, Library], Any]) -> Any:
             patch.setattr(torch.cuda, name, lambda *_: None)
         patch.setattr(dist, "all_gather", all_gather)
         patch.setattr(hardware, "vram_outside_bytes", lambda _: library.outside)
-        patch.setattr(ranks_module, "_CONNECTING_BYTES", 3 << 10)
-        group = Group(torch.device("cpu"))
-        dist.destroy_process_group(group._between_devices)
+        patch.setattr(ranks_module, "CONNECTING_BYTES", 3 << 10)
         patch.setattr(dist, "destroy_process_group", library.destroy)
+        patch.setitem(streams.backends, "cuda", streams.backends["cpu"])
         device: Any = CpuAsGpu("cpu")
-        group._device, group._between_devices = device, None
         try:
-            return do(group, library)
+            return do(Group(device), library)
         finally:
             hardware.library_bytes.clear()
 
 
 def connects_again(ranks: Group, library: Library) -> list[Any]:
-    ranks._received["exchange"] = 7
     found: list[Any] = []
     for most_ctas in (4, 4, 0):
         ranks.connect(most_ctas)
+        if not found:
+            ranks.exchange(torch.empty(14, dtype=torch.uint8), torch.zeros(14, dtype=torch.uint8), [0, 7, 14])
         found.append((list(library.most_ctas), len(library.destroyed), hardware.library_bytes[0]))
-    ranks._took_vram(-ranks._library_bytes)
+    ranks.close()
     return [*found, hardware.library_bytes[0], ranks.take_received()]
 
 
 def wants_another_number(ranks: Group, library: Library) -> Any:
     ranks.connect(4)
-    ranks.connect(4 * dist.get_rank())
+    try:
+        ranks.connect(4 * dist.get_rank())
+    finally:
+        ranks.close()
 
 
 def again(taken: int) -> Any:

@@ -19,8 +19,11 @@ from offloadkit.distributed import ranks as ranks_module
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, RankError
-from offloadkit.offload import states
+from offloadkit.offload import gradients, states
+from offloadkit.offload import model as model_module
 from offloadkit.offload.layers import flat_layers
+from offloadkit.offload.shards import GradientExchange
+from offloadkit.offload.weight_ring import WeightRing
 from offloadkit.optim.norm import norm_blocks
 from tests.distributed.mirrored import MirroredRanks
 from tests.distributed.pool import RankPool
@@ -280,8 +283,9 @@ def alone() -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("new_group", "all_to_all_single", "broadcast", "all_gather", "all_reduce", "barrier"):
             patch.setattr(ranks_module.dist, name, lambda *args, name=name, **options: called.append(name))
+        patch.setattr(gradients, "GradientExchange", None)
+        patch.setattr(model_module, "WeightGathers", None)
         with OffloadEngine(model(), OffloadConfig(), device="cpu") as engine:
-            assert engine.placed.gradients._exchange is engine.placed._gathers is None
             assert all(state.shard is state.layer for state in engine.placed.states)
             assert all(state.weights.own is state.weights.flat for state in engine.placed.states)
             engine.backward(engine(tokens(1)[0]))
@@ -319,6 +323,38 @@ def blocks_of(view: Any) -> list[tuple[int, int]]:
     return [(view.first + at, length) for at, length in norm_blocks([(0, view.numel)]).tolist()]
 
 
+def shared_buffers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, int]]:
+    """Bytes of the buffers that the layers of the next engine share, by use and address."""
+    found: dict[str, dict[int, int]] = {use: {} for use in ("buckets", "staging", "exchange", "weights")}
+    give_back, arrange = gradients.BucketPool.give_back, gradients.Gradients.arrange
+    exchange, ring = GradientExchange.__init__, WeightRing.__init__
+
+    def add(use: str, *tensors: Any) -> None:
+        found[use] |= {each.data_ptr(): each.nbytes for each in tensors if isinstance(each, torch.Tensor)}
+
+    def gives_back(self: gradients.BucketPool, buffer: torch.Tensor, busy: Any) -> None:
+        add("buckets", buffer)
+        give_back(self, buffer, busy)
+
+    def arranges(self: gradients.Gradients, layers: Any, staging: Any) -> None:
+        add("staging", *staging)
+        arrange(self, layers, staging)
+
+    def exchanges(self: GradientExchange, *args: Any) -> None:
+        exchange(self, *args)
+        add("exchange", *vars(self).values())
+
+    def streams(self: WeightRing, *args: Any) -> None:
+        ring(self, *args)
+        add("weights", *vars(self).values())
+
+    monkeypatch.setattr(gradients.BucketPool, "give_back", gives_back)
+    monkeypatch.setattr(gradients.Gradients, "arrange", arranges)
+    monkeypatch.setattr(GradientExchange, "__init__", exchanges)
+    monkeypatch.setattr(WeightRing, "__init__", streams)
+    return found
+
+
 @pytest.mark.parametrize(
     ("micro_batches", "exchange", "placement"),
     [
@@ -334,24 +370,21 @@ def test_a_rank_takes_what_was_planned(
     config = OffloadConfig(
         placement=placement, gradient_accumulation=micro_batches, exchange=exchange, working_dtype="bf16"
     )
+    shared = shared_buffers(monkeypatch)
     with OffloadEngine(TinyLM(tied=False, depth=3), config, device="cpu") as engine:
         engine.backward(engine(tokens(1)[0]))
-        engine.step_thread.settle()  # staging buffers are given back
         placed, plan = engine.placed, engine.plan
-        gradients, exchange = placed.gradients, placed.gradients._exchange
-        assert exchange is not None
+        layers = placed.gradients.layers
         sums = sum(layer.sums_bytes() for layer in plan.layers)
-        in_vram = sum(buffer.numel() for buffer, _ in gradients._pool._free)
-        in_vram += sum(each.own_buffer.numel() for each in gradients.layers if each.own_buffer is not None)
-        in_vram += sum(each.accumulated.nbytes for each in gradients.layers if each.accumulated is not None)
-        in_vram += exchange._received.numel() + exchange._summed.numel()
+        in_vram = sum(shared["buckets"].values()) + sum(shared["exchange"].values())
+        in_vram += sum(each.own_buffer.numel() for each in layers if each.own_buffer is not None)
+        in_vram += sum(each.accumulated.nbytes for each in layers if each.accumulated is not None)
         autograds = max(layer.bucket_bytes() for layer in plan.layers)
         vram, ram = plan.tiers["vram"], plan.tiers["ram"]
         assert in_vram + autograds + sums == vram["gradients"]
         there = [each for each in placed.states if each.weights_slab is None]
         assert sum(each.weights.flat.nbytes for each in there) == vram["working weights"]
-        ring = 0 if placed._ring is None else placed._ring._memory.nbytes
-        assert ring == vram.get("weight buffers", 0)
+        assert sum(shared["weights"].values()) == vram.get("weight buffers", 0)
         where, states = plan.tiers[placement.states], ("master weights", "moments")
         taken = sum(sum(array.nbytes for array in each.flat.arrays.values()) for each in placed.states)
         assert taken == sum(where[name] for name in states)
@@ -359,7 +392,7 @@ def test_a_rank_takes_what_was_planned(
         copies += [each.weights.own for each in placed.states if each.weights_slab is not None]  # of what all share
         assert sum(copy.nbytes for copy in copies) == ram.get("working weights", 0)
         host = sum(each.gradient.window_in_ram.nbytes for each in placed.states if each.gradient.host is not None)
-        host += sum(gradients._staging.get().nbytes for _ in range(gradients._staging.qsize()))
+        host += sum(shared["staging"].values())
         assert host + sums == ram["gradients"]
 
 
