@@ -120,8 +120,9 @@ from offloadkit.planner import Dtype, Plan
 from offloadkit.planner.phases import differing
 from offloadkit.planning import (
     auto_batch_size,
-    check_whole_numbers,
+    check_counts,
     default_dtype,
+    given_size,
     plan_for_rows,
     plan_source,
     shown_plan,
@@ -353,14 +354,10 @@ def finetune(
     from offloadkit.hf.arguments import arguments_of_finetune, check_arguments, engine_config
 
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    numbers: dict[str, Any] = {
-        "batch_size": batch_size,
-        "max_steps": max_steps,
-        "gradient_accumulation": gradient_accumulation,
-    }
-    numbers["per_device_eval_batch_size"] = training_arguments.get("per_device_eval_batch_size")
-    check_whole_numbers(**numbers)
-    check_whole_numbers(least=2, **lengths)  # a token, and the end token
+    optional: dict[str, Any] = {"max_steps": max_steps, "gradient_accumulation": gradient_accumulation}
+    optional["per_device_eval_batch_size"] = training_arguments.get("per_device_eval_batch_size")
+    check_counts(given_size(batch_size) | optional, optional=optional)
+    check_counts(lengths, least=2, optional=lengths)  # a token, and the end token
     switches = {"resume": resume, "overwrite": overwrite, "monitor": monitor}
     _check(epochs, learning_rate, init, seed, baseline, verbose=verbose, **switches)
     _check_evaluation(eval_dataset, callbacks, compute_metrics)

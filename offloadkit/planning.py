@@ -7,7 +7,7 @@ print(plan)  # whether it fits, and how fast it is; plan.explain() and plan.deta
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -150,7 +150,8 @@ def plan_source(
         ConfigError: as `plan`; also if rows are longer than the model's table of positions.
     """
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    check_whole_numbers(batch_size=batch_size, num_gpus=num_gpus, **lengths)
+    optional = {"num_gpus": num_gpus, **lengths}
+    check_counts(given_size(batch_size) | optional, optional=optional)
     if device is not None and not isinstance(device, torch.device):
         device = hardware.device_of(device)
     for name, length in lengths.items():
@@ -291,13 +292,17 @@ def default_dtype(*, on_gpu: bool, native_bf16: bool) -> Dtype:
     return "bf16" if native_bf16 else "fp16"
 
 
-def check_whole_numbers(least: int = 1, **wishes: Any) -> None:
-    """Raise `ConfigError` for a wish that is not a whole number of at least so much, None (left out), or "auto" as
-    `batch_size`."""
-    for name, value in wishes.items():
-        left_out = (isinstance(value, str) and value == "auto") if name == "batch_size" else value is None
+def check_counts(counts: Mapping[str, Any], *, least: int = 1, optional: Collection[str] = ()) -> None:
+    """Raise `ConfigError` for the first count that is not a whole number >= `least`. `optional` ones may be None."""
+    for name, value in counts.items():
+        left_out = value is None and name in optional
         if not left_out and (type(value) is not int or not least <= value < 2**31):
             raise ConfigError(f"{name} must be a whole number >= {least}, got {shown(value)}")
+
+
+def given_size(batch_size: object) -> dict[str, object]:
+    """`batch_size` as a count by name; nothing for "auto"."""
+    return {} if isinstance(batch_size, str) and batch_size == "auto" else {"batch_size": batch_size}
 
 
 def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Hardware, bool]:

@@ -39,6 +39,7 @@ from offloadkit.engines.runner import Row, Runs, write_whole
 from offloadkit.engines.timing import BY_LEANER_PLAN
 from offloadkit.engines.work import Work, config_of
 from offloadkit.errors import ConfigError, shown
+from offloadkit.planning import check_counts
 from offloadkit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -194,15 +195,6 @@ def compare(
     )
     save(folder / "comparison", result.to_dict(), result.chart)
     return result
-
-
-def check_counts(counts: dict[str, Any], optional: Sequence[str] = ()) -> None:
-    """Raise `ConfigError` for the first that is no whole number from 1; those that are `optional` may be None."""
-    for name, value in counts.items():
-        if value is None and name in optional:
-            continue
-        if type(value) is not int or not 0 < value < 2**31:
-            raise ConfigError(f"{name} must be a whole number >= 1, got {shown(value)}")
 
 
 def budgets_of(precision: Any, vram: Any, ram: Any) -> dict[str, Any]:

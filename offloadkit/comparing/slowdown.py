@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 from offloadkit.checkpoint.folder import writable
-from offloadkit.comparing.comparison import budgets_of, check_counts, progress, summary
+from offloadkit.comparing.comparison import budgets_of, progress, summary
 from offloadkit.config import Precision
 from offloadkit.engines import forecast
 from offloadkit.engines.baseline import forecasts_of, plain_row
 from offloadkit.engines.runner import Row, Runs
 from offloadkit.engines.work import Work, config_of
 from offloadkit.errors import DoesNotFitError, OffloadkitError
+from offloadkit.planning import check_counts
 
 
 @dataclass(frozen=True)

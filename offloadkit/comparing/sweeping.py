@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from offloadkit import errors
 from offloadkit.checkpoint.folder import writable
 from offloadkit.comparing import learning, words
-from offloadkit.comparing.comparison import budgets_of, check_counts, progress, save, summary
+from offloadkit.comparing.comparison import budgets_of, progress, save, summary
 from offloadkit.comparing.knee import Knee, fixed_seconds, measured_knee, predicted_knee, reads_weights
 from offloadkit.config import Precision
 from offloadkit.engines.baseline import config_folder, forecasts_of
@@ -44,6 +44,7 @@ from offloadkit.errors import ConfigError, shown
 from offloadkit.hf.columns import ColumnWish
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH
 from offloadkit.hf.quiet import bars_where_live
+from offloadkit.planning import check_counts
 from offloadkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ def sweep(
         rates = learning.learning_rates(base, sorted({s * t for s, t in grid}), list(scale_learning_rate))
         rows = list(_trained(told, num_samples, grid, rates, runs))
     else:
-        check_counts(lengths, optional=tuple(lengths))
+        check_counts(lengths, optional=lengths)
         num_samples = num_samples or NUM_SAMPLES
         work = Work(
             model=config_folder(model, folder),
