@@ -17,6 +17,7 @@ from offloadkit.cli import app
 from offloadkit.doctor import Facts, PcieLink
 from offloadkit.errors import OutputError
 from offloadkit.hardware import Hardware
+from tests.messages import check_says
 
 GIB = 1 << 30
 
@@ -88,86 +89,86 @@ def test_a_good_machine_gets_no_advice() -> None:
     assert doctor.report(FACTS).endswith("\n\nNothing to improve was found.")
 
 
-ADVICE: dict[str, tuple[Facts, str, str]] = {
+ADVICE: dict[str, tuple[Facts, str, tuple[str, ...]]] = {
     "no kernel, no compiler": (
         replace(FACTS, kernel_levels=(), compiler=None),
         "warn",
-        "with the same result: install a C compiler (gcc or clang), then reinstall offloadkit",
+        ("install a C compiler", "gcc", "reinstall offloadkit"),
     ),
     "no kernel, but a compiler": (
         replace(FACTS, kernel_levels=(), compiler="gcc"),
         "warn",
-        "with the same result: there is a compiler now (gcc), then reinstall offloadkit",
+        ("gcc", "reinstall offloadkit"),
     ),
-    "pinned limit": (machine(can_pin=False), "warn", "the limit on locked memory is 8 MiB. Copies"),
+    "pinned limit": (machine(can_pin=False), "warn", ("locked memory", "8 MiB")),
     "pinning refused without a limit": (
         replace(machine(can_pin=False), locked_memory_bytes=None),
         "warn",
-        "RAM could not be pinned. Copies",
+        ("RAM", "pinned"),
     ),
     "narrow slot": (
         links(4, 16, 16.0, 16.0, h2d=7e9),
         "warn",
-        "The PCIe slot is narrower than the card (0000:18:00.0 has 4 of 16 lanes)",
+        ("PCIe", "0000:18:00.0", "4 of 16 lanes"),
     ),
     "slow link": (
         links(16, 16, 8.0, 32.0, h2d=12e9),
         "warn",
-        "PCIe runs slower than the card can (0000:18:00.0 at 8 of 32 GT/s)",
+        ("PCIe", "0000:18:00.0", "8 of 32 GT/s"),
     ),
-    "swap": (replace(FACTS, swap_used_bytes=3 * GIB), "warn", "3 GiB of swap are in use"),
+    "swap": (replace(FACTS, swap_used_bytes=3 * GIB), "warn", ("3 GiB of swap",)),
     "emulated bf16": (
         machine(gpu_name="Tesla T4", supports_bf16=False),
         "note",
-        "Tesla T4 has no native bf16 (torch emulates it, slowly): working_dtype='auto' takes fp16",
+        ("Tesla T4", "bf16", "working_dtype='auto'", "fp16"),
     ),
     "few cores": (
         machine(num_cores=2, cpu_adamw_bytes_per_second=26e9),
         "note",
-        "2 CPU cores, which step 1 billion parameters a second",
+        ("2 CPU cores", "1 billion parameters"),
     ),
-    "one core": (machine(num_cores=1), "note", "1 CPU core, which"),
+    "one core": (machine(num_cores=1), "note", ("1 CPU core",)),
     "little disk": (
         machine(disk_free_bytes=24_000_000_000),
         "note",
-        "/data has 22.4 GiB free: a checkpoint takes about 12 bytes a parameter, so up to 2 billion parameters",
+        ("/data", "22.4 GiB", "12 bytes", "2 billion parameters"),
     ),
     "no disk": (
         replace(machine(disk_folder=None, disk_free_bytes=0), disk_fault="cannot write to /data: Permission denied"),
         "warn",
-        "The disk could not be measured: cannot write to /data: Permission denied.",
+        ("disk", "/data", "Permission denied"),
     ),
     "cgroup": (
         machine(ram_total_bytes=64 * GIB),
         "note",
-        "This process may use 64 GiB of the machine's 256 GiB of RAM: its cgroup's limit",
+        ("64 GiB", "256 GiB of RAM", "cgroup"),
     ),
-    "no Triton": (replace(FACTS, triton_fault="is not installed"), "warn", "Triton is not installed, so the step"),
+    "no Triton": (replace(FACTS, triton_fault="is not installed"), "warn", ("Triton is not installed",)),
     "CPU build of torch": (
         replace(FACTS, hardware=CPU_ONLY, torch_cuda=None),
         "warn",
-        "There is an NVIDIA GPU, but torch is built for the CPU alone",
+        ("NVIDIA GPU", "torch", "CPU"),
     ),
     "hidden GPU": (
         replace(FACTS, hardware=CPU_ONLY),
         "warn",
-        "There is an NVIDIA GPU, but torch (built for CUDA 12.8) sees none",
+        ("NVIDIA GPU", "torch", "CUDA 12.8"),
     ),
     "unusable GPU": (
         replace(FACTS, hardware=CPU_ONLY, gpu_fault="this torch build (sm_80) has no kernels for Tesla K80"),
         "stop",
-        "The GPU cannot be used: this torch build (sm_80) has no kernels for Tesla K80.",
+        ("GPU cannot be used", "this torch build (sm_80) has no kernels for Tesla K80"),
     ),
-    "no RAM": (machine(ram_available_bytes=GIB // 2), "stop", "Only 512 MiB of RAM are available"),
+    "no RAM": (machine(ram_available_bytes=GIB // 2), "stop", ("512 MiB of RAM",)),
 }
 
 
 @pytest.mark.parametrize("case", ADVICE)
 def test_advice(case: str) -> None:
-    facts, level, text = ADVICE[case]
+    facts, level, told = ADVICE[case]
     found, said = only(facts)
     assert found == level
-    assert text in said
+    check_says(said, *told)
     assert said in doctor.report(facts)
 
 
