@@ -309,7 +309,7 @@ def import_all() -> None:
     import offloadkit.cli
     import offloadkit.comparing.slowdown
     import offloadkit.comparing.sweeping
-    import offloadkit.deepspeed
+    import offloadkit.deepspeed.engine
     import offloadkit.finetuning
     import offloadkit.hf.trainer  # noqa: F401
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from offloadkit.deepspeed.process import building
 from offloadkit.device.process_memory import VramCap
 from offloadkit.engines import worker
-from offloadkit.engines.deepspeed_process import building
 from offloadkit.engines.engine import LEARNING_RATE, Engine, EngineFactory
 from offloadkit.engines.work import Batch, Work, plain_model
 from offloadkit.errors import ConfigError

@@ -28,9 +28,9 @@ from benchmarks import table
 from benchmarks.cases import config_of
 from benchmarks.run import git_commit
 from offloadkit import __version__, hardware
+from offloadkit.deepspeed.process import prepare
 from offloadkit.device.process_memory import DeviceMemory, let_segments_grow
 from offloadkit.distributed import world
-from offloadkit.engines.deepspeed_process import prepare
 from offloadkit.engines.runner import version
 from offloadkit.engines.timing import Clock
 from offloadkit.engines.work import Work, plain_model, random_steps

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from offloadkit.changes import Change, register
+from offloadkit.config import Reader, register_reader
 from offloadkit.starting import collector_off, is_loaded, say
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from offloadkit.comparing.slowdown import Slowdown, measure_slowdown
     from offloadkit.comparing.sweeping import Sweep, sweep
     from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
-    from offloadkit.deepspeed import add_config_arguments, init_distributed, initialize
+    from offloadkit.deepspeed.engine import add_config_arguments, init_distributed, initialize
+    from offloadkit.deepspeed.training import deepspeed_arguments
     from offloadkit.engine import OffloadEngine
-    from offloadkit.engines.zero_training import deepspeed_arguments
     from offloadkit.errors import OffloadkitError
     from offloadkit.finetuning import FinetuneResult, finetune
     from offloadkit.hf.source import from_pretrained
@@ -47,14 +48,14 @@ _HOME = {
     "StepRecord": "telemetry",
     "Sweep": "comparing.sweeping",
     "Telemetry": "telemetry",
-    "add_config_arguments": "deepspeed",
+    "add_config_arguments": "deepspeed.engine",
     "breakdown": "offload.profiling",
     "compare": "comparing.comparison",
-    "deepspeed_arguments": "engines.zero_training",
+    "deepspeed_arguments": "deepspeed.training",
     "finetune": "finetuning",
     "from_pretrained": "hf.source",
-    "init_distributed": "deepspeed",
-    "initialize": "deepspeed",
+    "init_distributed": "deepspeed.engine",
+    "initialize": "deepspeed.engine",
     "measure_slowdown": "comparing.slowdown",
     "plan": "planning",
     "sweep": "comparing.sweeping",
@@ -98,7 +99,14 @@ def _change_of_transformers() -> Change:
     return patched
 
 
+def _reader_of_deepspeed() -> Reader:
+    from offloadkit.deepspeed.config import offload_config
+
+    return offload_config
+
+
 register("transformers", _change_of_transformers)
+register_reader(_reader_of_deepspeed)
 
 
 def __getattr__(name: str) -> Any:

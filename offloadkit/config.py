@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints, runtime_checkable
 
-from offloadkit.deepspeed_config import DeepSpeedConfig, read_deepspeed
 from offloadkit.errors import ConfigError, shown
 from offloadkit.files import path_of
 from offloadkit.units import parse_bytes
-
-logger = logging.getLogger(__name__)
 
 Precision = Literal["exact", "compact", "tiny"]
 
@@ -99,6 +96,22 @@ class DynamicLossScale:
         if not isinstance(self.consecutive_hysteresis, bool):
             given = shown(self.consecutive_hysteresis)
             raise ConfigError(f"consecutive_hysteresis of the loss scale must be True or False, got {given}")
+
+
+@runtime_checkable
+class ConfigFile(Protocol):
+    """A config file of DeepSpeed that was read. A Trainer's arguments must not contradict it."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Fields of `OffloadConfig`."""
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The keys that count and are in the file, by dotted name."""
+
+    def check_decay(self, weight_decay: float, by: str) -> None:
+        """Raise `ConfigError` if the file asks for another kind of weight decay. `by` names who sets it."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +209,7 @@ class OffloadConfig:
     the scheduler's state or the random states. Otherwise such a checkpoint is refused: the run that goes on would not
     be the run that was saved."""
 
-    deepspeed: DeepSpeedConfig | None = field(default=None, compare=False, repr=False)
+    deepspeed: ConfigFile | None = field(default=None, compare=False, repr=False)
     """What `from_deepspeed` has read, for a Trainer, whose arguments must not say otherwise."""
 
     def __post_init__(self) -> None:
@@ -239,7 +252,7 @@ class OffloadConfig:
                 parse_bytes(budget, name)
         if not isinstance(self.placement, Placement | None):
             raise ConfigError(f"placement must be an offloadkit.Placement or None, got {shown(self.placement)}")
-        if not isinstance(self.deepspeed, DeepSpeedConfig | None):
+        if not isinstance(self.deepspeed, ConfigFile | None):
             raise ConfigError(
                 f"deepspeed={shown(self.deepspeed)}: leave it out, and write "
                 "OffloadConfig.from_deepspeed('ds_config.json')"
@@ -253,7 +266,7 @@ class OffloadConfig:
 
     @classmethod
     def from_deepspeed(
-        cls, source: str | Path | dict[str, Any] | DeepSpeedConfig, *, num_gpus: int | None = None
+        cls, source: str | Path | dict[str, Any] | ConfigFile, *, num_gpus: int | None = None
     ) -> OffloadConfig:
         """What a ds_config.json says, as far as it is about the optimizer's step. docs/from-deepspeed.md has every key.
 
@@ -263,41 +276,13 @@ class OffloadConfig:
         that the file does not write. They must not contradict what it does.
 
         Args:
-            source: the file, its content, or what `read_deepspeed` gave.
+            source: the file, its content, or the result of `offloadkit.deepspeed.config.read_deepspeed`.
             num_gpus: for the product of the batch sizes; None: the WORLD_SIZE of torchrun, else 1.
 
         Raises:
             ConfigError: something in it has no meaning, or offloadkit cannot do it.
         """
-        read = source if isinstance(source, DeepSpeedConfig) else read_deepspeed(source, num_gpus=num_gpus)
-        if read is not source and read.schedule is not None:
-            logger.warning(
-                f"the schedule {read.schedule[0]} is no part of OffloadConfig: offloadkit.initialize steps it; under a "
-                "Trainer say it by lr_scheduler_type and warmup_steps, in a loop of your own by a scheduler of torch's"
-            )
-        options, where = dict(read.options), read.where
-        if read.dynamic_loss_scale is not None:
-            options["loss_scale"] = _made(DynamicLossScale, read.dynamic_loss_scale, f"{where}, fp16")
-        section = f'{where}, the section "offloadkit"'
-        if isinstance(options.get("placement"), dict):
-            options["placement"] = _made(Placement, options["placement"], section)
-        return _made(cls, options | {"deepspeed": read}, section if read.written.get("offloadkit") else where)
-
-
-_Made = TypeVar("_Made")
-
-
-def _made(kind: type[_Made], options: dict[str, Any], where: str) -> _Made:
-    """One of `kind` with fields of a file. Raises `ConfigError`, which begins with `where`."""
-    known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
-    for name in options:
-        if name not in known:
-            which = ", ".join(known)
-            raise ConfigError(f"{where}: it holds fields of {kind.__name__}, and {shown(name)} is none of {which}")
-    try:
-        return kind(**options)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        return _load_reader()(source, num_gpus)
 
 
 def _is_number(value: object) -> bool:
@@ -319,3 +304,15 @@ def _check_choices(options: Placement | OffloadConfig) -> None:
         if get_origin(hints[each.name]) is Literal and not (isinstance(value, str) and value in choices):
             named = ", ".join(map(repr, choices))
             raise ConfigError(f"{each.name} must be one of {named}; got {shown(value)}")
+
+
+Reader = Callable[[Any, int | None], OffloadConfig]
+"""Makes an `OffloadConfig` from the arguments of `from_deepspeed`."""
+
+_load_reader: Callable[[], Reader]
+
+
+def register_reader(load: Callable[[], Reader]) -> None:
+    """Have `OffloadConfig.from_deepspeed` call the reader that `load` imports."""
+    global _load_reader
+    _load_reader = load

@@ -98,12 +98,12 @@ from offloadkit.checkpoint.folder import (
 )
 from offloadkit.checkpoint.one_run import one_run
 from offloadkit.config import OffloadConfig, Precision
+from offloadkit.deepspeed.process import check_installed, left_as_it_was
+from offloadkit.deepspeed.zero import check as check_zero
 from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
 from offloadkit.distributed.launch import is_launched
 from offloadkit.engines.baseline import measured_baseline
-from offloadkit.engines.deepspeed_process import check_installed, left_as_it_was
-from offloadkit.engines.zero import check as check_zero
 from offloadkit.errors import ConfigError, errors_hold_nothing, shown
 from offloadkit.hf.columns import ColumnWish
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
@@ -143,7 +143,7 @@ if TYPE_CHECKING:
         TrainingArguments,
     )
 
-    from offloadkit.engines.zero_training import ZeroTrainer
+    from offloadkit.deepspeed.training import ZeroTrainer
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 
 LEARNING_RATES = {"pretrained": 1e-4, "random": 5e-4}
@@ -489,7 +489,7 @@ def _claimed(output: Path, earlier: EarlierRun) -> Iterator[None]:
 def _checkpoint_in(output: Path, config: Any, engine: str, in_memory: bool, recut: bool) -> Path:
     """The newest checkpoint, which can be read and is of such a model. Raises as `finetune`."""
     if engine == "deepspeed":
-        from offloadkit.engines.zero_training import newest_of_deepspeed
+        from offloadkit.deepspeed.training import newest_of_deepspeed
 
         return newest_of_deepspeed(output)
     checkpoint = newest_checkpoint(output, recut=recut)
@@ -622,7 +622,7 @@ class TrainingRun:
         """A trainer that has trained, its metrics, and whether it was stopped early. `plan` is offloadkit's own."""
         from transformers import set_seed
 
-        from offloadkit.engines.zero_training import ZeroTrainer, deepspeed_arguments, model_of_its_own
+        from offloadkit.deepspeed.training import ZeroTrainer, deepspeed_arguments, model_of_its_own
         from offloadkit.hf.callbacks import AfterAStep, AsksTheMonitor, show_progress
 
         self.monitor.plan = plan
@@ -800,7 +800,7 @@ def _by_deepspeed(run: TrainingRun, plan: Plan, checkpoint: Path | None, output:
     Raises:
         ConfigError, DoesNotFitError: see `deepspeed_arguments`.
     """
-    from offloadkit.engines.zero_training import give_weights
+    from offloadkit.deepspeed.training import give_weights
 
     peaks: Peaks = {}
     device = run.args.device

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
-from offloadkit.deepspeed_config import KEYS, read_deepspeed
+from offloadkit.deepspeed.config import KEYS, read_deepspeed
 from offloadkit.errors import ConfigError
 
 PAGE = Path(__file__).parent.parent / "docs" / "from-deepspeed.md"

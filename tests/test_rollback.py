@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
+from offloadkit.deepspeed.zero import check
 from offloadkit.engine import OffloadEngine
-from offloadkit.engines.zero import check
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, NonFiniteGradientError, RolledBackError
 from offloadkit.offload import update
 from tests.messages import check_says

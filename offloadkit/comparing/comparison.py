@@ -32,7 +32,8 @@ from offloadkit.checkpoint.folder import writable
 from offloadkit.comparing import words
 from offloadkit.comparing.words import LABELS
 from offloadkit.config import OffloadConfig, Precision
-from offloadkit.engines import deepspeed_process, forecast
+from offloadkit.deepspeed import process as deepspeed_process
+from offloadkit.engines import forecast
 from offloadkit.engines.baseline import forecasts_of
 from offloadkit.engines.forecast import Forecast
 from offloadkit.engines.runner import Row, Runs, write_whole

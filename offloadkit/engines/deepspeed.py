@@ -7,11 +7,11 @@ from typing import Any, Literal
 import torch
 
 from offloadkit.config import OffloadConfig
+from offloadkit.deepspeed.process import prepare
+from offloadkit.deepspeed.zero import Zero, ds_config
 from offloadkit.device.process_memory import VramCap
-from offloadkit.engines.deepspeed_process import prepare
 from offloadkit.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, Engine
 from offloadkit.engines.work import Work, plain_model
-from offloadkit.engines.zero import Zero, ds_config
 from offloadkit.planner import Dtype
 
 

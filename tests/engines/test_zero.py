@@ -14,10 +14,10 @@ import torch
 
 import offloadkit
 from offloadkit import DynamicLossScale, OffloadConfig, Placement
-from offloadkit.engines import deepspeed_process
-from offloadkit.engines import zero as zero_module
-from offloadkit.engines.deepspeed_process import GROUP_VARIABLES, left_as_it_was
-from offloadkit.engines.zero import LADDER, Zero, ds_config, forecast_line, zero_for, zero_needs
+from offloadkit.deepspeed import process as deepspeed_process
+from offloadkit.deepspeed import zero as zero_module
+from offloadkit.deepspeed.process import GROUP_VARIABLES, left_as_it_was
+from offloadkit.deepspeed.zero import LADDER, Zero, ds_config, forecast_line, zero_for, zero_needs
 from offloadkit.errors import ConfigError, DoesNotFitError
 from tests.test_finetune import PAIRS, t5
 

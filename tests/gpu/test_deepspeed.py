@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import offloadkit as deepspeed
-from offloadkit.engines.deepspeed_process import left_as_it_was, prepare
+from offloadkit.deepspeed.process import left_as_it_was, prepare
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT
 from tests.distributed.test_deepspeed import script

@@ -8,7 +8,7 @@ for inputs, labels in loader:
     engine.backward(loss)
     engine.step()
 
-Behind it is an `OffloadEngine`. What each key of the config becomes is in `deepspeed_config.py`.
+Behind it is an `OffloadEngine`. What each key of the config becomes is in `config.py`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from offloadkit.checkpoint.folder import readable_or_before, sync_name, written_
 from offloadkit.checkpoint.run import check_run
 from offloadkit.checkpoint.values import as_json, random_states, set_random_states
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights
-from offloadkit.config import OffloadConfig
-from offloadkit.deepspeed_config import DeepSpeedConfig, read_deepspeed
+from offloadkit.deepspeed.config import DeepSpeedConfig, offload_config, read_deepspeed
 from offloadkit.distributed import world
 from offloadkit.engine import OffloadEngine
 from offloadkit.errors import ConfigError, ModelError, RolledBackError
@@ -117,7 +116,7 @@ def initialize(
             f'{read.where}: there is no optimizer: write "optimizer": {{"type": "AdamW", "params": {{"lr": 1e-4}}}}, '
             "or pass initialize(optimizer=...)"
         )
-    options = OffloadConfig.from_deepspeed(read)
+    options = offload_config(read)
     parameters = None if model_parameters is None else _groups(model_parameters)
     client = optimizer
     if client is not None and not isinstance(client, Optimizer):

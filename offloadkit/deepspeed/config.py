@@ -10,10 +10,11 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
 from offloadkit.errors import ConfigError, shown
 from offloadkit.files import path_of, read_json
 
@@ -380,6 +381,39 @@ def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None 
     )
     found.check_decay(options.get("weight_decay", 0.0), where)
     return found
+
+
+def offload_config(source: str | Path | dict[str, Any] | DeepSpeedConfig, num_gpus: int | None = None) -> OffloadConfig:
+    """See `OffloadConfig.from_deepspeed`."""
+    read = source if isinstance(source, DeepSpeedConfig) else read_deepspeed(source, num_gpus=num_gpus)
+    if read is not source and read.schedule is not None:
+        logger.warning(
+            f"the schedule {read.schedule[0]} is no part of OffloadConfig: offloadkit.initialize steps it; under a "
+            "Trainer say it by lr_scheduler_type and warmup_steps, in a loop of your own by a scheduler of torch's"
+        )
+    options, where = dict(read.options), read.where
+    if read.dynamic_loss_scale is not None:
+        options["loss_scale"] = _made(DynamicLossScale, read.dynamic_loss_scale, f"{where}, fp16")
+    section = f'{where}, the section "offloadkit"'
+    if isinstance(options.get("placement"), dict):
+        options["placement"] = _made(Placement, options["placement"], section)
+    return _made(OffloadConfig, options | {"deepspeed": read}, section if read.written.get("offloadkit") else where)
+
+
+_Made = TypeVar("_Made")
+
+
+def _made(kind: type[_Made], options: dict[str, Any], where: str) -> _Made:
+    """Make a `kind` from fields of a file. Raises `ConfigError`, which begins with `where`."""
+    known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    for name in options:
+        if name not in known:
+            which = ", ".join(known)
+            raise ConfigError(f"{where}: it holds fields of {kind.__name__}, and {shown(name)} is none of {which}")
+    try:
+        return kind(**options)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _warn(message: str) -> None:

@@ -15,9 +15,9 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from offloadkit.checkpoint.folder import put_in_place
 from offloadkit.config import OffloadConfig
+from offloadkit.deepspeed.process import check_installed, prepare
+from offloadkit.deepspeed.zero import BUCKET_ELEMENTS, ds_config, forecast_line, zero_for
 from offloadkit.distributed import world
-from offloadkit.engines.deepspeed_process import check_installed, prepare
-from offloadkit.engines.zero import BUCKET_ELEMENTS, ds_config, forecast_line, zero_for
 from offloadkit.errors import ConfigError
 from offloadkit.hf.arguments import engine_config
 from offloadkit.hf.dealing import tell_epochs

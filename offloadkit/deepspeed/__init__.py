@@ -1,0 +1,1 @@
+"""DeepSpeed: `OffloadEngine` runs its configs and scripts, and `finetune` can train by it."""
