@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from offloadkit.changes import Change, register
 from offloadkit.config import Reader, register_reader
 from offloadkit.starting import collector_off, is_loaded, say
+from offloadkit.version import __version__
 
 if TYPE_CHECKING:
     from offloadkit.comparing.comparison import Comparison, compare
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from offloadkit.offload.profiling import breakdown
     from offloadkit.planning import plan
     from offloadkit.telemetry import StepRecord, Telemetry
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Comparison": "comparing.comparison",

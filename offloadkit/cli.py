@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-from offloadkit import __version__
 from offloadkit.errors import OffloadkitError, TrainingStoppedError, shown
 from offloadkit.files import why_no_name
 from offloadkit.starting import collector_off, is_loaded, say
+from offloadkit.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -24,6 +24,7 @@ from offloadkit.device.process_memory import tree_ram_bytes
 from offloadkit.engines.work import Work
 from offloadkit.errors import ConfigError, shown
 from offloadkit.units import format_bytes
+from offloadkit.version import __version__
 
 Row = dict[str, Any]
 Task = dict[str, Any]
@@ -124,8 +125,6 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
 
 def environment() -> dict[str, str]:
     """The machine's name and the versions of what takes part."""
-    from offloadkit import __version__
-
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     found = {"offloadkit": __version__, "cpu": hardware.cpu_name(), "num_cores": str(hardware.num_cores()), "gpu": gpu}
     return found | {package: version(package) for package in _PACKAGES}
