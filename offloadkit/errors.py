@@ -6,11 +6,14 @@ import gc
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+warned: set[str] = set()
+"""The warnings of `warn_once` that this process has given."""
 _LONG_WORD = re.compile(r"(\S{300})\S{300,}(\S{100})")
 
 
@@ -135,6 +138,13 @@ def shown(value: object) -> str:
     except Exception:  # of anybody's object; and Python writes no deep lists, nor numbers of 4,300 digits
         return f"a {type(value).__name__} that cannot be written out"
     return cut(text, 200)
+
+
+def warn_once(message: str, stacklevel: int = 2) -> None:
+    """Give a warning that this process has not given yet. `stacklevel` is that of `warnings.warn`."""
+    if message not in warned:
+        warned.add(message)
+        warnings.warn(message, stacklevel=stacklevel + 1)
 
 
 @contextmanager

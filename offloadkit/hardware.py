@@ -23,6 +23,7 @@ from offloadkit.errors import ConfigError, shown
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_CPU_CACHES = Path("/sys/devices/system/cpu")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 _MAX_CONTEXT_BYTES = 3 << 29
 _highest_ram = 0
@@ -161,6 +162,21 @@ def num_cores() -> int:
     cores = len(own_cores()) or os.cpu_count() or 1
     quota = cpu_quota()
     return max(1, min(cores, round(quota) if quota else cores))
+
+
+def last_level_cache_bytes(cores: Path = _CPU_CACHES) -> int:
+    """Total bytes of the last-level caches of the cores that this process may use. 0 if the system does not tell.
+
+    Args:
+        cores: the system's folder of cores.
+    """
+    caches: dict[tuple[str, str], int] = {}
+    for core in own_cores():
+        folder = cores / f"cpu{core}" / "cache" / "index3"
+        shared, size = text_of(folder / "shared_cpu_list"), text_of(folder / "size")
+        if shared and size.endswith("K") and size[:-1].isdigit():
+            caches[shared, size] = int(size[:-1]) << 10
+    return sum(caches.values())
 
 
 def text_of(path: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -33,8 +34,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measuring, "_of_this_process", {})
-    monkeypatch.setattr(measuring, "_disturbed", lambda *_: False)
+    monkeypatch.setattr(measuring, "own_rates", {})
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [])  # no other process disturbs
 
 
 def t5() -> nn.Module:

@@ -42,14 +42,14 @@ from offloadkit.threads import ThreadPool
 
 _VERSION = 6
 """Raise it when what is measured changes: cached rates of another version are not used."""
-_DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
-_RATES = {
+DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
+RATES = {
     field.name
     for field in fields(Hardware)
     if field.name.endswith("_per_second") or field.name in ("can_pin", "launch_seconds", "vram_context_bytes")
-} - {*_DISK_RATES, "link_bytes_per_second", "few_ctas_link_bytes_per_second", "network_bytes_per_second"}
+} - {*DISK_RATES, "link_bytes_per_second", "few_ctas_link_bytes_per_second", "network_bytes_per_second"}
 _DRAM_RATES = ("dram_bytes_per_second", "cpu_and_bus_bytes_per_second")
-_of_this_process: dict[str, Any] = {}
+own_rates: dict[str, Any] = {}
 """Rates by key that spare this process another measurement: of a busy machine, or what ranks have agreed that they
 know."""
 _BUSY = 0.1
@@ -88,13 +88,13 @@ def measure(
     cached = {} if fresh else _known()
     key = _machine_key(device, num_ranks)
     rates = cached.get(key, {})
-    if rates.keys() != _RATES:
+    if rates.keys() != RATES:
         rates = _found(key, lambda: machine_rates(device, meet), num_ranks)
     disk: dict[str, Any] = {}
     if folder is not None:
         disk_key = f"{key} | {folder}"
         disk = cached.get(disk_key, {})
-        if disk.keys() != _DISK_RATES:
+        if disk.keys() != DISK_RATES:
             disk = disk_rates(folder)
             _store(disk_key, disk)
         disk |= {"disk_folder": str(folder), "disk_free_bytes": shutil.disk_usage(folder).free}
@@ -105,9 +105,9 @@ def is_measured(device: torch.device, num_ranks: int) -> bool:
     """Whether `measure` has the rates already that each of so many ranks of this host has. If so, it keeps them."""
     key = _machine_key(device, num_ranks)
     rates: dict[str, Any] = _known().get(key, {})
-    if rates.keys() == _RATES:
-        _of_this_process[key] = rates  # ranks rely on that, and other processes may replace the file
-    return rates.keys() == _RATES
+    if rates.keys() == RATES:
+        own_rates[key] = rates  # ranks rely on that, and other processes may replace the file
+    return rates.keys() == RATES
 
 
 def kept(
@@ -128,10 +128,10 @@ def kept(
 
 def _found(key: str, measured: Callable[[], dict[str, Any]], num_ranks: int = 1) -> dict[str, Any]:
     """What `measured` gives now, cached on disk, or in this process if others disturbed it."""
-    began = time.perf_counter(), _seconds_of_others()
+    began = time.perf_counter(), seconds_of_others()
     found = measured()
     if found and _disturbed(*began, num_ranks):
-        _of_this_process[key] = found
+        own_rates[key] = found
     elif found:
         _store(key, found)
     return found
@@ -153,7 +153,7 @@ def host_rates() -> dict[str, float]:
     cached = _known()
     for device in (hardware.default_device(), torch.device("cpu")):
         rates = cached.get(_machine_key(device), {})
-        if rates.keys() == _RATES:
+        if rates.keys() == RATES:
             return {name: rates[name] for name in (*hardware.CPU_STEP_RATES.values(), *_DRAM_RATES)}
     return {}
 
@@ -165,19 +165,19 @@ def _times_of_own_cores() -> list[Any]:
     return [times for core, times in enumerate(cores) if core in own]
 
 
-def _seconds_of_others() -> float:
+def seconds_of_others() -> float:
     """Seconds that other processes and virtual machines have used of these cores since they started."""
     uses = ("user", "nice", "system", "irq", "softirq", "steal")
     return sum(getattr(core, use, 0.0) for core in _times_of_own_cores() for use in uses) - time.process_time()
 
 
 def _disturbed(started: float, others: float, num_ranks: int = 1) -> bool:
-    """Whether others kept the cores busy since `started`, when `_seconds_of_others` was `others`.
+    """Whether others kept the cores busy since `started`, when `seconds_of_others` was `others`.
 
     The other ranks that measure at the same time may have their share.
     """
     share = (_BUSY + 1 - 1 / num_ranks) * len(_times_of_own_cores()) * (time.perf_counter() - started)
-    return _seconds_of_others() - others > share + _COUNTING_SECONDS
+    return seconds_of_others() - others > share + _COUNTING_SECONDS
 
 
 def _sizes(device: torch.device) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _read_cache() -> dict[str, Any]:
 
 def _known() -> dict[str, Any]:
     """The rates that need not be measured again."""
-    return _of_this_process | _read_cache()
+    return own_rates | _read_cache()
 
 
 def _store(key: str, rates: dict[str, Any]) -> None:
@@ -247,7 +247,6 @@ def _store(key: str, rates: dict[str, Any]) -> None:
 # ---- rates of processor, RAM, bus and GPU ------------------------------------------------------------------------
 
 _cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
-_CPU_CACHES = Path("/sys/devices/system/cpu")
 _NUM_REPETITIONS = 3
 _ENOUGH_SECONDS = 0.02
 """Total seconds of at least three repetitions. So one of the quick ones runs while no other process has the cores."""
@@ -274,8 +273,8 @@ _NUM_LAUNCHES = 200
 def machine_rates(device: torch.device, meet: Callable[[], object] | None = None) -> dict[str, Any]:
     """The measured fields of `Hardware`, without the disk's. `meet` as for `measure`."""
     alone, meet = meet is None, meet or (lambda: None)
-    seconds = _best_seconds if alone else _usual_seconds
-    numel = _num_parameters()
+    seconds = best_seconds if alone else usual_seconds
+    numel = numel_to_step()
     slab = HostSlab(max(numel * _STATE_BYTES + 5 * 256, _COPY_BYTES))
     slab.populate()
     meet()
@@ -293,7 +292,7 @@ def machine_rates(device: torch.device, meet: Callable[[], object] | None = None
     meet()
     rates |= _copy_rates(slab.cut(_COPY_BYTES, torch.uint8), device, seconds)
     slab.clear()
-    found = _adamw_beside_copies(slab, numel, rates, device, meet)
+    found = step_beside_copies(slab, numel, rates, device, meet)
     one_of_them = rates["cpu_adamw_bytes_per_second"], rates["both_bytes_per_second"]
     rates["cpu_and_bus_bytes_per_second"] = max(max(found) if alone else median(found), *one_of_them)
     meet()
@@ -308,7 +307,7 @@ def machine_rates(device: torch.device, meet: Callable[[], object] | None = None
     return rates
 
 
-def _best_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
+def best_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
     """Least seconds of one `run`, of which `times` are enqueued at once. Quick ones are repeated more often."""
     run()
     _wait(device)
@@ -319,8 +318,8 @@ def _best_seconds(run: Callable[[], object], device: torch.device, times: int = 
     return best
 
 
-def _usual_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """As `_best_seconds`, of ranks that all begin now: the median over a span, so that whoever is late or early counts
+def usual_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
+    """As `best_seconds`, of ranks that all begin now: the median over a span, so that whoever is late or early counts
     little. The best one may be of a moment in which the others rested."""
     run()
     _wait(device)
@@ -345,18 +344,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _last_level_cache_bytes() -> int:
-    """Total bytes of the last-level caches of the cores that this process may use. 0 if the system does not tell."""
-    caches: dict[tuple[str, str], int] = {}
-    for core in hardware.own_cores():
-        folder = _CPU_CACHES / f"cpu{core}" / "cache" / "index3"
-        shared, size = hardware.text_of(folder / "shared_cpu_list"), hardware.text_of(folder / "size")
-        if shared and size.endswith("K") and size[:-1].isdigit():
-            caches[shared, size] = int(size[:-1]) << 10
-    return sum(caches.values())
-
-
-def _num_parameters() -> int:
+def numel_to_step() -> int:
     """Number of parameters to step: all arrays together are four times the caches, but at most an eighth of free RAM.
 
     Smaller arrays measure the caches. On an H200 host with 300 MiB of cache, a triad over arrays of 128 MiB each moved
@@ -364,7 +352,7 @@ def _num_parameters() -> int:
     """
     if not cpu.available():
         return _WITHOUT_KERNEL_PARAMETERS
-    numel = min(max(_MIN_PARAMETERS, 4 * _last_level_cache_bytes() // _STATE_BYTES), _MAX_PARAMETERS)
+    numel = min(max(_MIN_PARAMETERS, 4 * hardware.last_level_cache_bytes() // _STATE_BYTES), _MAX_PARAMETERS)
     return max(256, min(numel, hardware.ram_available_bytes() // 8 // _STATE_BYTES) // 256 * 256)
 
 
@@ -389,7 +377,7 @@ def step_traffic_bytes(precision: Precision) -> float:
 
 
 _Timing = Callable[..., float]
-"""`_best_seconds`, or `_usual_seconds`."""
+"""`best_seconds`, or `usual_seconds`."""
 
 
 def _triad_rate(slab: HostSlab, numel: int, seconds: _Timing) -> float:
@@ -422,7 +410,7 @@ def _copy_rates(host: Tensor, device: torch.device, seconds: _Timing) -> dict[st
     }
 
 
-def _adamw_beside_copies(
+def step_beside_copies(
     slab: HostSlab, numel: int, rates: dict[str, Any], device: torch.device, meet: Callable[[], object]
 ) -> list[float]:
     """Bytes per second of the CPU step and of copies beside it, together, of each repetition; 0 without pinned RAM.
@@ -475,7 +463,7 @@ def _room(device: torch.device) -> int:
 def _vram_rate(device: torch.device) -> float:
     large = _VRAM_BYTES if device.type == "cuda" else 2 * _COPY_BYTES
     array = torch.zeros(max(1, min(large, _room(device) // 8) // 4), device=device)
-    return 2 * 4 * array.numel() / _best_seconds(lambda: array.add_(1.0), device, 2)
+    return 2 * 4 * array.numel() / best_seconds(lambda: array.add_(1.0), device, 2)
 
 
 def quick_vram_rate(device: torch.device) -> float | None:
@@ -484,7 +472,7 @@ def quick_vram_rate(device: torch.device) -> float | None:
     large = _QUICK_VRAM_BYTES if on_gpu else _QUICK_RAM_BYTES
     if _room(device) < 2 * large:
         return None
-    seconds = _best_seconds(partial(torch.zeros(large // 4, device=device).add_, 1.0), device, 4 if on_gpu else 1)
+    seconds = best_seconds(partial(torch.zeros(large // 4, device=device).add_, 1.0), device, 4 if on_gpu else 1)
     if on_gpu:
         torch.cuda.empty_cache()  # else the array would count as memory of the training
     return 2 * large / seconds
@@ -518,7 +506,7 @@ def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
             break
         factor = torch.full((size, size), 0.5, dtype=dtype, device=device)
         run = partial(torch.mm, factor, factor, out=torch.empty_like(factor))
-        rate = max(rate, flops / _best_seconds(run, device, 8 if device.type == "cuda" else 1))
+        rate = max(rate, flops / best_seconds(run, device, 8 if device.type == "cuda" else 1))
     return rate
 
 

@@ -316,13 +316,13 @@ def _too_small(folder: Path, num_bytes: int, free: int) -> OutputError:
 
 def unfit_for_states(folder: Path) -> str:
     """Why states cannot be stored in `folder`: it is on a network mount or in RAM. "" if they can."""
-    kind = _file_system(folder)
+    kind = file_system(folder)
     if kind in NETWORK_MOUNTS:
         return f"it is a network mount ({kind})"
     return f"it is in RAM itself ({kind})" if kind in RAM_FILE_SYSTEMS else ""
 
 
-def _file_system(folder: Path) -> str:
+def file_system(folder: Path) -> str:
     """Type of the file system of `folder`, as /proc/mounts names it. "" if it is unknown."""
     best, kind = "", ""
     with suppress(OSError):

@@ -31,8 +31,12 @@ SCRATCH_BYTES = 128 << 20
 
 It takes one head at a time where one needs more.
 """
-_BLOCKS = {"forward": (64, 32, 4, 3), "queries": (64, 32, 4, 3), "keys": (32, 64, 4, 3)}
-"""Queries, keys, warps and stages of a thread block, by kernel.
+_SIZES = ("block_queries", "block_keys", "num_warps", "num_stages")
+BLOCKS: dict[str, dict[str, tuple[int, ...]]] = {
+    "cuda": {"forward": (64, 32, 4, 3), "queries": (64, 32, 4, 3), "keys": (32, 64, 4, 3)},
+    "cpu": dict.fromkeys(("forward", "queries", "keys"), (32, 16)),  # Triton's interpreter
+}
+"""Queries, keys, warps and stages of a thread block, by type of device and kernel.
 
 With a width of 128, a thread block takes at most 88 KiB of shared memory on Ampere, Ada and GeForce Blackwell, which
 have 99, and 108 KiB on Hopper and Blackwell, which have 227. They compile for all of these without spills worth naming
@@ -73,15 +77,15 @@ def _try(query: Tensor, bias: Tensor, mask: Tensor | None, dropout: float) -> No
         attention_backward(outputs[0], query, query, query, scores, no_mask, *outputs, 1.0, dropout, True)
 
 
-_compiled = set[tuple[Any, ...]]()
+compiled_kinds = set[tuple[Any, ...]]()
 """Kinds of calls whose kernels for aligned numbers of keys were compiled because others came."""
 
 
 def _compile_aligned(query: Tensor, bias: Tensor, mask: Tensor | None, dropout: float) -> None:
     """Among any numbers of keys, one that 16 divides will come. It has kernels of its own: compile them now."""
     kind = (query.device, query.dtype, *query.shape[1::2], bias.dtype, mask is None or mask.dtype, dropout > 0)
-    if kind not in _compiled:
-        _compiled.add(kind)
+    if kind not in compiled_kinds:
+        compiled_kinds.add(kind)
         _try(query, bias, mask, dropout)
 
 
@@ -278,7 +282,4 @@ def _num_blocks(length: int, block: int) -> int:
 
 def _blocks(name: str, query: Tensor) -> dict[str, int]:
     """Block sizes, fixed by kernel and device. Chosen by measured times, they would make results vary."""
-    if query.device.type == "cpu":  # Triton's interpreter
-        return {"block_queries": 32, "block_keys": 16}
-    queries, keys, warps, stages = _BLOCKS[name]
-    return {"block_queries": queries, "block_keys": keys, "num_warps": warps, "num_stages": stages}
+    return dict(zip(_SIZES, BLOCKS[query.device.type][name], strict=False))

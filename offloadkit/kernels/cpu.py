@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sysconfig
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offloadkit import hardware
+from offloadkit.errors import warn_once
 from offloadkit.optim.reference import split_master, step_reference
 from offloadkit.optim.table import OPTIMIZERS, FlatState, Segment, check_state
 
@@ -30,7 +30,7 @@ _PRECISIONS = {"exact": 0, "compact": 1, "tiny": 2}
 _MAX_MOMENTS, _MAX_SCALARS = 2, 8
 _NEWER = {"plan_seconds", "split"}
 """What older builds of the library lack."""
-_SLICE = 1 << 18
+SLICE = 1 << 18
 """Elements of master weights that torch splits at a time, so that its temporaries stay in the caches: as a whole it
 takes five times as long."""
 _LEVELS = ("baseline", "avx2", "avx512")
@@ -80,10 +80,14 @@ def _find_library() -> Path | None:
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def c_library() -> ctypes.CDLL | None:
+    """The C library; None where it is missing or does not load."""
     path = _find_library()
-    if path is None:
-        return None
+    return None if path is None else load(path)
+
+
+def load(path: Path) -> ctypes.CDLL | None:
+    """The library in a file; None if it does not load."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError:  # built for another machine or a newer C library
@@ -113,19 +117,14 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-@cache
-def _warn_without_library() -> None:
-    warnings.warn(_NO_LIBRARY, stacklevel=3)
-
-
 def available() -> bool:
     """Whether the C kernel was built and is used."""
-    return _library() is not None
+    return c_library() is not None
 
 
 def cpu_levels() -> list[str]:
     """The levels this CPU can run, worst first, of "baseline", "avx2", "avx512"; none without the library."""
-    library = _library()
+    library = c_library()
     return [] if library is None else [name for i, name in enumerate(_LEVELS) if library.level_usable(i)]
 
 
@@ -135,7 +134,7 @@ def forced_level(name: str) -> Iterator[None]:
 
     Holds for the whole process. Raises ValueError for a level that this CPU cannot run.
     """
-    library = _library()
+    library = c_library()
     if library is None or name not in cpu_levels():
         raise ValueError(f"level {name!r} is not one of this machine's: {cpu_levels()}")
     library.force_level(_LEVELS.index(name))
@@ -163,14 +162,14 @@ def set_num_threads(num_threads: int) -> None:
     """
     if num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}: at least 1 is needed")
-    library = _library()
+    library = c_library()
     if library is not None:
         library.set_num_threads(num_threads)
 
 
 def num_threads() -> int:
     """Threads that share the work of each call, the calling one included."""
-    library = _library()
+    library = c_library()
     return torch.get_num_threads() if library is None else int(library.num_threads())
 
 
@@ -179,9 +178,9 @@ def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segmen
     pass."""
     check_state(state, gradient, segments)
     _check_on_cpu(gradient)
-    library, table = _library(), state.table
+    library, table = c_library(), state.table
     if library is None:
-        _warn_without_library()
+        warn_once(_NO_LIBRARY)
     kernel = getattr(library, table.optimizer.name, None) if table.precision in _PRECISIONS else None
     if kernel is None:
         step_reference(state, gradient, segments, grad_scale)
@@ -223,7 +222,7 @@ def accumulate(accumulator: Tensor, gradient: Tensor, *, add: bool) -> None:
         raise ValueError("accumulator and gradient must be contiguous")
     _check_on_cpu(accumulator)
     _check_on_cpu(gradient)
-    library, kind = _library(), _KINDS[gradient.dtype]
+    library, kind = c_library(), _KINDS[gradient.dtype]
     if library is not None:
         library.accumulate(kind, add, accumulator.data_ptr(), gradient.data_ptr(), accumulator.numel())
     elif add:
@@ -247,12 +246,12 @@ def split_into(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
         raise ValueError("master weights, weights and remainders must be contiguous")
     for array in arrays:
         _check_on_cpu(array)
-    kernel = getattr(_library(), "split", None)
+    kernel = getattr(c_library(), "split", None)
     if kernel is not None:
         kernel(*(array.data_ptr() for array in arrays), master.numel())
         return
-    for begin in range(0, master.numel(), _SLICE):
-        at = slice(begin, begin + _SLICE)
+    for begin in range(0, master.numel(), SLICE):
+        at = slice(begin, begin + SLICE)
         for half, found in zip((weights, remainder), split_master(master[at]), strict=True):
             half[at].copy_(found)
 
@@ -262,7 +261,7 @@ def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
 
     Raises ValueError for a block outside the gradient or longer than 65,536.
     """
-    library = _library()
+    library = c_library()
     assert library is not None
     if blocks.numel():
         starts, lengths = blocks.unbind(1)
@@ -273,7 +272,7 @@ def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
 
 def triad(a: Tensor, b: Tensor, s: float) -> None:
     """a += s * b over fp32 CPU arrays: the DRAM bandwidth that the step is measured against. Needs the library."""
-    library = _library()
+    library = c_library()
     if library is None:
         raise RuntimeError(_NO_LIBRARY)
     if a.dtype != torch.float32 or b.dtype != torch.float32 or a.numel() != b.numel():
@@ -288,7 +287,7 @@ def populate(address: int, num_bytes: int) -> None:
 
     Raises OSError (ENOMEM and others) where the kernel refuses. Without the library it writes one byte a page.
     """
-    library = _library()
+    library = c_library()
     if library is not None:
         error = library.populate(address, num_bytes)
         if error:
@@ -314,7 +313,7 @@ def plan_seconds(model: Mapping[str, NDArray[Any]], some: Sequence[NDArray[np.in
         [number, 4]: the seconds of the update phase and of the backward phase, and those for which forward and the
         CPU's step are busy.
     """
-    kernel = getattr(_library(), "plan_seconds", None)
+    kernel = getattr(c_library(), "plan_seconds", None)
     if kernel is None:
         return None
     names = ("machine", "stages", "layers", "ends", "blocks")

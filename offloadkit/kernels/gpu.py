@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offloadkit.errors import warn_once
 from offloadkit.optim.moments import BLOCK
 from offloadkit.optim.reference import step_reference
 from offloadkit.optim.table import FlatState, Segment, StateTable, check_state
@@ -22,7 +23,7 @@ try:
 except ImportError:
     gpu_triton = None  # type: ignore[assignment]
 
-_BLOCKS_AT_ONCE = 1024
+BLOCKS_AT_ONCE = 1024
 """Blocks of one launch: their pieces' rows take 8 MiB between the two kernels."""
 
 
@@ -50,8 +51,8 @@ def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
     pieces, at_once = gpu_triton.PIECES, gpu_triton.PIECES_AT_ONCE
     kernels: Any = gpu_triton
     with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
-        for first in range(0, blocks.shape[0], _BLOCKS_AT_ONCE):
-            some = blocks[first : first + _BLOCKS_AT_ONCE]
+        for first in range(0, blocks.shape[0], BLOCKS_AT_ONCE):
+            some = blocks[first : first + BLOCKS_AT_ONCE]
             num_blocks = some.shape[0]
             rows = torch.empty(num_blocks * pieces * 32, dtype=torch.float64, device=gradient.device)
             kernels.sum_rows_of_pieces[(num_blocks * pieces // at_once,)](gradient, some, rows, enable_fp_fusion=False)
@@ -65,14 +66,14 @@ def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segmen
     What `step_reference` does, bit for bit. Raises as `check_state` does.
     """
     check_state(state, gradient, segments)
-    if _step_compiles(state.table, gradient.dtype):
-        _launch_step(state, gradient, segments, grad_scale)
+    if step_compiles(state.table, gradient.dtype):
+        launch_step(state, gradient, segments, grad_scale)
     else:
         step_reference(state, gradient, segments, grad_scale)
 
 
 @cache
-def _step_compiles(table: StateTable, gradient: torch.dtype) -> bool:
+def step_compiles(table: StateTable, gradient: torch.dtype) -> bool:
     """Whether there is a kernel for such arrays that Triton builds; warns once where it does not."""
     if gpu_triton is None:
         _warn_without_step("Triton is not installed")
@@ -89,7 +90,7 @@ def _step_compiles(table: StateTable, gradient: torch.dtype) -> bool:
     options = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 1.0, "weight_decay": 0.0}
     segment = Segment(0, BLOCK, table.optimizer.scalars(**options, step=1))
     try:
-        _launch_step(state, zeros(BLOCK, gradient), [segment], 0.0)
+        launch_step(state, zeros(BLOCK, gradient), [segment], 0.0)
     except torch.OutOfMemoryError:  # says nothing of the kernel
         raise
     except Exception as error:  # the compiler, its driver and the C compiler it calls raise many types
@@ -98,18 +99,20 @@ def _step_compiles(table: StateTable, gradient: torch.dtype) -> bool:
     return True
 
 
-@cache
 def _warn_without_step(reason: str) -> None:
-    warnings.warn(
+    warn_once(
         "There is no Triton kernel for the optimizer step, so it runs on torch operations on the GPU: the same result, "
         f"slower. {reason}",
         stacklevel=4,
     )
 
 
-def _launch_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
-    """Kernels take weights, remainder, gradient, the moments and their scales; an array that is not there is the
-    weights again, which the kernel does not read in its place."""
+def launch_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
+    """The step by its kernel, which raises what the compiler raises.
+
+    Kernels take weights, remainder, gradient, the moments and their scales; an array that is not there is the
+    weights again, which the kernel does not read in its place.
+    """
     names = [moment.name for moment in state.table.optimizer.moments]
     kernel: Any = getattr(gpu_triton, state.table.optimizer.name)
     arrays = [

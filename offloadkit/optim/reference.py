@@ -13,7 +13,7 @@ from torch import Tensor
 from offloadkit.optim import moments
 from offloadkit.optim.table import PRECISIONS, FlatState, Segment, check_state
 
-_SLICE = 1 << 18
+SLICE = 1 << 18
 """Elements stepped at a time: the temporaries stay at a few MiB, most of them in the caches. A multiple of 256."""
 
 
@@ -49,8 +49,8 @@ def step_reference(state: FlatState, gradient: Tensor, segments: Sequence[Segmen
     scale = round_to_fp32(grad_scale)
     for segment in segments:
         end = segment.start + segment.length
-        for first in range(segment.start, end, _SLICE):
-            at = slice(first, min(first + _SLICE, end))
+        for first in range(segment.start, end, SLICE):
+            at = slice(first, min(first + SLICE, end))
             _step_slice(state, gradient[at].float() * scale, at, segment)
 
 

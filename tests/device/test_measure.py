@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,14 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from offloadkit import hardware
+from offloadkit import errors, hardware
 from offloadkit.device import measure as disk
 from offloadkit.device import measure as measuring
 from offloadkit.device import measure as rates
-from offloadkit.device import state_file as offload_disk
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.errors import OffloadkitError, OutputError
 from offloadkit.kernels import cpu
@@ -31,7 +33,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(measuring, "_of_this_process", {})
+    monkeypatch.setattr(measuring, "own_rates", {})
     return tmp_path / "cache"
 
 
@@ -42,31 +44,41 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
     def count(device: torch.device, meet: object) -> dict[str, Any]:
         calls.append(device)
-        return dict.fromkeys(measuring._RATES, float(len(calls)))
+        return dict.fromkeys(measuring.RATES, float(len(calls)))
 
     monkeypatch.setattr(measuring, "machine_rates", count)
-    monkeypatch.setattr(measuring, "_disturbed", lambda *_: False)
+    cores_are_busy(monkeypatch, 0)
     return calls
+
+
+def cores_are_busy(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Other processes use so many seconds of two cores between any two looks at them."""
+    used = itertools.count(step=seconds)
+    monkeypatch.setattr(hardware, "own_cores", lambda: {0, 1})
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [SimpleNamespace(user=next(used)), SimpleNamespace()])
 
 
 def test_ranks_meet_before_each_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a rank would take its launches' time while another one keeps all cores busy with the CPU's step."""
     log: list[str] = []
 
-    def logs(name: str, found: Any) -> Callable[..., Any]:
-        return lambda *_: log.append(name) or found
+    def logs(name: str) -> Callable[..., Any]:
+        return lambda *_: None if log[-1:] == [name] and name != "meet" else log.append(name)
 
-    for name, found in (
-        *((f"_{each}", 1.0) for each in ("triad_rate", "usual_seconds", "vram_rate", "launch_seconds", "matmul_rate")),
-        ("_copy_rates", {"both_bytes_per_second": 1.0}),
-    ):
-        monkeypatch.setattr(measuring, name, logs(name, found))
-    measuring.machine_rates(torch.device("cpu"), logs("meet", None))
-    steps = ["meet", "_usual_seconds"] * 3
-    assert log[:-3] == [
-        *("meet", "_triad_rate", *steps, "meet", "_copy_rates", *["meet"] * 3, "meet", "_vram_rate"),
-        *("meet", "_launch_seconds"),
-    ]
+    def clock() -> float:
+        logs("timed")() if log[-1] == "meet" else None
+        return next(ticks)
+
+    ticks = itertools.count(step=0.03)
+    copies = SimpleNamespace(copy=logs("copy"))
+    monkeypatch.setattr(measuring.time, "perf_counter", clock)
+    monkeypatch.setattr(measuring, "CopyStream", lambda *_: copies)
+    monkeypatch.setattr(hardware, "ram_available_bytes", lambda: 1 << 27)
+    for name, function in (("available", lambda: True), ("triad", logs("triad")), ("optimizer_step", logs("step"))):
+        monkeypatch.setattr(cpu, name, function)
+    measuring.machine_rates(CPU, logs("meet"))
+    steps = ["meet", "step"] * 3
+    assert log == ["meet", "triad", *steps, "meet", "copy", *["meet"] * 3, "meet", "timed", "meet", "timed"]
 
 
 @pytest.mark.parametrize("best", [True, False])
@@ -81,9 +93,9 @@ def test_ranks_take_the_usual_time_and_not_that_of_a_moment_in_which_the_others_
         now[0] += 0.004 if number[0] in (2, 12) else 0.01
 
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
-    timed = measuring._best_seconds if best else measuring._usual_seconds
+    timed = measuring.best_seconds if best else measuring.usual_seconds
     assert timed(run, CPU) == pytest.approx(0.004 if best else 0.01)
-    assert best or now[0] > measuring._TOGETHER_SECONDS
+    assert best or now[0] > 0.1, "all of them take that long"
 
 
 def test_what_ranks_know_they_know_though_the_file_is_replaced(quick: list[torch.device], cache_folder: Path) -> None:
@@ -95,11 +107,11 @@ def test_what_ranks_know_they_know_though_the_file_is_replaced(quick: list[torch
     assert len(quick) == 1
 
 
-def test_several_ranks_add_to_one_file_at_once() -> None:
-    keys = [f"rank {rank}" for rank in range(8)]
-    with ThreadPoolExecutor(len(keys)) as pool:
-        list(pool.map(measuring._store, keys, [{"a rate": 1.0}] * len(keys)))
-    assert json.loads(measuring.cache_file().read_text()).keys() == {*keys}
+def test_several_ranks_add_to_one_file_at_once(quick: list[torch.device]) -> None:
+    names = [f"rank {rank}" for rank in range(8)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: measuring.kept(CPU, name, {"a rate"}, lambda: {"a rate": 1.0}), names))
+    assert sorted(key[-6:] for key in json.loads(measuring.cache_file().read_text())) == names
 
 
 def test_everything_is_measured(tmp_path: Path) -> None:
@@ -116,21 +128,41 @@ def test_everything_is_measured(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "cache"], "the file that was measured with is left"
 
 
-def test_what_goes_on_beside_the_step_is_counted_by_bytes_that_arrived_meanwhile() -> None:
-    """On the CPU all copies are over before the step begins; a piece is larger than all arrays here."""
-    numel = 1 << 17
+def test_what_goes_on_beside_the_step_is_counted_by_bytes_that_arrived_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two pieces are copied before the step, three during it, and others after it."""
+    numel, piece, copied, now, met = 1 << 17, (1 << 17) * 14, [0], [0.0], list[int]()
+
+    class Copies:
+        """A stream both ways. The copies back, which are recorded in order, are done by count."""
+
+        def __init__(self, device: torch.device, name: str) -> None:
+            self.wait, self.copy, self._number = (lambda *_: None), (lambda *_: None), itertools.count(1)
+
+        def record(self) -> Any:
+            number = next(self._number)
+            return SimpleNamespace(done=lambda: number <= copied[0])
+
+    def step(*_: object) -> None:
+        copied[0] += 3
+        now[0] += 0.5
+
+    def meet() -> None:
+        met.append(1)
+        copied[0] = 2 + 100 * (len(met) - 1)
+
+    monkeypatch.setattr(measuring, "CopyStream", Copies)
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(cpu, "optimizer_step", step)
     slab = HostSlab(numel * 14 + 5 * 256)
-    alone = {"cpu_adamw_bytes_per_second": 1e9, "both_bytes_per_second": 1e9, "can_pin": True}
-    met: list[int] = []
-    found = rates._adamw_beside_copies(slab, numel, alone, CPU, lambda: met.append(1))
+    alone = {"cpu_adamw_bytes_per_second": 1e9, "both_bytes_per_second": 3e11, "can_pin": True}
+    found = rates.step_beside_copies(slab, numel, alone, CPU, meet)
+    assert found[0] == (rates.step_traffic_bytes("exact") * numel + 3 * 2 * piece) / 0.5
     assert len(found) > 1
-    assert all(1e6 < each < 1e13 for each in found)
     slab.clear()
-    assert rates._adamw_beside_copies(slab, numel, alone | {"can_pin": False}, CPU, lambda: met.append(1)) == [0.0]
+    assert rates.step_beside_copies(slab, numel, alone | {"can_pin": False}, CPU, meet) == [0.0]
     assert len(met) == 2 * len(found), "a rank without pinned RAM meets the others as often"
-    ends = [(SimpleNamespace(done=lambda: True), 3), (SimpleNamespace(done=lambda: True), 4)]
-    later: Any = [*ends, (SimpleNamespace(done=lambda: False), 5)]
-    assert rates._done_bytes(later) == 7
 
 
 @pytest.mark.slow
@@ -148,31 +180,29 @@ def test_arrays_are_larger_than_the_caches_and_small_beside_the_free_ram(monkeyp
         (1 << 30, 64 << 30, 96 << 20),
         (96 << 20, 1 << 29, (1 << 26) // 14 // 256 * 256),
     ):
-        monkeypatch.setattr(rates, "_last_level_cache_bytes", lambda cache=cache: cache)
+        monkeypatch.setattr(hardware, "last_level_cache_bytes", lambda cache=cache: cache)
         monkeypatch.setattr(hardware, "ram_available_bytes", lambda free=free: free)
-        assert rates._num_parameters() == parameters
+        assert rates.numel_to_step() == parameters
 
 
 def test_each_cache_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
-    monkeypatch.setattr(rates, "_CPU_CACHES", tmp_path)
     for core, (shared, size) in enumerate((("0-1", "32768K"), ("0-1", "32768K"), ("2-3", "32768K"))):
         folder = tmp_path / f"cpu{core}" / "cache" / "index3"
         folder.mkdir(parents=True)
         (folder / "shared_cpu_list").write_text(f"{shared}\n")
         (folder / "size").write_text(f"{size}\n")
-    assert rates._last_level_cache_bytes() == 64 << 20
-    monkeypatch.setattr(rates, "_CPU_CACHES", tmp_path / "none")
-    assert rates._last_level_cache_bytes() == 0
+    assert hardware.last_level_cache_bytes(tmp_path) == 64 << 20
+    assert hardware.last_level_cache_bytes(tmp_path / "none") == 0
 
 
 def test_without_the_kernel_torch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_library", lambda: None)
-    cpu._warn_without_library.cache_clear()
+    monkeypatch.setattr(cpu, "c_library", lambda: None)
+    monkeypatch.setattr(errors, "warned", set())
     with pytest.warns(UserWarning, match="C kernels are missing"):
         measured = rates.machine_rates(CPU)
     assert measured["cpu_adamw_bytes_per_second"] > 1e6
-    assert measured.keys() == measuring._RATES
+    assert measured.keys() == measuring.RATES
 
 
 def test_rates_are_kept_and_sizes_are_not(quick: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +235,7 @@ def test_a_quick_look_at_vram_takes_a_few_hundredths_of_a_second() -> None:
 
 
 def test_without_room_for_its_array_there_is_no_quick_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "ram_available_bytes", lambda: rates._QUICK_RAM_BYTES)
+    monkeypatch.setattr(hardware, "ram_available_bytes", lambda: 32 << 20)
     assert rates.quick_vram_rate(CPU) is None
 
 
@@ -216,32 +246,46 @@ def test_a_fresh_measurement_replaces_what_was_kept(quick: list[torch.device]) -
 
 
 def test_what_others_disturbed_is_not_kept_on_disk(quick: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_disturbed", lambda *_: True)
+    cores_are_busy(monkeypatch, 1000)
     assert [measuring.measure("cpu").h2d_bytes_per_second for _ in range(2)] == [1, 1]
     assert not measuring.cache_file().exists()
     assert measuring.measure("cpu", fresh=True).h2d_bytes_per_second == 2
-    monkeypatch.setattr(measuring, "_of_this_process", {})
-    monkeypatch.setattr(measuring, "_disturbed", lambda *_: False)
+    monkeypatch.setattr(measuring, "own_rates", {})
+    cores_are_busy(monkeypatch, 0)
     assert [measuring.measure("cpu").h2d_bytes_per_second for _ in range(2)] == [3, 3]
     assert measuring.cache_file().exists()
 
 
-@pytest.mark.parametrize(("others", "disturbed"), [(0.02, False), (0.2, False), (0.4, True)])
-def test_a_tenth_of_the_cores_disturbs(monkeypatch: pytest.MonkeyPatch, others: float, disturbed: bool) -> None:
-    monkeypatch.setattr(measuring, "_seconds_of_others", lambda: 100 + others)
-    monkeypatch.setattr(measuring, "_times_of_own_cores", lambda: [None, None])
-    assert measuring._disturbed(time.perf_counter() - 1, 100) is disturbed
-    assert not measuring._disturbed(time.perf_counter() - 1, 100, 2), "another rank that measures takes half of them"
+@pytest.mark.parametrize(
+    ("others", "num_ranks", "disturbed"), [(0.02, 1, False), (0.2, 1, False), (0.4, 1, True), (0.4, 2, False)]
+)
+def test_a_tenth_of_the_cores_disturbs(
+    monkeypatch: pytest.MonkeyPatch, others: float, num_ranks: int, disturbed: bool
+) -> None:
+    """Of two cores in a second. Another rank that measures takes half of them."""
+    now, cores = [0.0], [SimpleNamespace(user=100.0), SimpleNamespace(system=1000.0)]
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measuring.time, "process_time", lambda: 7.0)
+    monkeypatch.setattr(hardware, "own_cores", lambda: {0, 1})
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: cores)
+
+    def measured() -> dict[str, float]:
+        now[0] += 1
+        cores[0].user += others
+        return {"a rate": 1.0}
+
+    measuring.kept(CPU, "something", {"a rate"}, measured, num_ranks=num_ranks)
+    assert measuring.cache_file().exists() is not disturbed
 
 
 @pytest.mark.skipif(cpu.default_num_threads() < 2, reason="one core")
 def test_the_seconds_of_others_are_those_of_other_processes() -> None:
     command = [sys.executable, "-c", "while True: pass"]
-    before = measuring._seconds_of_others()
+    before = measuring.seconds_of_others()
     busy = subprocess.Popen(command)
     try:
         deadline = time.monotonic() + 20
-        while measuring._seconds_of_others() - before < 0.5:
+        while measuring.seconds_of_others() - before < 0.5:
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:
@@ -267,7 +311,7 @@ def test_a_damaged_cache_is_measured_over(quick: list[torch.device], damage: str
     replaced = {"older": {key: {"h2d": 1} for key in kept}, "number": dict.fromkeys(kept, 3)}
     file.write_text(json.dumps(replaced[damage]) if damage in replaced else damage)
     assert measuring.measure("cpu").h2d_bytes_per_second == 2
-    assert json.loads(file.read_text()) == {next(iter(kept)): dict.fromkeys(measuring._RATES, 2.0)}
+    assert json.loads(file.read_text()) == {next(iter(kept)): dict.fromkeys(measuring.RATES, 2.0)}
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(quick: list[torch.device], cache_folder: Path) -> None:
@@ -281,7 +325,7 @@ def test_disks_are_kept_by_folder(quick: list[torch.device], tmp_path: Path, mon
 
     def count(folder: Path) -> dict[str, float]:
         measured.append(folder)
-        return dict.fromkeys(measuring._DISK_RATES, float(len(measured)))
+        return dict.fromkeys(measuring.DISK_RATES, float(len(measured)))
 
     monkeypatch.setattr(measuring, "disk_rates", count)
     (tmp_path / "other").mkdir()
@@ -316,7 +360,7 @@ def test_a_full_disk_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_disk_without_direct_access_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[int] = []
-    monkeypatch.setattr(offload_disk, "_without_page_cache", lambda _: False)
+    monkeypatch.delattr(os, "O_DIRECT")
     monkeypatch.setattr("os.fsync", flushed.append)
     measured = disk.disk_rates(tmp_path)
     assert len(flushed) >= 2
@@ -344,6 +388,6 @@ def test_the_memory_fraction_limits_the_vram(monkeypatch: pytest.MonkeyPatch) ->
     assert hardware.vram_bytes(device) == (62 * gib, 80 * gib)
 
 
-def test_a_cpu_with_a_number_is_a_cpu() -> None:
+def test_a_cpu_with_a_number_is_a_cpu(quick: list[torch.device]) -> None:
     """As accelerate gives to each rank."""
-    assert measuring._sizes(torch.device("cpu", 1))["device"] == "cpu"
+    assert measuring.measure(torch.device("cpu", 1)).device == "cpu"

@@ -41,7 +41,7 @@ def first_byte(slab: HostSlab) -> int:
 @pytest.mark.parametrize("direct", [True, False])
 def test_regions_keep_what_was_written(tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not direct:
-        monkeypatch.setattr(disk, "_without_page_cache", lambda file: False)
+        monkeypatch.delattr(os, "O_DIRECT")
     sizes = [5_000, 40 * 2**20, 4096, 1]
     file = StateFile(tmp_path, sizes)
     slabs = [HostSlab(max(sizes)) for _ in range(3)]
@@ -179,21 +179,21 @@ def test_a_quota_that_is_used_up_says_what_to_do(tmp_path: Path, monkeypatch: py
 
 
 def test_a_folder_in_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_file_system", lambda folder: "tmpfs")
+    monkeypatch.setattr(disk, "file_system", lambda folder: "tmpfs")
     monkeypatch.setattr(disk, "RAM_FILE_SYSTEMS", {"tmpfs"})
     with pytest.raises(OutputError, match=r"it is in RAM itself \(tmpfs\). Name a folder on a local disk"):
         engine_on(tmp_path)
 
 
 def test_a_network_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_file_system", lambda folder: "nfs4")
+    monkeypatch.setattr(disk, "file_system", lambda folder: "nfs4")
     with pytest.raises(OutputError, match=r"is a network mount \(nfs4\). Name a folder on a local disk"):
         engine_on(tmp_path)
 
 
 def test_the_file_system_of_a_folder_is_found() -> None:
-    assert disk._file_system(Path("/proc/self")) == "proc"
-    assert disk._file_system(Path("/")) not in {"", "proc"}
+    assert disk.file_system(Path("/proc/self")) == "proc"
+    assert disk.file_system(Path("/")) not in {"", "proc"}
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
@@ -143,13 +144,12 @@ def told() -> list[Any]:
 
 def measured(card: Hardware) -> tuple[Hardware, int, list[str]]:
     """The machine, measured together where one rank knows its rates, and what was measured when asked again."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         asked: list[str] = []
-        rates = {name: getattr(card, name) for name in measuring._RATES}
+        rates = {name: getattr(card, name) for name in measuring.RATES}
         patch.setattr(measuring, "machine_rates", lambda device, meet: asked.append(str(device)) or rates)
-        patch.setattr(measuring, "_of_this_process", {})
-        patch.setattr(measuring, "_read_cache", dict)
-        patch.setattr(measuring, "_store", lambda key, found: measuring._of_this_process.update({key: found}))
+        patch.setattr(measuring, "own_rates", {})
+        patch.setenv("XDG_CACHE_HOME", folder)
         group = Group(CPU)
         try:
             if dist.get_rank():

@@ -46,7 +46,7 @@ def ragged_segments(number: int) -> list[Segment]:
 def test_triton_c_and_reference_are_equal_bit_for_bit_over_5_steps(
     weights_dtype: torch.dtype, gradient_dtype: torch.dtype, kept: Precision
 ) -> None:
-    assert gpu._step_compiles(state_table("adamw", kept, weights_dtype), gradient_dtype)
+    assert gpu.step_compiles(state_table("adamw", kept, weights_dtype), gradient_dtype)
     on_cpu = make_state(weights_dtype, LENGTH, kept=kept)
     triton, reference = to(on_cpu, "cuda"), to(on_cpu, "cuda")
     for number in range(1, 6):
@@ -109,7 +109,7 @@ def test_a_stream_other_than_the_default_is_followed() -> None:
 def test_lion_s_triton_c_and_reference_are_equal_bit_for_bit(
     weights_dtype: torch.dtype, gradient_dtype: torch.dtype
 ) -> None:
-    assert gpu._step_compiles(state_table("lion", "exact", weights_dtype), gradient_dtype)
+    assert gpu.step_compiles(state_table("lion", "exact", weights_dtype), gradient_dtype)
     scalars = lion_scalars(lr=1e-3, betas=(0.9, 0.99), eps=0.0, weight_decay=0.1, step=1)
     for place in ("master", "exp_avg"):
         on_cpu, gradient = special_state(weights_dtype, gradient_dtype, place, optimizer="lion")

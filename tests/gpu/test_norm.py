@@ -40,7 +40,7 @@ def test_special_values(value: float) -> None:
 
 def test_more_blocks_than_one_launch_takes() -> None:
     gradient = make_gradient(torch.bfloat16, 50_000).cuda()
-    blocks = norm_blocks([(start, 5) for start in range(2 * gpu._BLOCKS_AT_ONCE + 7)]).cuda()
+    blocks = norm_blocks([(start, 5) for start in range(2 * gpu.BLOCKS_AT_ONCE + 7)]).cuda()
     one, other = (torch.empty(blocks.shape[0], dtype=torch.float64, device="cuda") for _ in range(2))
     gpu.block_sums(gradient, blocks, one)
     block_sums_reference(gradient, blocks, other)

@@ -48,7 +48,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("forward", "of_queries", "of_keys_and_values"):
         getattr(attention.KERNELS, name).device_caches.clear()  # what earlier tests compiled
     attention.available.cache_clear()
-    attention._compiled.clear()
+    attention.compiled_kinds.clear()
     return found
 
 

@@ -62,4 +62,4 @@ def main() -> None:
             step_reference(expected, gradient, segments, 0.9)
         assert_same_bits(state, expected)
     for optimizer in ("adamw", "lion"):
-        assert gpu._step_compiles(state_table(optimizer, "exact", torch.bfloat16), torch.bfloat16)
+        assert gpu.step_compiles(state_table(optimizer, "exact", torch.bfloat16), torch.bfloat16)

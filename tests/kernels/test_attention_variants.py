@@ -67,8 +67,8 @@ def attended(queries: int, keys: int, mask: str) -> None:
     masks = {"keys": (2, 1, 1, keys), "causal": (1, 1, queries, keys), "both": (2, 1, queries, keys)}
     added = query.new_zeros(masks[mask]).expand(2, 1, queries, keys)
     given = (query, key, key, bias, added)
-    outputs = attention._attention(*given, 1.0, 0.1)
-    attention._attention_backward(outputs[0], *given, *outputs, 1.0, 0.1, True)
+    outputs = attention.attention(*given, 1.0, 0.1)
+    attention.attention_backward(outputs[0], *given, *outputs, 1.0, 0.1, True)
 
 
 def test_lengths_that_16_divides_share_one_variant_and_all_others_one(variants: dict[str, set[Any]]) -> None:

@@ -86,9 +86,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     found.attention = Compiled(attention.attention_triton)
     monkeypatch.setattr(gpu, "gpu_triton", found.gpu)
     monkeypatch.setattr(attention, "KERNELS", found.attention)
-    names = ("block_queries", "block_keys", "num_warps", "num_stages")
-    on_gpu = {name: dict(zip(names, sizes, strict=True)) for name, sizes in attention._BLOCKS.items()}
-    monkeypatch.setattr(attention, "_blocks", lambda name, query: on_gpu[name])
+    monkeypatch.setitem(attention.BLOCKS, "cpu", attention.BLOCKS["cuda"])
     return found
 
 
@@ -122,7 +120,7 @@ def test_steps_and_norms_compile(compiled: SimpleNamespace, tmp_path: Path) -> N
         state = FlatState.cut(table, zeros(4096, dtype), zeros)
         options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "step": 1}
         segment = Segment(0, 4096, table.optimizer.scalars(**options), 123)
-        gpu._launch_step(state, zeros(4096, dtype), [segment], 0.5)
+        gpu.launch_step(state, zeros(4096, dtype), [segment], 0.5)
     gpu.block_sums(zeros(65536, torch.bfloat16), torch.tensor([[0, 65536]]), zeros(1, torch.float64))
     assert set(compiled.gpu.kernels) == {"adamw", "lion", "sum_rows_of_pieces", "sum_pieces_of_block"}
     check(compiled.gpu.kernels, compiled.capability, tmp_path)
@@ -135,8 +133,8 @@ def test_attention_compiles(compiled: SimpleNamespace, tmp_path: Path) -> None:
     width = attention.WIDTHS[-1]
     query = torch.zeros((2, 16, 64, width), dtype=torch.bfloat16)
     bias, mask = query.new_zeros((1, 16, 64, 64)), query.new_zeros((2, 1, 64, 64))
-    outputs = attention._attention(query, query, query, bias, mask, 1.0, 0.1)
+    outputs = attention.attention(query, query, query, bias, mask, 1.0, 0.1)
     gradient = torch.zeros_like(outputs[0])
-    attention._attention_backward(gradient, query, query, query, bias, mask, *outputs, 1.0, 0.1, True)
+    attention.attention_backward(gradient, query, query, query, bias, mask, *outputs, 1.0, 0.1, True)
     assert set(compiled.attention.kernels) == {"forward", "of_queries", "of_keys_and_values"}
     check(compiled.attention.kernels, compiled.capability, tmp_path)

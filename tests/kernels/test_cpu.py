@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offloadkit import errors
 from offloadkit.config import Precision
 from offloadkit.kernels import cpu, dispatch
 from offloadkit.optim.adamw import adamw_scalars
@@ -50,8 +51,8 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_library", lambda: None)
-    cpu._warn_without_library.cache_clear()
+    monkeypatch.setattr(cpu, "c_library", lambda: None)
+    monkeypatch.setattr(errors, "warned", set())
 
 
 def assert_step_equals_reference(
@@ -164,8 +165,8 @@ def test_accumulate_equals_torch(level: str, dtype: torch.dtype) -> None:
 def test_masters_are_split_as_the_reference_does(with_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every bf16 number: itself, the ties beside it and their neighbours, NaNs and infinities among them."""
     if not with_library:
-        monkeypatch.setattr(cpu, "_library", lambda: None)
-        monkeypatch.setattr(cpu, "_SLICE", 1000)
+        monkeypatch.setattr(cpu, "c_library", lambda: None)
+        monkeypatch.setattr(cpu, "SLICE", 1000)
     high = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     master = (high[:, None] | low).view(torch.float32).flatten()
@@ -295,11 +296,10 @@ def test_with_the_library_nothing_is_said() -> None:
         cpu.optimizer_step(make_state(torch.bfloat16, 10), torch.zeros(10), [Segment(0, 10, SCALARS)], 1.0)
 
 
-def test_a_library_that_does_not_load_counts_as_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_that_does_not_load_counts_as_missing(tmp_path: Path) -> None:
     broken = tmp_path / "_cpu_kernels.so"
     broken.write_bytes(b"built for another machine")
-    monkeypatch.setattr(cpu, "_find_library", lambda: broken)
-    assert cpu._library.__wrapped__() is None
+    assert cpu.load(broken) is None
 
 
 def test_without_the_library_everything_else_works_too(without_library: None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from offloadkit import errors
 from offloadkit.kernels import dispatch as step
 from offloadkit.kernels import gpu
 from offloadkit.optim.adamw import adamw_scalars
@@ -38,13 +39,11 @@ class BrokenKernel:
 
 
 @pytest.fixture
-def fresh() -> Iterator[None]:
-    caches = (gpu._step_compiles, gpu._warn_without_step)
-    for cached in caches:
-        cached.cache_clear()
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(errors, "warned", set())
+    gpu.step_compiles.cache_clear()
     yield
-    for cached in caches:
-        cached.cache_clear()
+    gpu.step_compiles.cache_clear()
 
 
 @pytest.mark.parametrize(

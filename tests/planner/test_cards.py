@@ -126,9 +126,10 @@ def test_the_host_is_this_one_if_it_was_measured(plan: Callable[..., Plan], monk
 
 def test_what_was_measured_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measuring, "_of_this_process", {})
+    monkeypatch.setattr(measuring, "own_rates", {})
     assert measuring.host_rates() == {}
-    measuring._store(measuring._machine_key(torch.device("cpu")), dict.fromkeys(measuring._RATES, 7.0))
+    monkeypatch.setattr(measuring, "machine_rates", lambda device, meet: dict.fromkeys(measuring.RATES, 7.0))
+    measuring.measure("cpu")
     assert measuring.host_rates() == dict.fromkeys(HOST, 7.0)
 
 

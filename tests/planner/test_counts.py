@@ -78,7 +78,7 @@ def test_many_at_once_are_as_one_by_one(
 def test_without_the_library_the_simulation_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     search, counts = Search(*unlike_layers(), WITH_DISK, 1), some_counts(3)
     in_c = [search.phases(each) for each in counts]
-    monkeypatch.setattr(cpu, "_library", lambda: None)
+    monkeypatch.setattr(cpu, "c_library", lambda: None)
     quick: Any = search._quick
     assert isinstance(quick, QuickSeconds)
     assert quick.of(counts) == in_c
