@@ -411,7 +411,7 @@ def _beside_the_chart(rows: Sequence[Row], shown: Sequence[tuple[str, Row]]) -> 
     said = []
     ours = next((row for label, row in shown if label == "offloadkit"), None)
     if ours and ours["vram_budget_bytes"]:
-        said.append(f"offloadkit is limited to {ours['vram_budget_bytes'] / GIB:g} GiB, the others are not.")
+        said.append(f"offloadkit is limited to {ours['vram_budget_bytes'] / GIB:g} GiB; its peers have the whole card.")
     on_gpu = latest(_chart_run(rows), CHART_CASE, "ours-on-gpu")
     if on_gpu:
         said.append(f"Its kernels without offloading: {on_gpu['seconds']:.2f} s.")
