@@ -30,7 +30,7 @@ from benchmarks.run import git_commit
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import world
 from offloadkit.distributed.launch import launch
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError
 from offloadkit.hf.quiet import progress_bars
 

@@ -31,7 +31,7 @@ from offloadkit import Monitor, OffloadSeq2SeqTrainer, cli, finetune
 from offloadkit.checkpoint.folder import MANIFEST, newest_checkpoint
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import world
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError
 
 NUM_STEPS, SAVE_STEPS, EVAL_STEPS = 24, 3, 4

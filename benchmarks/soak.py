@@ -22,7 +22,7 @@ from torch import nn
 from benchmarks import table
 from benchmarks.run import git_commit
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 
 SAMPLES = 200
 """Of the RSS, over all steps."""

@@ -42,7 +42,7 @@ PHASES = {
     "offloadkit.hf.load:InitialWeights.materialise": "draw weights",
     "offloadkit.hf.weight_files:WeightFiles.materialise": "map files",
     "offloadkit.offload.states:LayerState.take_parameters": "take weights over",
-    "offloadkit.engine:OffloadEngine.__init__": "rest of the engine",
+    "offloadkit.engine.engine:OffloadEngine.__init__": "rest of the engine",
     "offloadkit.hf.trainer:OffloadTrainerMixin.train": "first step",
 }
 """What is timed. The seconds of one do not count for another inside which it runs."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
     from offloadkit.deepspeed.engine import add_config_arguments, init_distributed, initialize
     from offloadkit.deepspeed.training import deepspeed_arguments
-    from offloadkit.engine import OffloadEngine
+    from offloadkit.engine.engine import OffloadEngine
     from offloadkit.errors import OffloadkitError
     from offloadkit.finetuning import FinetuneResult, finetune
     from offloadkit.hf.source import from_pretrained
@@ -37,7 +37,7 @@ _HOME = {
     "FinetuneResult": "finetuning",
     "Monitor": "monitor.monitor",
     "OffloadConfig": "config",
-    "OffloadEngine": "engine",
+    "OffloadEngine": "engine.engine",
     "OffloadSeq2SeqTrainer": "hf.trainer",
     "OffloadTrainer": "hf.trainer",
     "OffloadTrainerMixin": "hf.trainer",

@@ -69,7 +69,7 @@ def temporary_files_may_be_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def engines_without_a_budget_begin_on_a_gpu_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is planned for them: states are in RAM and the CPU steps, which is what most tests are about."""
-    engine = sys.modules.get("offloadkit.engine")
+    engine = sys.modules.get("offloadkit.engine.engine")
     if engine is not None:
         import torch
 

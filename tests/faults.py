@@ -39,7 +39,7 @@ LEAST_SEEN = 60
 SECONDS = 900
 """For the tests of one fault."""
 ROOT = Path(__file__).parent.parent
-ROOMS = ("offload", "optim", "planner", "checkpoint", "hf", "distributed", "engine.py", "kernels")
+ROOMS = ("offload", "optim", "planner", "checkpoint", "hf", "distributed", "engine", "kernels")
 """Folders and files of offloadkit."""
 
 EQUIVALENT: dict[str, str] = {
@@ -79,7 +79,7 @@ TESTS: dict[str, list[str]] = {
     "checkpoint": SAVE,
     "hf": ["tests/hf"],
     "distributed": ["tests/distributed"],
-    "engine.py": [*ENGINE, "tests/hf/test_resumed_options.py", "tests/checkpoint/test_run.py"],
+    "engine": [*ENGINE, "tests/hf/test_resumed_options.py", "tests/checkpoint/test_run.py"],
     **{f"hf/{of}.py": DATA for of in ("columns", "data", "longest", "ragged", "read", "tokenize")},
     **{f"hf/{of}.py": LOAD for of in ("hub", "source", "weight_files")},
     "hf/load.py": [*LOAD, "tests/hf/test_resumed_options.py"],

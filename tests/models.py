@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 
 
 class Residual(nn.Module):

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError
 from offloadkit.offload import update, weights
 from offloadkit.offload.layers import FlatLayer, ParameterView

@@ -16,7 +16,7 @@ from torch import nn
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError
 from offloadkit.offload import gradients, update
 from offloadkit.offload.layers import flat_layers

@@ -13,7 +13,7 @@ from torch import nn
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import host_memory
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, NonFiniteGradientError, OffloadkitError
 from offloadkit.offload import update
 from offloadkit.telemetry import Telemetry

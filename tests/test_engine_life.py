@@ -20,7 +20,7 @@ from torch import nn
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import process_memory, watchdog
-from offloadkit.engine import OffloadEngine as EngineOfDevice
+from offloadkit.engine.engine import OffloadEngine as EngineOfDevice
 from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, OutOfVramError
 from offloadkit.hardware import process_ram_bytes
 from offloadkit.offload import update

@@ -19,7 +19,7 @@ from torch import nn
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import watchdog
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, HangError
 from offloadkit.offload import update
 from tests.models import TinyLM, tokens, train

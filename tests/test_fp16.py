@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, NonFiniteGradientError
 from offloadkit.optim.loss_scale import LossScale
 from tests.hf.tiny import t5_config, t5_v1_1_config

@@ -19,7 +19,7 @@ from torch import nn
 
 from offloadkit.changes import claim, unclaimed, without_claims
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.offload.outside import Watched
 from offloadkit.planner import placed

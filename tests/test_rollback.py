@@ -13,7 +13,7 @@ import torch
 
 from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
 from offloadkit.deepspeed.zero import check
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, NonFiniteGradientError, RolledBackError
 from offloadkit.offload import update
 from tests.messages import check_says

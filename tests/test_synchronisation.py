@@ -14,7 +14,7 @@ import torch
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device.streams import Event, record_compute
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.offload import compile as compiled
 from offloadkit.offload.gradients import BucketPool
 from offloadkit.offload.layers import flat_layers, plan_of

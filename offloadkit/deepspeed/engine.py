@@ -40,7 +40,7 @@ from offloadkit.checkpoint.values import as_json, random_states, set_random_stat
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights
 from offloadkit.deepspeed.config import DeepSpeedConfig, offload_config, read_deepspeed
 from offloadkit.distributed import world
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, ModelError, RolledBackError
 from offloadkit.offload.layers import listed_groups
 from offloadkit.optim.schedules import schedule_named

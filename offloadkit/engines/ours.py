@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offloadkit import hardware
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.engines.engine import Engine
 from offloadkit.engines.forecast import planned
 from offloadkit.engines.work import Work, lazy_model

@@ -332,7 +332,7 @@ def resolve(
     from transformers import PreTrainedModel
 
     if isinstance(model, nn.Module):
-        from offloadkit.engine import check_not_wrapped
+        from offloadkit.engine.checks import check_not_wrapped
 
         check_not_wrapped(model)
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):

@@ -75,7 +75,8 @@ from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
 from offloadkit.distributed.ranks import SOLO, Ranks
-from offloadkit.engine import OffloadEngine, check_not_wrapped, is_trained
+from offloadkit.engine.checks import check_not_wrapped, is_trained
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import (
     ConfigError,
     DataError,

@@ -35,10 +35,11 @@ from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.outside import Alias, Outside, refuse_to_empty, unwatched
 from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint_activations, forget_found
 from offloadkit.offload.shards import WeightGathers
-from offloadkit.offload.shortage import RamWatch
+from offloadkit.offload.shortage import RamWatch, with_less_vram
 from offloadkit.offload.state_ring import StateRing
 from offloadkit.offload.states import LayerState, exchanges_sums
 from offloadkit.offload.unread import make_real
+from offloadkit.offload.update import StepThread
 from offloadkit.offload.weight_ring import StreamedWeights, WeightRing
 from offloadkit.offload.weights import ForwardHooks, LayerWeights, PendingUpdate, TiedUses, move_rest
 from offloadkit.planner import (
@@ -58,6 +59,7 @@ class PlacedModel:
 
     Attributes:
         states: the flat layers, in definition order.
+        plan: by which the model was placed: the plan given, or a leaner one if the GPU was full.
         is_whole: whether what layers share is there. It is not if a move failed twice.
         gradients: what backward brings.
         forward_hooks: what forward waits for.
@@ -76,8 +78,7 @@ class PlacedModel:
         *,
         ranks: Solo | Group,
         ram_watch: RamWatch,
-        leaner: Callable[[], Plan | None],
-        submit: Callable[[Callable[[], None]], None],
+        step_thread: StepThread,
         settle: weakref.WeakMethod[Callable[[], None]],
         undo: ExitStack,
     ) -> None:
@@ -85,8 +86,7 @@ class PlacedModel:
         Args:
             ranks: those that train together. All get rank 0's weights.
             ram_watch: checked while RAM fills.
-            leaner: called where the GPU is full. It gives the plan to go on by, with less in VRAM, or None.
-            submit: queues work for the stepping thread.
+            step_thread: adds up gradients in RAM.
             settle: called before the whole model's weights are saved or loaded.
             undo: told how to let go of the module.
 
@@ -98,6 +98,7 @@ class PlacedModel:
         """
         self.module, self._device, self._config = module, device, config
         self._shapes, self._accumulation = plan.layers, config.gradient_accumulation
+        self.plan = plan
         self.states: list[LayerState] = []
         self.is_whole = self._is_stepped = False
         self._disk: DiskStates | None = None
@@ -113,7 +114,7 @@ class PlacedModel:
         cpu = torch.device("cpu")
         self._given = {each: (cpu if each.is_meta else each.device, each.dtype) for each in parameters}
         undo.callback(self._give_back)
-        shared = self._begin(layers, plan, ram_watch, leaner)
+        shared = self._begin(layers, ram_watch)
         for buffer in module.buffers():
             ranks.broadcast(buffer)
         undo.callback(self._bind_to_ram)  # however the engine ends, what is in RAM is what the model has
@@ -135,7 +136,7 @@ class PlacedModel:
             self.views(),
             device,
             accumulation=self._accumulation,
-            submit=submit,
+            submit=step_thread.submit,
             got_gradient=self.forward_hooks.got_gradient,
             waits=self._waits,
             ranks=ranks,
@@ -143,23 +144,26 @@ class PlacedModel:
         undo.callback(self.gradients.remove)
         self._tied_uses = TiedUses(list(layers), self.gradients.receive)
         undo.callback(self._tied_uses.remove)
-        other: Plan | None = None
+        begun = self.plan
         while True:
             try:
-                self._arrange(shared) if other is None else self.move(other.placements, lambda _: None)
+                self._arrange(shared) if self.plan is begun else self.move(self.plan.placements, lambda _: None)
                 self._given.clear()
                 return
             except torch.OutOfMemoryError:
-                if (other := leaner()) is None:
+                if not self._lean():
                     raise
 
-    def _begin(
-        self,
-        layers: Sequence[FlatLayer],
-        plan: Plan,
-        ram_watch: RamWatch,
-        leaner: Callable[[], Plan | None],
-    ) -> list[HostSlab]:
+    def _lean(self) -> bool:
+        """The GPU was full while the model was placed: go on by a plan with less in VRAM. Returns whether there is one.
+
+        Several ranks go on by the plan that they have.
+        """
+        leaner = with_less_vram(self.plan, self._device) if self._ranks.size == 1 else None
+        self.plan = leaner or self.plan
+        return leaner is not None
+
+    def _begin(self, layers: Sequence[FlatLayer], ram_watch: RamWatch) -> list[HostSlab]:
         """Bring all of the module to its places; returns the RAM that layers share.
 
         A layer that finds the GPU full is as it was. Those before it move to a leaner plan then, and it goes on.
@@ -167,16 +171,15 @@ class PlacedModel:
         trained = {view.parameter for layer in layers for view in layer.views}
         while True:
             try:
-                for at, where in self._changes(plan.placements):  # with several ranks no plan is leaner here
+                for at, where in self._changes(self.plan.placements):  # with several ranks no plan is leaner here
                     self.states[at] = self._elsewhere(self.states[at], where)
-                shared = self._allocate(layers, plan, ram_watch)
+                shared = self._allocate(layers, self.plan, ram_watch)
                 move_rest(self.module, trained, self._device, self._config.working_dtype, self._make_real)
                 return shared
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # what the layer had begun to take
-                if (other := leaner()) is None:
+                if not self._lean():
                     raise
-                plan = other
 
     def _give_back(self) -> None:
         """If building failed, have the parameters as they were: whoever tries again trains the same numbers."""

@@ -9,7 +9,7 @@ import torch
 
 from offloadkit.config import OffloadConfig
 from offloadkit.device import process_memory as allocator
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from tests.models import TinyLM
 
 

@@ -16,7 +16,7 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import state_file as disk
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.state_file import DiskStates, StateFile
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, OutputError
 from tests.models import TinyLM, tokens, train
 

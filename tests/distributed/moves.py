@@ -20,7 +20,7 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import host_memory
 from offloadkit.distributed import machine
 from offloadkit.distributed.ranks import Group
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, OffloadkitError, RankError, RepeatWindowError
 from offloadkit.hardware import Hardware
 from offloadkit.offload import rate_watch, shortage, states

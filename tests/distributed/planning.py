@@ -20,7 +20,7 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import measure as measuring
 from offloadkit.distributed import machine
 from offloadkit.distributed.ranks import Group
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError
 from offloadkit.hardware import Hardware
 from offloadkit.kernels import cpu

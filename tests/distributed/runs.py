@@ -17,7 +17,7 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import machine
 from offloadkit.distributed import ranks as ranks_module
 from offloadkit.distributed.ranks import Group
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.offload.shards import WeightGathers
 from offloadkit.planner import placed as placed_at
 from offloadkit.telemetry import Telemetry

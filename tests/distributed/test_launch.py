@@ -22,7 +22,7 @@ from offloadkit.checkpoint.folder import newest_checkpoint
 from offloadkit.config import OffloadConfig
 from offloadkit.distributed.launch import launch, told
 from offloadkit.distributed.ranks import Group
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, RankError, TrainingStoppedError
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import model

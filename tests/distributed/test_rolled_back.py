@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import NonFiniteGradientError, RolledBackError
 from tests.distributed.doors import as_launched
 from tests.distributed.pool import RankPool

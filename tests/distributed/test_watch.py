@@ -14,7 +14,7 @@ import torch.distributed as dist
 from offloadkit.config import OffloadConfig
 from offloadkit.distributed import watch as watch_module
 from offloadkit.distributed import world
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import RankError
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import model

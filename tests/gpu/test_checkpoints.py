@@ -10,7 +10,7 @@ import torch
 
 from offloadkit.checkpoint import arrays
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from tests.models import TinyLM, tokens, train
 
 

@@ -17,7 +17,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.device.process_memory import DeviceMemory
 from offloadkit.distributed.machine import measured_together
 from offloadkit.distributed.ranks import Group
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.hardware import Hardware
 from offloadkit.planner.fitted import FEW_CTAS, NCCL_BYTES, NCCL_FEW_BYTES
 from offloadkit.telemetry import Telemetry

@@ -17,7 +17,7 @@ from benchmarks.ranks import take_gpu
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import world
 from offloadkit.distributed.launch import launch, told
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import RankError
 from tests.distributed.doors import model_named, pairs
 from tests.distributed.runs import RESIDENT, model

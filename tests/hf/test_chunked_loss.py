@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from offloadkit.config import OffloadConfig
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.hf import loss as chunked_loss
 from offloadkit.hf import patches
 from offloadkit.hf.loss import Logits, compute_loss_in_chunks

@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, T5ForConditionalGeneration
 
 from offloadkit import OffloadConfig, OffloadEngine, finetune, outline, planning
-from offloadkit import engine as engine_module
 from offloadkit.config import Placement
 from offloadkit.device import assumed_disk
+from offloadkit.engine import engine as engine_module
 from offloadkit.errors import DoesNotFitError
 from offloadkit.hf import trainer as trainer_module
 from offloadkit.hf.longest import NotReadableError, longest_batch

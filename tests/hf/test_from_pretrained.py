@@ -22,7 +22,7 @@ from transformers import (
 
 import offloadkit
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.hf.saving import read_later
 from offloadkit.hf.source import from_pretrained

@@ -17,9 +17,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import offloadkit
-from offloadkit import engine
 from offloadkit.changes import changed
 from offloadkit.config import OffloadConfig
+from offloadkit.engine import engine
 from offloadkit.hf.patches import fuse_norms
 from offloadkit.offload import compile as compiled_blocks
 from offloadkit.planner import Pass

@@ -12,7 +12,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import offloadkit
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ModelError
 from tests.hf.training import seq2seq_rows, t5, train
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.finetuning import finetune
 from offloadkit.hf.load import draw_lazily
 from offloadkit.hf.source import from_pretrained

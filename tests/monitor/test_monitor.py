@@ -16,7 +16,7 @@ from rich.console import Console
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError
 from offloadkit.monitor import monitor as monitor_module
 from offloadkit.monitor import terminal, words

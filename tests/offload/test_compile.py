@@ -24,7 +24,7 @@ from torch import nn
 
 import offloadkit
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, OutOfVramError
 from offloadkit.hf import patches
 from offloadkit.offload import compile as compiled

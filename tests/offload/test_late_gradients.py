@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from tests.models import Twin, tokens
 from tests.offload.test_waits import Twice
 

@@ -24,7 +24,7 @@ from torch import nn
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import host_memory
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError, OutOfRamError, OutOfVramError, RepeatWindowError
 from offloadkit.offload import model as placed_model
 from offloadkit.offload import shortage
@@ -162,8 +162,13 @@ def test_nothing_of_the_failed_window_is_alive_while_layers_move(
         x = rows(1)[0].to(next(model.parameters()).dtype)
         engine.backward(engine(x)["loss"])
         engine.step()
-        move = engine._move
-        monkeypatch.setattr(engine, "_move", lambda *args: (alive.append(model.seen[-1]() is not None), move(*args))[1])
+        move = engine.replanner.move
+
+        def observed(*args: Any) -> None:
+            alive.append(model.seen[-1]() is not None)
+            move(*args)
+
+        monkeypatch.setattr(engine.replanner, "move", observed)
 
         def micro_batch() -> None:
             loss = engine(x)["loss"]
@@ -551,7 +556,8 @@ def test_ranks_of_a_host_share_what_its_ram_is_short_of_and_what_is_left(
 def test_a_second_full_gpu_is_judged_by_the_peak_since_the_last_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the first plan's peak would make the third one far leaner than it must be."""
     forgot: list[int] = []
-    monkeypatch.setattr("offloadkit.engine.forget_peak", lambda _: forgot.append(len(forgot)))
+    for module in ("engine", "replanner"):
+        monkeypatch.setattr(f"offloadkit.engine.{module}.forget_peak", lambda _: forgot.append(len(forgot)))
     model = Hungry()
     with OffloadEngine(model, OffloadConfig(), device="cpu") as engine:
         engine.move(planned(model, OffloadConfig(), Placement("ram")))

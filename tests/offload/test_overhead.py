@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 
 RESIDENT = Placement(gradients="vram", states="vram", step="gpu")
 

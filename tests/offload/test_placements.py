@@ -19,7 +19,7 @@ from torch import nn
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device.streams import Event
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.hf.patches import fuse_norms
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.state_ring import StateRing

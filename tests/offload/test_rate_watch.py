@@ -11,7 +11,8 @@ import torch
 
 from offloadkit import hardware, outline
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
+from offloadkit.engine.replanner import Replanner
 from offloadkit.errors import OffloadkitError
 from offloadkit.hardware import Hardware
 from offloadkit.monitor.monitor import Monitor
@@ -119,8 +120,8 @@ def test_a_run_that_was_planned_with_wrong_rates_moves_once_and_no_number_change
     (move,) = telemetry.moves
     assert STEPS < move.step <= STEPS + 4
     assert why in move.why
-    assert engine._rate_watch._searches_left == MAX_SEARCHES - 1
-    assert engine._rate_watch._found is None  # judged again, and found no reason to go on or back
+    assert engine.replanner.rate_watch._searches_left == MAX_SEARCHES - 1
+    assert engine.replanner.rate_watch._found is None  # judged again, and found no reason to go on or back
     before = make_plan(engine.plan.layers, CONFIG, work=engine.plan.basis.work, hardware=machine)
     assert engine.plan.seconds is not None
     assert engine.plan.seconds.step == pytest.approx(telemetry.records[-1].seconds["step"], rel=0.15)
@@ -151,7 +152,7 @@ def test_a_move_that_cannot_be_leaves_the_run_as_it_is(
     def fails(*_: Any) -> None:
         raise OffloadkitError("no RAM")
 
-    monkeypatch.setattr(OffloadEngine, "_move", fails)
+    monkeypatch.setattr(Replanner, "move", fails)
     engine, _ = trained(STEPS + 3, Measured())
     assert engine.num_updates == STEPS + 3
     assert "but the move to it failed: no RAM" in caplog.text

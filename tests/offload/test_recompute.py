@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ModelError
 from offloadkit.offload.recompute import OffloadedInputs, recomputed_in_backward
 from tests.models import TinyLM

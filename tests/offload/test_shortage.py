@@ -10,7 +10,7 @@ import torch
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Placement
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import OutOfRamError, OutOfVramError
 from offloadkit.offload import shortage
 from offloadkit.offload.model import PlacedModel

@@ -21,7 +21,7 @@ import torch
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device.streams import CopyStream, Event, Waits
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError
 from offloadkit.offload import state_ring, states, update
 from offloadkit.offload.layers import flat_layers, plan_of

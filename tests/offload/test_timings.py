@@ -10,7 +10,7 @@ import torch
 
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device.streams import BusyTime, CopyStream, Event, Waits, seconds_of_any
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.offload import update
 from offloadkit.telemetry import StepRecord
 from tests.models import TinyLM, tokens, train

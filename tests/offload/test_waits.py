@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offloadkit import engine as engine_module
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device.host_memory import SharedSlab
 from offloadkit.device.state_file import StateFile
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine import engine as engine_module
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, RepeatWindowError
 from offloadkit.offload import states, update
 from offloadkit.offload.update import StepBalancer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offloadkit.config import OffloadConfig
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError
 from offloadkit.optim.torch_optimizer import check_states
 from tests.models import TinyLM, tokens, train

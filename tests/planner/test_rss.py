@@ -17,7 +17,7 @@ import json, torch
 from torch import nn
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig
-from offloadkit.engine import OffloadEngine
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.offload.unread import become, leave_unread
 
 with torch.device("meta"):

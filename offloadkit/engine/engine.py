@@ -12,20 +12,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 import traceback
 import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -36,34 +34,30 @@ from offloadkit.checkpoint.one_run import Saves
 from offloadkit.checkpoint.origin import Origin
 from offloadkit.checkpoint.run import Adding, RunNumbers, check_scheduler, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
-from offloadkit.checkpoint.values import random_states, set_random_states, why_unlike
+from offloadkit.checkpoint.values import why_unlike
 from offloadkit.config import OffloadConfig
 from offloadkit.device import watchdog
 from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, forget_peak, phase
-from offloadkit.device.streams import record_compute
 from offloadkit.distributed import world
 from offloadkit.distributed.machine import shared_cores
 from offloadkit.distributed.ranks import Group, joined_ranks
+from offloadkit.engine.checks import check_free, check_not_wrapped, engine_closed, engine_opened
+from offloadkit.engine.loop import TrainingLoop
+from offloadkit.engine.replanner import Replanner, connect, own_part
 from offloadkit.errors import (
     ConfigError,
     EngineStateError,
     ModelError,
     NonFiniteGradientError,
     OffloadkitError,
-    OutOfRamError,
-    OutOfVramError,
     RankError,
-    RepeatWindowError,
     RolledBackError,
-    forget_last_error,
     shown,
 )
 from offloadkit.files import path_of
-from offloadkit.offload.buffers import Buffers
 from offloadkit.offload.layers import (
     FlatLayer,
-    UntrainedParameters,
     check_is_plan,
     check_memory,
     check_plan,
@@ -75,29 +69,23 @@ from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.plain import plain_copies
 from offloadkit.offload.profiling import Profile
 from offloadkit.offload.rate_watch import RateWatch
-from offloadkit.offload.records import LOOK, StepRecords, num_tokens
+from offloadkit.offload.records import LOOK, StepRecords
 from offloadkit.offload.shortage import (
     RamWatch,
     explained_shortage,
-    full_gpu,
     moved_in_words,
-    room,
-    with_less_ram,
-    with_less_vram,
-    with_less_vram_at_rest,
     within_free_vram,
 )
-from offloadkit.offload.states import LayerState
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.offload.weights import forked
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.table import DTYPES, GroupOptions
+from offloadkit.optim.table import GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, changed_options, check_states
 from offloadkit.outline import FirstWindow, chooses, plan_for
-from offloadkit.planner import Plan, placed
-from offloadkit.planner.plan import check_fits, of_rank
-from offloadkit.telemetry import Move, Telemetry
-from offloadkit.units import format_seconds, parse_bytes
+from offloadkit.planner import Plan
+from offloadkit.planner.plan import check_fits
+from offloadkit.telemetry import Telemetry
+from offloadkit.units import parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -105,19 +93,6 @@ MAX_ROLLBACKS = 3
 """Times that a run goes back to a checkpoint before it is past the step that held NaN."""
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class _Agreed:
-    """What several ranks do at a boundary: the layers in the order in which they are stepped, the ranks where RAM is
-    scarce, and whether all have measured enough steps."""
-
-    order: Sequence[LayerState]
-    scarce_on: list[int]
-    rates_are_due: bool
-
-
-_open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 
 
 def _shape(value: Any) -> Any:
@@ -132,114 +107,6 @@ def _states_of(scheduler: Any) -> dict[str, Any] | None:
         raise ConfigError(f"scheduler must be a scheduler of torch.optim.lr_scheduler, got {shown(scheduler)}")
     states: dict[str, Any] = scheduler.state_dict()
     return states
-
-
-def is_trained(model: nn.Module) -> bool:
-    """Whether an open engine trains parameters of `model`."""
-    return _other(model) is not None
-
-
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
-
-
-def check_not_wrapped(model: nn.Module) -> None:
-    """
-    Raises:
-        ModelError: the model is in a wrapper that trains it on several ranks, its weights are cut between them, or
-            what is trained of it was compiled or scripted. Or it is quantised, without adapters beside.
-    """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model must be a torch.nn.Module, got {shown(model)}")
-    for path, module in model.named_modules():
-        name = type(module).__name__
-        if isinstance(module, torch.jit.ScriptModule) and any(each.requires_grad for each in module.parameters()):
-            where = f"its module {path!r}" if path else "the model"
-            raise ModelError(
-                f"{where} is scripted (torch.jit.script or trace), and takes no hooks, by which the engine waits for "
-                "weights: pass the module as it was before it was scripted, or freeze its parameters"
-            )
-        if name == "OptimizedModule" and any(parameter.requires_grad for parameter in module.parameters()):
-            raise ModelError(
-                "torch.compile() made this model, or a part of it: compiled as a whole, it would compute other numbers "
-                "under each plan. Pass the model that was given to torch.compile(); OffloadConfig(compile_blocks=True) "
-                "compiles its blocks"
-            )
-        if name in _WRAPPERS:
-            raise ModelError(
-                f"the model is wrapped in {name}, which is not needed: pass the module inside it (its `.module`). "
-                "The engines of all ranks add up gradients themselves. In a loop with accelerate, give the DataLoader "
-                "alone to `accelerator.prepare`"
-            )
-    for parameter_name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == "DTensor":
-            raise ModelError(
-                f"the parameter {parameter_name!r} is a DTensor, cut between ranks by FSDP or tensor parallelism: pass "
-                "the model as it was before; the engines of all ranks share the states themselves"
-            )
-    _check_not_quantised(model)
-
-
-_QUANTISERS = ("bitsandbytes", "torchao", "quanto", "optimum")
-"""Packages whose kinds of tensors hold quantised weights."""
-
-
-def _check_not_quantised(model: nn.Module) -> None:
-    """
-    Raises:
-        ModelError: weights are quantised, and no adapters (PEFT) were put beside them: what is left would be trained.
-    """
-    modules = dict(model.named_modules())
-    if any(getattr(module, "peft_config", None) for module in modules.values()):
-        return
-    what = None
-    for path, module in modules.items():
-        if getattr(module, "is_quantized", False) is True or ".quantized." in type(module).__module__:
-            what = f"its module {path!r} ({type(module).__name__})" if path else f"the model ({type(module).__name__})"
-    for name, parameter in model.named_parameters():
-        if type(parameter).__module__.partition(".")[0] in _QUANTISERS:
-            what = f"its parameter {name!r} ({type(parameter).__name__})"
-    if what is not None:
-        raise ModelError(
-            f"{what} is quantised, and quantised weights cannot be trained: only what is left beside them would be. "
-            "Load the model without quantization_config, or call its dequantize() first; or put adapters on it (PEFT)"
-        )
-
-
-def _check_free(model: nn.Module, config: OffloadConfig) -> None:
-    """
-    Raises:
-        EngineStateError: an open engine trains the model, or another one that shares trained parameters with it. Or
-            another one computes with frozen parameters of it, which would be cast.
-    """
-    if _other(model) is not None:
-        forget_last_error()  # nobody may reach it any more: an interrupt's frames hold it, or a cycle does
-    if (other := _other(model)) is not None:
-        which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
-        raise EngineStateError(f"{which} already has an open engine: call its close() first, or that of its Trainer")
-    if config.working_dtype == "auto":
-        return
-    dtype, others = DTYPES[config.working_dtype], [at for at, engine in list(_open_engines.items()) if engine()]
-    theirs = {id(parameter) for other in others for parameter in other.parameters()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in theirs and parameter.dtype.is_floating_point and parameter.dtype != dtype:
-            raise EngineStateError(
-                f"the frozen parameter {name!r} is {parameter.dtype}, and another model with an open engine computes "
-                f"with it: working_dtype={config.working_dtype!r} would cast it. Train both with one working dtype"
-            )
-
-
-def _other(model: nn.Module) -> nn.Module | None:
-    """A model with an open engine that trains parameters of `model`."""
-    trained = _trained(model)
-    for other, engine in list(_open_engines.items()):
-        if engine() is not None and not trained.isdisjoint(_trained(other)):
-            return other
-    return None
-
-
-def _trained(model: nn.Module) -> set[int]:
-    """The ids of parameters, since using one may be watched."""
-    return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
 
 def _let_go_here(process: int, undo: ExitStack) -> None:
@@ -331,7 +198,7 @@ class OffloadEngine:
             raise ConfigError(f"evaluation_rows must be a whole number >= 0, got {shown(evaluation_rows)}")
         self.module, self.config = model, config or OffloadConfig()
         check_not_wrapped(model)
-        _check_free(model, self.config)
+        check_free(model, self.config)
         self.device = hardware.device_of(device)
         self.telemetry = telemetry or Telemetry()
         check_memory(model)
@@ -350,46 +217,44 @@ class OffloadEngine:
             planning = None if plan is not None else (chooses(self.config, self.device), example is None)
             self._join(self._ranks, layers, planning)
             self._undo.enter_context(shared_cores(self._ranks, self.device))
-        trained = {view.parameter for layer in layers for view in layer.views}
-        self._first_window: FirstWindow | None = None
-        plan = plan or self._planned(model, layers, example, evaluation_rows)
-        check_plan(plan, layers, self.config)
-        self._connect(plan)
-        plan = self._own(plan, layers)
+        planned, first_window = plan, None
+        if planned is None:
+            planned, first_window = self._planned(model, layers, example, evaluation_rows)
+        check_plan(planned, layers, self.config)
+        connect(planned, self._ranks)
+        planned = own_part(planned, layers, self._ranks)
         here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
-        self.plan = within_free_vram(plan, self.device, sum(each.nbytes for each in here), self._ranks)
-        if self.plan is not plan:
-            self.plan = self._own(self.plan, layers)
-            words = moved_in_words(plan, self.plan)
+        begun = within_free_vram(planned, self.device, sum(each.nbytes for each in here), self._ranks)
+        if begun is not planned:
+            begun = own_part(begun, layers, self._ranks)
+            words = moved_in_words(planned, begun)
             message = f"less VRAM is free than was planned with: the plan is leaner ({words})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         forget_peak(self.device)  # a full GPU is explained by this engine's
         self.step_thread = StepThread(self.device, self._ranks)
         self._undo.callback(self.step_thread.close)
         self._undo.callback(plain_copies(model))
-        self.ram_watch = RamWatch(self.plan.tiers["ram"])
+        self.ram_watch = RamWatch(begun.tiers["ram"])
         self._undo.callback(self.ram_watch.close)
-        self._rate_watch = RateWatch(self.plan)
-        self._undo.callback(self.telemetry.subscribe(self._rate_watch.add))
+        rate_watch = RateWatch(begun)
+        self._undo.callback(self.telemetry.subscribe(rate_watch.add))
         vram = self.config.vram
-        self._vram_cap = VramCap(None if vram is None else parse_bytes(vram), self.device)
-        self._undo.callback(self._vram_cap.remove)
+        vram_cap = VramCap(None if vram is None else parse_bytes(vram), self.device)
+        self._undo.callback(vram_cap.remove)
         self._undo.callback(changed(model, self.config, kernels=self.device.type != "cpu"))
         self._steps_phase, self._phase_name = ExitStack(), ""
         self._undo.callback(self._steps_phase.close)
-        begun = self.plan
         try:
             with explained_shortage(begun, self.device), phase("reading", self.telemetry.peaks, self.device):
                 self.placed = PlacedModel(
                     model,
                     layers,
-                    self.plan,
+                    begun,
                     self.config,
                     self.device,
                     ranks=self._ranks,
                     ram_watch=self.ram_watch,
-                    leaner=self._leaner,
-                    submit=self.step_thread.submit,
+                    step_thread=self.step_thread,
                     settle=weakref.WeakMethod(self._settle),
                     undo=self._undo,
                 )
@@ -397,12 +262,13 @@ class OffloadEngine:
             traceback.clear_frames(error.__traceback__)  # the error may be kept: it must not hold what layers took
             self._finalizer()
             raise
-        if self.plan is not begun:
-            words = moved_in_words(begun, self.plan)
+        if self.placed.plan is not begun:
+            words = moved_in_words(begun, self.placed.plan)
             message = f"the GPU was full while the engine was built: the plan is leaner ({words})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-            self.ram_watch.expect(self.plan.tiers["ram"])
+            self.ram_watch.expect(self.placed.plan.tiers["ram"])
         self.pinning_seconds = self.placed.pinning_seconds
+        trained = {view.parameter for view in self.placed.views()}
         self.optimizer = OffloadOptimizer(
             param_groups or [{"params": [p for p in model.parameters() if p in trained]}],
             self.config,
@@ -414,18 +280,29 @@ class OffloadEngine:
             },
         )
         self._layers = layers
-        self._untrained = UntrainedParameters(model, trained)
-        self._records = StepRecords(
+        records = StepRecords(
             self.telemetry,
-            self.plan,
+            self.placed.plan,
             self.device,
             self.config.on_nonfinite,
             num_ranks=self._ranks.size,
         )
-        has_fp16 = any(layer.dtype == torch.float16 for layer in layers)
-        self.loss_scale = LossScale(self.config.loss_scale) if has_fp16 else None
-        self.newest_update: Update | None = None
-        self._last_checkpoint: Path | None = None
+        self.loop = TrainingLoop(
+            self.placed, self.step_thread, self.optimizer, records, self.config, self.device, self._ranks
+        )
+        self.replanner = Replanner(
+            self.loop,
+            self.optimizer,
+            layers,
+            self.config,
+            self.device,
+            self._ranks,
+            self.telemetry,
+            first_window=first_window,
+            ram_watch=self.ram_watch,
+            rate_watch=rate_watch,
+            vram_cap=vram_cap,
+        )
         self._origin = self._ranks.told(Origin.of_new_run)
         self._saves = Saves()
         self._scheduler: Any = None
@@ -433,13 +310,30 @@ class OffloadEngine:
         self._num_saved_updates = self._failed_at = self._num_rollbacks = 0
         """Updates in the last checkpoint; the furthest update that held NaN, and how often training went back since."""
         self.own_return: Callable[[], Path | None] | None = None
-        self._profile: Profile | None = None
         self._ranks.take_received()  # it was no step's
-        self.num_updates = self._num_backwards = 0
-        self._stepped = self._overflow_known = self._open = True
-        self._has_graph = self._in_last = False
+        self._open = True
         self.telemetry.plan = self.plan
-        _open_engines[model] = weakref.ref(self)
+        engine_opened(model, self)
+
+    @property
+    def plan(self) -> Plan:
+        return self.replanner.plan
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        return self.loop.loss_scale
+
+    @property
+    def newest_update(self) -> Update | None:
+        return self.loop.newest_update
+
+    @property
+    def num_updates(self) -> int:
+        return self.loop.num_updates
+
+    @num_updates.setter
+    def num_updates(self, number: int) -> None:
+        self.loop.num_updates = number
 
     def _join(self, ranks: Group, layers: list[FlatLayer], planning: tuple[bool, bool] | None) -> None:
         """Share the layers between the ranks.
@@ -461,37 +355,25 @@ class OffloadEngine:
         for layer in layers:
             layer.cut_for(ranks.rank, ranks.size)
 
-    def _planned(self, model: nn.Module, layers: list[FlatLayer], example: Any, evaluation_rows: int) -> Plan:
-        """The plan to begin with, where none is given.
+    def _planned(
+        self, model: nn.Module, layers: list[FlatLayer], example: Any, evaluation_rows: int
+    ) -> tuple[Plan, FirstWindow | None]:
+        """The plan to begin with, where none is given, and what plans again after the first window, if anything does.
 
         Raises:
             DoesNotFitError: it does not fit.
         """
-        made = None
+        made, first_window = None, None
         if example is not None:
             more: Any = {"evaluation_rows": evaluation_rows, "ranks": self._ranks}
             made = plan_for(model, self.config, self.device, example, **more)
         if made is None and not chooses(self.config, self.device):
-            return plan_of(model, layers, self.config)
+            return plan_of(model, layers, self.config), None
         if made is None:
             first = FirstWindow(model, layers, self.config, self.device, evaluation_rows, self._ranks)
-            made, self._first_window = first.plan, None if first.is_settled else first
+            made, first_window = first.plan, None if first.is_settled else first
         check_fits(proposing_disk(made))
-        return made
-
-    def _connect(self, plan: Plan) -> None:
-        """Connect the ranks' GPUs as `plan` has it."""
-        self._ranks.connect(plan.basis.hardware.most_ctas if plan.basis.hardware else 0)
-
-    def _own(self, plan: Plan, layers: list[FlatLayer]) -> Plan:
-        """`plan`, with what this rank has of each layer."""
-        return plan if self._ranks.size == 1 else of_rank(plan, [layer.shape() for layer in layers])
-
-    def _leaner(self) -> Plan | None:
-        """Takes a plan with less in VRAM as the plan, and returns it; None if there is none."""
-        plan = with_less_vram(self.plan, self.device) if self._ranks.size == 1 else None
-        self.plan = plan or self.plan
-        return plan
+        return made, first_window
 
     # ---- one step, in time order -------------------------------------------------------------------------------
 
@@ -510,33 +392,10 @@ class OffloadEngine:
         self._check_open()
         if not torch.is_grad_enabled():
             return self.evaluates(lambda: self.module(*args, **kwargs))
-        if kwargs.get("use_cache") and self.placed.caching:
-            raise ModelError(
-                "use_cache=True in training: cached keys and values serve generation only. Leave it out, or call the "
-                "engine under torch.no_grad()"
-            )
-        self._begin_phase("first step" if self.newest_update is None else "training")
-        if not self.module.training and self.placed.recomputes_in_training and self.newest_update is None:
-            warnings.warn(
-                "the model is in eval mode, in which blocks of transformers keep their activations although the plan "
-                "has them recomputed: call model.train() first",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        with (
-            self.makes_room(),
-            self._records.forward(num_tokens(self.module, kwargs)),
-            self.placed.in_forward(),
-        ):
-            try:
-                output = self.module(*args, **kwargs)
-            except (RuntimeError, TypeError, AttributeError) as error:
-                if not isinstance(error, torch.OutOfMemoryError):
-                    self._untrained.check()  # it may be what made forward fail
-                raise
-        if self._first_window is not None:
-            self._first_window.saw(args, kwargs)
-        self._has_graph = True
+        self._begin_phase("first step" if self.loop.newest_update is None else "training")
+        with self._closing_if_lost(), self.replanner.recover_from_oom():
+            output = self.loop.forward(args, kwargs)
+        self.replanner.saw(args, kwargs)
         return output
 
     def evaluates(self, run: Callable[[], _T]) -> _T:
@@ -550,28 +409,8 @@ class OffloadEngine:
                 way. Its gradients are kept.
         """
         self._check_open()
-        states, buffers = random_states(), Buffers()
-        if self.module.training:
-            buffers.keep(self.module)
-        while True:
-            try:
-                with explained_shortage(self.plan, self.device):
-                    found = run()
-            except OutOfVramError as error:
-                said = not isinstance(error.__cause__, torch.OutOfMemoryError)  # why it cannot go on, by a call within
-                if said or not self._open or isinstance(error, RepeatWindowError):
-                    raise
-                traceback.clear_frames(error.__traceback__)  # what failed must not hold its activations any more
-                self._leave_vram_at_rest(error)
-                buffers.restore()
-                set_random_states(states)
-            except BaseException:
-                if self._open:
-                    self.placed.end_modules()
-                raise
-            else:
-                self._vram_cap.renew("evaluation")
-                return found
+        with self._closing_if_lost():
+            return self.replanner.run_eval(run)
 
     def backward(self, loss: torch.Tensor, *, scale_by_accumulation: bool = True) -> None:
         """Backward of one micro-batch. Gradients are gathered, and sent to RAM, layer by layer.
@@ -594,85 +433,14 @@ class OffloadEngine:
             ValueError: the loss is not a scalar.
         """
         self._check_open()
-        if not isinstance(loss, torch.Tensor):
-            raise TypeError(
-                f"backward() takes the loss, a scalar tensor, and got a {type(loss).__name__}: pass the loss that the "
-                "model's output holds, such as engine(**batch).loss"
-            )
-        accumulation = self.config.gradient_accumulation
-        if accumulation == 1 and self._num_backwards:
-            raise EngineStateError(
-                "backward() was called twice before step(), but gradient_accumulation is 1: "
-                "call step() after each backward(), or set OffloadConfig(gradient_accumulation=...)"
-            )
-        if self.placed.gradients.window_is_full:
-            raise EngineStateError(
-                f"backward() was called more than gradient_accumulation={accumulation} times in a window: the ranks "
-                "exchange their sums in the last one. Call step(boundary=True) before it, or set "
-                "OffloadConfig(gradient_accumulation=...)"
-            )
-        if loss.numel() != 1:
-            raise ValueError(f"backward() takes a scalar loss, got a tensor of shape {tuple(loss.shape)}")
-        if not loss.requires_grad:
-            raise EngineStateError(
-                "backward() got a loss that requires no gradient: compute it by engine(...) with gradients enabled, "
-                "and do not detach it. (The loss of a backward() that failed is detached: call engine(...) again.)"
-            )
-        if self._exchanges_last and self._num_backwards + 1 == accumulation:
-            self._check_whole(loss)
-            self._in_last = True
-        with self.makes_room():
-            self._backward(loss, accumulation * self._ranks.size if scale_by_accumulation else 1)
-        if self._exchanges_each:
-            self._check_whole()
-        self._num_backwards += 1
-        self._stepped = self._has_graph = False
-
-    def _backward(self, loss: torch.Tensor, divisor: int) -> None:
-        given = loss
-        if self.loss_scale is not None and self.config.loss_scale != 1:
-            self._check_nothing_outside(loss)
-        if divisor > 1:
-            loss = loss / divisor
-        self.placed.gradients.ends_window = self._num_backwards + 1 == self.config.gradient_accumulation
-        with self._records.backward(loss):
-            self._update_loss_scale()
-            try:
-                with self.placed.in_backward():
-                    loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
-                    loss.backward()  # type: ignore[no-untyped-call]
-            except BaseException as error:
-                if self._ranks.size == 1 or not isinstance(error, torch.OutOfMemoryError):
-                    self.drop_gradients()  # else `makes_room` does, when the other ranks know
-                with suppress(RuntimeError):  # a view of a larger tensor
-                    given.detach_()  # somebody may keep it, and with it what its graph holds
-                if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-                    self._untrained.check()  # it may be what made backward fail
-                raise
-
-    def _check_nothing_outside(self, loss: torch.Tensor) -> None:
-        """In the first backward: a scaled loss would give parameters outside of the model scaled gradients.
-
-        Raises:
-            EngineStateError: the loss reaches such a parameter.
-        """
-        if self.newest_update is not None or self._num_backwards:
-            return
-        own = {id(view.parameter) for view in self.placed.views()}
-        seen, waiting = set(), [loss.grad_fn]
-        while waiting:
-            node: Any = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
-                raise EngineStateError(
-                    f"the loss reaches a parameter of shape {tuple(leaf.shape)} outside of the engine's model, and in "
-                    "fp16 the engine multiplies the loss by a scale that only its own step divides by: make it part of "
-                    "the model, freeze it, or train in bf16 or with OffloadConfig(loss_scale=1.0)"
-                )
-            waiting += [following for following, _ in node.next_functions]
+        self.loop.check_loss(loss)
+        divisor = self.config.gradient_accumulation * self._ranks.size if scale_by_accumulation else 1
+        with self._closing_if_lost():
+            self.replanner.before_backward(loss)
+            with self.replanner.recover_from_oom():
+                self.loop.backward(loss, divisor)
+            self.replanner.after_backward()
+        self.loop.added()
 
     def step(self, *, boundary: bool | None = None) -> bool:
         """Call it after each `backward`. At the end of the accumulation window it starts the update, without waiting.
@@ -697,76 +465,25 @@ class OffloadEngine:
                 It is a `RepeatWindowError` if the engine has moved to a leaner plan.
         """
         self._check_open()
-        if self._stepped and not (boundary and self._num_backwards):
-            raise EngineStateError("step() was called before backward(): call engine.backward(loss) first")
-        if not (self._num_backwards >= self.config.gradient_accumulation if boundary is None else boundary):
-            self._stepped = True
+        if not self.loop.ends_window(boundary):
             return False
-        self._untrained.check()
-        self._vram_cap.renew("training")
-        scarce, leaner = self.ram_watch.warning(), None
-        if scarce is not None and self._ranks.size == 1:
-            leaner = with_less_ram(self.plan, self.device)
-            if leaner is None:
-                raise OutOfRamError(scarce)
-        self._read_reports()
-        self.placed.take_over_outside_writes()
-        agreed = self._agree(is_scarce=scarce is not None) if self._ranks.size > 1 else None
-        # With several ranks the others step already: who is full here cannot have them repeat the window.
-        alone = agreed is None
-        with self.makes_room() if alone else explained_shortage(self.plan, self.device, self.drop_gradients):
-            try:
-                update = self._new_update(None if agreed is None else agreed.order)
-                self.step_thread.start(update)
-            except BaseException:  # also an interrupt: nothing may wait for an update that was never started
-                self.placed.forget_pending()
-                self.drop_gradients()
-                raise
-        self.num_updates += 1
-        self.newest_update, self._overflow_known, self._stepped, self._num_backwards = update, False, True, 0
-        self._in_last = False
-        rate, received = self.optimizer.param_groups[0]["lr"], self._ranks.take_received()
-        self._records.end_window(update, rate, self.placed.take_busy(), received)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
-        said = self._what_is_not_finite(update) if self.config.on_nonfinite == "rollback" else None
-        if self._profile is not None and self._profile.step(self._settle, self._records.read, self.telemetry):
-            self._profile = None
-        if said is not None:
-            raise self._roll_back(update.number, said)
-        if agreed is not None and agreed.scarce_on:
-            self._leave_ram_together(agreed.scarce_on, scarce)
-        elif leaner is not None:
-            self._leave_ram(leaner, scarce)
-        elif self._first_window is not None:
-            self._move_after(self._first_window)
-        elif self._rates_are_due if agreed is None else agreed.rates_are_due:
-            self._move_for_rates()
+        self.loop.untrained.check()
+        with self._closing_if_lost():
+            shortage = self.replanner.check_memory()
+            self._read_reports()
+            self.placed.take_over_outside_writes()
+            agreed = self.replanner.agree(shortage)
+            with self.replanner.recover_at_boundary():
+                update = self.loop.start_update(agreed.order)
+            self.loop.end_window(update)
+            said = self._what_is_not_finite(update) if self.config.on_nonfinite == "rollback" else None
+            profile = self.loop.profile
+            if profile is not None and profile.step(self._settle, self.loop.records.read, self.telemetry):
+                self.loop.profile = None
+            if said is not None:
+                raise self._roll_back(update.number, said)
+            self.replanner.after_update(agreed)
         return True
-
-    def _agree(self, *, is_scarce: bool) -> _Agreed:
-        """What all ranks do at this boundary.
-
-        Raises:
-            RepeatWindowError: a rank's GPU was full in this window, and all have moved to a leaner plan.
-            OutOfVramError: so it was, and all stay where they are.
-            EngineStateError: the ranks have gone apart.
-        """
-        if self._exchanges_last and not self._in_last:
-            self._check_whole()
-        window = self.num_updates, self._num_backwards
-        try:
-            wished, order = self.placed.agree(self._ranks, window, (False, is_scarce, self._rates_are_due))
-        except BaseException:
-            self.drop_gradients()
-            raise
-        full, scarce, due = wished.astype(bool).T
-        if full.any():
-            raise self._repeat_together(full)
-        return _Agreed(order, np.flatnonzero(scarce).tolist(), bool(due.all()))
-
-    @property
-    def _rates_are_due(self) -> bool:
-        return self._rate_watch.is_due and self._profile is None
 
     def _begin_phase(self, name: str) -> None:
         """The steps' peaks of memory count as those of `name` from here on."""
@@ -774,31 +491,6 @@ class OffloadEngine:
             self._steps_phase.close()
             self._steps_phase.enter_context(phase(name, self.telemetry.peaks, self.device))
             self._phase_name = name
-
-    def _new_update(self, order: Sequence[LayerState] | None) -> Update:
-        """A snapshot of what the stepping thread needs. From here on, forward waits for the updated layers.
-
-        order: of the layers, where several ranks have agreed on it.
-        """
-        layers = self.placed.start_update(order)
-        options = [GroupOptions.of(group) for group in self.optimizer.param_groups]
-        update = Update(self.num_updates + 1, layers, options, self.config.max_grad_norm, record_compute(self.device))
-        if self.loss_scale is not None:
-            update.loss_scale, update.scale_may_fall = self.loss_scale.scale, self.loss_scale.can_fall
-        if self._profile is not None:
-            self._profile.boundary()
-        return update
-
-    def _update_loss_scale(self) -> None:
-        """Adapt the loss scale to whether the last window overflowed, once per window.
-
-        The wait for the norm is short: forward has already waited for that update.
-        """
-        if self.loss_scale is None or self.newest_update is None or self._overflow_known or self._num_backwards:
-            return
-        watchdog.wait(self.newest_update.norm_known, "the gradient norm")
-        self._overflow_known = True
-        self.loss_scale.update(overflow=self.newest_update.skipped)
 
     # ---- reading and settling ----------------------------------------------------------------------------------
 
@@ -808,11 +500,11 @@ class OffloadEngine:
         It waits until the norm is known.
         """
         self._check_open()
-        if self.newest_update is None:
+        if self.loop.newest_update is None:
             return None
-        watchdog.wait(self.newest_update.norm_known, "the gradient norm")
-        self._raise_thread_error()
-        return self.newest_update.norm
+        watchdog.wait(self.loop.newest_update.norm_known, "the gradient norm")
+        self.loop.raise_thread_error()
+        return self.loop.newest_update.norm
 
     def synchronize(self) -> None:
         """Wait until every update is applied, on the host and on the device.
@@ -822,9 +514,9 @@ class OffloadEngine:
         """
         self._check_open()
         self._settle()
-        self._update_loss_scale()
+        self.loop.update_loss_scale()
         self.placed.take_over_outside_writes()
-        self._records.wait()
+        self.loop.records.wait()
         self._read_reports()
 
     def profile(self, *, steps: int = 3, path: str | Path = "offloadkit-trace.json") -> Profile:
@@ -838,40 +530,35 @@ class OffloadEngine:
             OffloadkitError: `steps` is not a positive int, a trace is already running, or `path` cannot be written.
         """
         self.synchronize()
-        self._profile = Profile(steps, path_of(path, "path"), self.device, self._undo, self._ranks)
-        return self._profile
+        self.loop.profile = Profile(steps, path_of(path, "path"), self.device, self._undo, self._ranks)
+        return self.loop.profile
 
     def drop_gradients(self) -> None:
         """Drop the gradients gathered since the last update, as `optimizer.zero_grad()` does."""
         self._check_open()
-        self.placed.gradients.drop()
-        self._records.drop_window()
-        self._num_backwards, self._stepped, self._has_graph, self._in_last = 0, True, False, False
+        self.loop.drop_gradients()
 
     def _settle(self) -> None:
         if os.getpid() != self._process:
             raise forked("the model was")
-        if self.newest_update is not None:
-            self.step_thread.finish(self.newest_update)
-        self._raise_thread_error()
-        self.placed.settle()
+        self.loop.settle()
 
     def _read_reports(self) -> None:
         """Record the steps that have finished in the telemetry, and report those that were not applied."""
-        self._raise_thread_error()
+        self.loop.raise_thread_error()
         try:
-            self._records.read()
+            self.loop.records.read()
         except NonFiniteGradientError as error:
-            self.drop_gradients()
+            self.loop.drop_gradients()
             raise NonFiniteGradientError(f"{error}. {watchdog.in_words(self.last_checkpoint)}") from None
 
     def _what_is_not_finite(self, update: Update) -> str | None:
         """Wait for the newest update's norm; a sentence about it if it is not finite, and that is not the loss scale's
         fault. Several ranks have the same norm, so they go back together."""
         watchdog.wait(update.norm_known, "the gradient norm")
-        self._raise_thread_error()
+        self.loop.raise_thread_error()
         try:
-            self._records.read()
+            self.loop.records.read()
         except NonFiniteGradientError as error:
             return str(error)
         return None
@@ -945,7 +632,7 @@ class OffloadEngine:
         """
         self._check_open()
         with self._ranks.together("calling move()"):
-            if self._num_backwards or self.placed.is_busy:
+            if self.loop.num_backwards or self.placed.is_busy:
                 raise EngineStateError(
                     "move() was called inside an accumulation window: call it after the step() that ends the window, "
                     "or after drop_gradients()"
@@ -953,250 +640,29 @@ class OffloadEngine:
             check_is_plan(plan)
             check_plan(plan, self._layers, replace(self.config, placement=plan.basis.config.placement))
         self.synchronize()
-        self._move(plan, why)
-
-    def _move(self, plan: Plan, why: str) -> None:
-        """`move` where no gradients are gathered."""
-        began, before, plan = time.perf_counter(), self.plan, self._own(plan, self._layers)
-        self._settle()
-        self.step_thread.settle()
-        self.placed.take_over_outside_writes()
-        with self._ranks.together("beginning to move"):
-            self.placed.check_movable(plan.placements)
-        try:
-            self._connect(plan)
-        except BaseException:
-            self.close()  # nothing can go between the ranks any more; the model has its weights
-            raise
-        try:
-            with explained_shortage(plan, self.device), torch.inference_mode(False), torch.no_grad():
-                self.placed.move(plan.placements, self._has_moved)
-        except BaseException as error:
-            if not self.placed.is_whole:
-                self.close()
-                if not isinstance(error, Exception):
-                    raise  # an interrupt
-                alone = self._ranks.size == 1
-                apart = "and so did going on with what had moved" if alone else "on this rank or another"
-                raise EngineStateError(
-                    f"a move failed, {apart}: the engine is closed, and the model has its weights; the optimizer's "
-                    f"states are gone. Go on from a checkpoint ({error})"
-                ) from error
-            plan = placed(before, self.placed.placements)
-            raise
-        finally:
-            if self._open:
-                self.plan = self._records.plan = self.telemetry.plan = plan
-                self.ram_watch.expect(plan.tiers["ram"])
-                self._rate_watch.begin(plan)
-        seconds = time.perf_counter() - began
-        self._vram_cap.watch()
-        forget_peak(self.device)  # it was the other plan's: a GPU that is full again is explained by this one's
-        old, new = ({tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan))
-        self.telemetry.moves.append(Move(self.num_updates, why, old, new, seconds))
+        with self._closing_if_lost():
+            self.replanner.move(plan, why)
 
     @contextmanager
     def makes_room(self) -> Iterator[None]:
         """A context in which a full GPU makes the engine move to a leaner plan. It spans a micro-batch at most.
 
-        With several ranks, this one computes nothing more in the window, and takes part in what the others wait for
-        until all agree that it is void.
-
         Raises:
             RepeatWindowError: it did so. The gradients since the last update were dropped.
             OutOfVramError: no leaner plan is left, or the move failed. The gradients were dropped too.
         """
-        num_backwards = self._num_backwards
-        drop = self.drop_gradients if self._ranks.size == 1 else lambda: None
+        with self._closing_if_lost(), self.replanner.recover_from_oom():
+            yield
+
+    @contextmanager
+    def _closing_if_lost(self) -> Iterator[None]:
+        """A context after which the engine is closed if a move failed so that training cannot go on."""
         try:
-            with explained_shortage(self.plan, self.device, drop):
-                yield
-        except RepeatWindowError:
+            yield
+        except BaseException:
+            if self._open and self.replanner.is_lost:
+                self.close()
             raise
-        except OutOfVramError as error:
-            if error.is_final or not self._open:  # an inner one could not make room
-                raise
-            traceback.clear_frames(error.__traceback__)  # the failed window must not hold its activations any more
-            if self._ranks.size == 1:
-                raise self._leave_vram(error, "the GPU's memory was full") from error.__cause__
-            full = self._void_window(error, has_joined=self._num_backwards > num_backwards)
-            raise self._repeat_together(full, error) from error.__cause__
-
-    @property
-    def _exchanges_each(self) -> bool:
-        """Whether several ranks exchange gradients in each of a window's micro-batches: they agree after each then."""
-        return self._accumulates_on_ranks and self.config.exchange == "micro_batch"
-
-    @property
-    def _exchanges_last(self) -> bool:
-        """Whether they do in the last one only: they agree before it, or where the window ends sooner."""
-        return self._accumulates_on_ranks and self.config.exchange == "step"
-
-    @property
-    def _accumulates_on_ranks(self) -> bool:
-        return self._ranks.size > 1 and self.config.gradient_accumulation > 1
-
-    def _check_whole(self, loss: torch.Tensor | None = None) -> None:
-        """Several ranks come here together, and know then whether one of them is full and waits here.
-
-        loss: of a micro-batch that no backward follows if one is.
-
-        Raises:
-            OutOfVramError: one is; a `RepeatWindowError` if all have moved to a leaner plan.
-        """
-        full = self._ranks.agree(np.array([0]))[:, 0].astype(bool)
-        if full.any():
-            if loss is not None:
-                with suppress(RuntimeError):  # a view of a larger tensor
-                    loss.detach_()
-            raise self._repeat_together(full)
-
-    def _void_window(self, error: OutOfVramError, *, has_joined: bool) -> NDArray[np.bool_]:
-        """This rank cannot finish the window: wait until all ranks know that. Returns which of them cannot.
-
-        Args:
-            has_joined: whether it has finished the backward of this micro-batch.
-
-        Raises:
-            OutOfVramError: it cannot know what the others do next.
-        """
-        if not has_joined:
-            self.placed.gradients.ends_window = self._in_last
-            with explained_shortage(self.plan, self.device):
-                self.placed.join_rest()
-        self._settle()
-        if self._exchanges_last and not self._in_last:
-            return self._ranks.agree(np.array([1]))[:, 0].astype(bool)
-        if not self._exchanges_each:
-            window = self.num_updates, self._num_backwards
-            return self.placed.agree(self._ranks, window, (True, False, False))[0][:, 0].astype(bool)
-        if has_joined:  # another micro-batch may come, or the end of the window
-            self.drop_gradients()
-            error.is_final = True
-            raise error
-        return self._ranks.agree(np.array([1]))[:, 0].astype(bool)
-
-    def _repeat_together(self, full: NDArray[np.bool_], error: OutOfVramError | None = None) -> OutOfVramError:
-        """All ranks know that the window is void: drop it and move; returns the error to raise.
-
-        Args:
-            full: [ranks], whose GPU is.
-            error: this rank's, if its GPU is.
-        """
-        self.drop_gradients()
-        self._settle()  # the stepping thread talks to the other ranks until then
-        rank = int(full.argmax())
-        said = f"the memory of rank {rank}'s GPU was full"
-        return self._leave_vram(error or OutOfVramError(f"{said}: its error says more"), said)
-
-    def _leave_vram(self, error: OutOfVramError, why: str) -> OutOfVramError:
-        """Move to a plan with less VRAM; returns the error to raise."""
-        plan, full = with_less_vram(self.plan, self.device, self._ranks), full_gpu(self.plan, self.device)
-        error.is_final = True
-        if plan is None:
-            return error
-        try:
-            words = self._move_with_a_warning(plan, why, stacklevel=6)
-        except OffloadkitError as failure:
-            failed = OutOfVramError(f"{error}. The move to a leaner plan failed: {failure}")
-            failed.is_final = True
-            return failed
-        if self._ranks.size > 1:
-            full = why
-        return RepeatWindowError(
-            f"{full}. The engine has moved to a leaner plan ({words}), which changes no number. The gradients since "
-            "the last update were dropped: repeat this window, from its first micro-batch and with the random states "
-            "that it had, and training goes on as if nothing had been"
-        )
-
-    def _leave_vram_at_rest(self, error: OutOfVramError) -> None:
-        """Move to a plan with less VRAM, between windows.
-
-        Raises:
-            OutOfVramError: `error`, with why there is no such move.
-        """
-        if self._num_backwards or self._has_graph or self.placed.is_busy:
-            raise OutOfVramError(
-                f"{error}. An accumulation window is under way, in which nothing can move: evaluate and generate after "
-                "the step() that ends it, and the engine makes room"
-            ) from error
-        plan = with_less_vram_at_rest(self.plan, self.device) if self._ranks.size == 1 else None
-        if plan is None:
-            raise error
-        try:
-            self._move_with_a_warning(plan, "the GPU's memory was full in an evaluation", stacklevel=6)
-        except OffloadkitError as why:
-            raise OutOfVramError(f"{error}. The move to a leaner plan failed: {why}") from error
-
-    def _leave_ram_together(self, ranks: list[int], scarce: str | None) -> None:
-        """Several ranks move to a plan with less RAM, since it is scarce on some of them.
-
-        Raises:
-            OutOfRamError: no plan takes less, or the move failed.
-        """
-        self._settle()  # the stepping thread talks to the other ranks until then
-        scarce = scarce or f"RAM is running out on rank {ranks[0]}, whose error says more"
-        plan = with_less_ram(self.plan, self.device, self._ranks)
-        if plan is None:
-            raise OutOfRamError(scarce)
-        self._leave_ram(plan, scarce)
-
-    def _leave_ram(self, plan: Plan, scarce: str | None) -> None:
-        """Move to a plan with less RAM.
-
-        Raises:
-            OutOfRamError: the move failed.
-        """
-        try:
-            self._move_with_a_warning(plan, "RAM was running out", stacklevel=4)
-        except OffloadkitError as error:
-            raise OutOfRamError(f"{scarce}. The move to a plan with less RAM failed: {error}") from error
-
-    def _move_with_a_warning(self, plan: Plan, why: str, *, stacklevel: int) -> str:
-        """`_move`, and a line that says so; returns what changed, in words."""
-        before = self.plan
-        self._move(plan, why)
-        words, seconds = moved_in_words(before, plan), format_seconds(self.telemetry.moves[-1].seconds)
-        message = f"{why} after step {self.num_updates}: the plan has moved in {seconds} ({words})"
-        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
-        return words
-
-    def _move_after(self, first: FirstWindow) -> None:
-        """Move to the plan for what the first window brought. Training goes on as it began if that cannot be.
-
-        Raises:
-            DoesNotFitError: there is no GPU, and a budget is too small for it; so it is after every further window.
-        """
-        if self._ranks.size > 1:
-            self._settle()  # the stepping thread talks to the other ranks until then
-        plan = first.plan_now()
-        self._first_window = None
-        if plan is None:
-            return
-        try:
-            self._move(plan, "the first window was done, and its micro-batches are planned for")
-        except OffloadkitError as error:
-            if not self._open:
-                raise
-            logger.warning(f"training goes on as it began, not as planned for its micro-batches: {error}")
-
-    def _move_for_rates(self) -> None:
-        """Move where measured rates say that another plan is faster. Training goes on as it is if that cannot be."""
-        if self._ranks.size > 1:
-            self._settle()  # the stepping thread talks to the other ranks until then
-        found = self._rate_watch.judge(self.placed.assigned, lambda: room(self.plan, self.device), self._ranks)
-        if found is None:
-            return
-        try:
-            self._move_with_a_warning(*found, stacklevel=4)
-        except OffloadkitError as error:
-            if not self._open:
-                raise
-            logger.warning(f"{found[1]}, and a faster plan was found, but the move to it failed: {error}")
-
-    def _has_moved(self, state: LayerState) -> None:
-        for at, view in enumerate(state.layer.views):
-            self.optimizer.state[view.parameter].update(state.state_of(at))
 
     # ---- states by name ----------------------------------------------------------------------------------------
 
@@ -1395,11 +861,11 @@ class OffloadEngine:
     def last_checkpoint(self) -> Path | None:
         """The folder that this run has saved last, or goes on from. Errors of the update and of NaN name it, and
         `on_nonfinite="rollback"` goes back to it."""
-        return self._last_checkpoint
+        return self.loop.last_checkpoint
 
     @last_checkpoint.setter
     def last_checkpoint(self, folder: Path) -> None:
-        self._last_checkpoint = watchdog.state.last_checkpoint = folder
+        self.loop.last_checkpoint = watchdog.state.last_checkpoint = folder
         self._num_saved_updates = self.num_updates
 
     def load_states(self, folder: Path, *, scheduler: Any = None) -> dict[str, Any]:
@@ -1440,10 +906,10 @@ class OffloadEngine:
 
     def _check_window(self) -> None:
         self._check_open()
-        if self._num_backwards:
+        if self.loop.num_backwards:
             raise EngineStateError(
-                f"{self._num_backwards} micro-batches of an accumulation window are done, and their gradients are in "
-                "no checkpoint: end the window with step() first, or drop them with optimizer.zero_grad()"
+                f"{self.loop.num_backwards} micro-batches of an accumulation window are done, and their gradients are "
+                "in no checkpoint: end the window with step() first, or drop them with optimizer.zero_grad()"
             )
 
     def master_weights(self) -> dict[str, torch.Tensor]:
@@ -1491,8 +957,8 @@ class OffloadEngine:
 
         The newest update is done first: all ranks have begun it, or fail as well.
         """
-        if self.newest_update is not None:
-            self.step_thread.finish(self.newest_update)
+        if self.loop.newest_update is not None:
+            self.step_thread.finish(self.loop.newest_update)
         lacks = self.placed.abandon_ranks()
         self._ranks.fail()
         error = sys.exception()
@@ -1509,12 +975,13 @@ class OffloadEngine:
         try:
             self._finalizer()
             self.optimizer.state.clear()
-            self._records.forget()
-            self.newest_update = None
+            self.loop.records.forget()
+            self.loop.newest_update = None
             self.placed.release()
         finally:
-            del self.placed, self._records
-            _open_engines.pop(self.module, None)
+            self.loop.let_go()
+            del self.placed
+            engine_closed(self.module)
             self.telemetry.close()
             hardware.trim_heap()
             if self.device.type == "cuda":
@@ -1531,7 +998,7 @@ class OffloadEngine:
     ranks = property(lambda self: self._ranks, doc="The processes that train the model together.")
 
     is_beginning = property(
-        lambda self: self._first_window is not None,
+        lambda self: self.replanner.first_window is not None,
         doc="Whether the placements are those to begin with: what the first window brings is planned for at its end.",
     )
 
@@ -1551,12 +1018,3 @@ class OffloadEngine:
             raise EngineStateError("this engine is closed: build a new OffloadEngine to train on")
         if os.getpid() != self._process:
             raise forked("the engine was")
-
-    def _raise_thread_error(self) -> None:
-        if self.step_thread.error is None:
-            return
-        said = watchdog.in_words(self.last_checkpoint)
-        if isinstance(self.step_thread.error, RankError):
-            raise RankError(f"{self.step_thread.error}. {said}") from self.step_thread.error
-        message = f"the optimizer step failed; the weights may be half updated: go on from a checkpoint. {said}"
-        raise EngineStateError(message) from self.step_thread.error

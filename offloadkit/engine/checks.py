@@ -1,0 +1,133 @@
+"""What an engine can be built for, and which models have an open engine."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from offloadkit.config import OffloadConfig
+from offloadkit.errors import EngineStateError, ModelError, forget_last_error, shown
+from offloadkit.optim.table import DTYPES
+
+_open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def engine_opened(model: nn.Module, engine: Any) -> None:
+    """From here on `engine` trains `model`, until it is closed or collected."""
+    _open_engines[model] = weakref.ref(engine)
+
+
+def engine_closed(model: nn.Module) -> None:
+    """The engine of `model` is closed."""
+    _open_engines.pop(model, None)
+
+
+def is_trained(model: nn.Module) -> bool:
+    """Whether an open engine trains parameters of `model`."""
+    return _other(model) is not None
+
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
+
+
+def check_not_wrapped(model: nn.Module) -> None:
+    """
+    Raises:
+        ModelError: the model is in a wrapper that trains it on several ranks, its weights are cut between them, or
+            what is trained of it was compiled or scripted. Or it is quantised, without adapters beside.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model must be a torch.nn.Module, got {shown(model)}")
+    for path, module in model.named_modules():
+        name = type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule) and any(each.requires_grad for each in module.parameters()):
+            where = f"its module {path!r}" if path else "the model"
+            raise ModelError(
+                f"{where} is scripted (torch.jit.script or trace), and takes no hooks, by which the engine waits for "
+                "weights: pass the module as it was before it was scripted, or freeze its parameters"
+            )
+        if name == "OptimizedModule" and any(parameter.requires_grad for parameter in module.parameters()):
+            raise ModelError(
+                "torch.compile() made this model, or a part of it: compiled as a whole, it would compute other numbers "
+                "under each plan. Pass the model that was given to torch.compile(); OffloadConfig(compile_blocks=True) "
+                "compiles its blocks"
+            )
+        if name in _WRAPPERS:
+            raise ModelError(
+                f"the model is wrapped in {name}, which is not needed: pass the module inside it (its `.module`). "
+                "The engines of all ranks add up gradients themselves. In a loop with accelerate, give the DataLoader "
+                "alone to `accelerator.prepare`"
+            )
+    for parameter_name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor":
+            raise ModelError(
+                f"the parameter {parameter_name!r} is a DTensor, cut between ranks by FSDP or tensor parallelism: pass "
+                "the model as it was before; the engines of all ranks share the states themselves"
+            )
+    _check_not_quantised(model)
+
+
+_QUANTISERS = ("bitsandbytes", "torchao", "quanto", "optimum")
+"""Packages whose kinds of tensors hold quantised weights."""
+
+
+def _check_not_quantised(model: nn.Module) -> None:
+    """
+    Raises:
+        ModelError: weights are quantised, and no adapters (PEFT) were put beside them: what is left would be trained.
+    """
+    modules = dict(model.named_modules())
+    if any(getattr(module, "peft_config", None) for module in modules.values()):
+        return
+    what = None
+    for path, module in modules.items():
+        if getattr(module, "is_quantized", False) is True or ".quantized." in type(module).__module__:
+            what = f"its module {path!r} ({type(module).__name__})" if path else f"the model ({type(module).__name__})"
+    for name, parameter in model.named_parameters():
+        if type(parameter).__module__.partition(".")[0] in _QUANTISERS:
+            what = f"its parameter {name!r} ({type(parameter).__name__})"
+    if what is not None:
+        raise ModelError(
+            f"{what} is quantised, and quantised weights cannot be trained: only what is left beside them would be. "
+            "Load the model without quantization_config, or call its dequantize() first; or put adapters on it (PEFT)"
+        )
+
+
+def check_free(model: nn.Module, config: OffloadConfig) -> None:
+    """
+    Raises:
+        EngineStateError: an open engine trains the model, or another one that shares trained parameters with it. Or
+            another one computes with frozen parameters of it, which would be cast.
+    """
+    if _other(model) is not None:
+        forget_last_error()  # nobody may reach it any more: an interrupt's frames hold it, or a cycle does
+    if (other := _other(model)) is not None:
+        which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
+        raise EngineStateError(f"{which} already has an open engine: call its close() first, or that of its Trainer")
+    if config.working_dtype == "auto":
+        return
+    dtype, others = DTYPES[config.working_dtype], [at for at, engine in list(_open_engines.items()) if engine()]
+    theirs = {id(parameter) for other in others for parameter in other.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in theirs and parameter.dtype.is_floating_point and parameter.dtype != dtype:
+            raise EngineStateError(
+                f"the frozen parameter {name!r} is {parameter.dtype}, and another model with an open engine computes "
+                f"with it: working_dtype={config.working_dtype!r} would cast it. Train both with one working dtype"
+            )
+
+
+def _other(model: nn.Module) -> nn.Module | None:
+    """A model with an open engine that trains parameters of `model`."""
+    trained = _trained(model)
+    for other, engine in list(_open_engines.items()):
+        if engine() is not None and not trained.isdisjoint(_trained(other)):
+            return other
+    return None
+
+
+def _trained(model: nn.Module) -> set[int]:
+    """The ids of parameters, since using one may be watched."""
+    return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}

@@ -1,0 +1,249 @@
+"""One training step of a placed model, in time order: forward, backward, update."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offloadkit.config import OffloadConfig
+from offloadkit.device import watchdog
+from offloadkit.device.streams import record_compute
+from offloadkit.distributed.ranks import Ranks
+from offloadkit.errors import EngineStateError, ModelError, RankError
+from offloadkit.offload.layers import UntrainedParameters
+from offloadkit.offload.model import PlacedModel
+from offloadkit.offload.profiling import Profile
+from offloadkit.offload.records import StepRecords, num_tokens
+from offloadkit.offload.states import LayerState
+from offloadkit.offload.update import StepThread, Update
+from offloadkit.optim.loss_scale import LossScale
+from offloadkit.optim.table import GroupOptions
+
+
+class TrainingLoop:
+    """Forward, backward and update. It raises what goes wrong; `Replanner` does something about it.
+
+    Attributes:
+        records: of the steps, for the telemetry.
+        loss_scale: multiplies the loss where working weights are fp16, else None.
+        profile: the trace that is being taken, if any.
+        newest_update: the last one that was started.
+        num_updates: updates so far, including those of a run that was resumed.
+        num_backwards: micro-batches of the accumulation window so far.
+        has_graph: whether a forward was called and no backward since.
+        in_last: whether the window's last micro-batch is under way, with several ranks that exchange only then.
+        last_checkpoint: names the checkpoint to go on from, in errors.
+    """
+
+    def __init__(
+        self,
+        placed: PlacedModel,
+        step_thread: StepThread,
+        optimizer: torch.optim.Optimizer,
+        records: StepRecords,
+        config: OffloadConfig,
+        device: torch.device,
+        ranks: Ranks,
+    ) -> None:
+        self.placed, self.step_thread, self.records = placed, step_thread, records
+        self._module, self._optimizer, self._config = placed.module, optimizer, config
+        self._device, self._ranks = device, ranks
+        trained = {view.parameter for view in placed.views()}
+        self.untrained = UntrainedParameters(placed.module, trained)
+        has_fp16 = any(state.layer.dtype == torch.float16 for state in placed.states)
+        self.loss_scale = LossScale(config.loss_scale) if has_fp16 else None
+        self.profile: Profile | None = None
+        self.newest_update: Update | None = None
+        self.last_checkpoint: Path | None = None
+        self.num_updates = self.num_backwards = 0
+        self.has_graph = self.in_last = False
+        self._stepped = self._overflow_known = True
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's output. Each layer first waits for its own update of the last step."""
+        if kwargs.get("use_cache") and self.placed.caching:
+            raise ModelError(
+                "use_cache=True in training: cached keys and values serve generation only. Leave it out, or call the "
+                "engine under torch.no_grad()"
+            )
+        if not self._module.training and self.placed.recomputes_in_training and self.newest_update is None:
+            warnings.warn(
+                "the model is in eval mode, in which blocks of transformers keep their activations although the plan "
+                "has them recomputed: call model.train() first",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        with self.records.forward(num_tokens(self._module, kwargs)), self.placed.in_forward():
+            try:
+                output = self._module(*args, **kwargs)
+            except (RuntimeError, TypeError, AttributeError) as error:
+                if not isinstance(error, torch.OutOfMemoryError):
+                    self.untrained.check()  # it may be what made forward fail
+                raise
+        self.has_graph = True
+        return output
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Raise what `OffloadEngine.backward` says of a loss, or a micro-batch, that cannot be taken."""
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"backward() takes the loss, a scalar tensor, and got a {type(loss).__name__}: pass the loss that the "
+                "model's output holds, such as engine(**batch).loss"
+            )
+        accumulation = self._config.gradient_accumulation
+        if accumulation == 1 and self.num_backwards:
+            raise EngineStateError(
+                "backward() was called twice before step(), but gradient_accumulation is 1: "
+                "call step() after each backward(), or set OffloadConfig(gradient_accumulation=...)"
+            )
+        if self.placed.gradients.window_is_full:
+            raise EngineStateError(
+                f"backward() was called more than gradient_accumulation={accumulation} times in a window: the ranks "
+                "exchange their sums in the last one. Call step(boundary=True) before it, or set "
+                "OffloadConfig(gradient_accumulation=...)"
+            )
+        if loss.numel() != 1:
+            raise ValueError(f"backward() takes a scalar loss, got a tensor of shape {tuple(loss.shape)}")
+        if not loss.requires_grad:
+            raise EngineStateError(
+                "backward() got a loss that requires no gradient: compute it by engine(...) with gradients enabled, "
+                "and do not detach it. (The loss of a backward() that failed is detached: call engine(...) again.)"
+            )
+
+    def backward(self, loss: torch.Tensor, divisor: int) -> None:
+        """Backward of one micro-batch, whose loss is divided by `divisor`. Gradients go where they live."""
+        given = loss
+        if self.loss_scale is not None and self._config.loss_scale != 1:
+            self._check_nothing_outside(loss)
+        if divisor > 1:
+            loss = loss / divisor
+        self.placed.gradients.ends_window = self.num_backwards + 1 == self._config.gradient_accumulation
+        with self.records.backward(loss):
+            self.update_loss_scale()
+            try:
+                with self.placed.in_backward():
+                    loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
+                    loss.backward()  # type: ignore[no-untyped-call]
+            except BaseException as error:
+                if self._ranks.size == 1 or not isinstance(error, torch.OutOfMemoryError):
+                    self.drop_gradients()  # else the replanner does, when the other ranks know
+                with suppress(RuntimeError):  # a view of a larger tensor
+                    given.detach_()  # somebody may keep it, and with it what its graph holds
+                if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                    self.untrained.check()  # it may be what made backward fail
+                raise
+
+    def added(self) -> None:
+        """A micro-batch's gradients are gathered."""
+        self.num_backwards += 1
+        self._stepped = self.has_graph = False
+
+    def _check_nothing_outside(self, loss: torch.Tensor) -> None:
+        """In the first backward: a scaled loss would give parameters outside of the model scaled gradients.
+
+        Raises:
+            EngineStateError: the loss reaches such a parameter.
+        """
+        if self.newest_update is not None or self.num_backwards:
+            return
+        own = {id(view.parameter) for view in self.placed.views()}
+        seen, waiting = set(), [loss.grad_fn]
+        while waiting:
+            node: Any = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+                raise EngineStateError(
+                    f"the loss reaches a parameter of shape {tuple(leaf.shape)} outside of the engine's model, and in "
+                    "fp16 the engine multiplies the loss by a scale that only its own step divides by: make it part of "
+                    "the model, freeze it, or train in bf16 or with OffloadConfig(loss_scale=1.0)"
+                )
+            waiting += [following for following, _ in node.next_functions]
+
+    def ends_window(self, boundary: bool | None) -> bool:
+        """Whether the accumulation window ends with the last micro-batch. `boundary` as for `OffloadEngine.step`."""
+        if self._stepped and not (boundary and self.num_backwards):
+            raise EngineStateError("step() was called before backward(): call engine.backward(loss) first")
+        ends = self.num_backwards >= self._config.gradient_accumulation if boundary is None else boundary
+        if not ends:
+            self._stepped = True
+        return ends
+
+    def start_update(self, order: Sequence[LayerState] | None) -> Update:
+        """Start the update of the window that ends here, without waiting. Forward waits for each updated layer.
+
+        Args:
+            order: of the layers, where several ranks have agreed on it.
+        """
+        try:
+            layers = self.placed.start_update(order)
+            options = [GroupOptions.of(group) for group in self._optimizer.param_groups]
+            clip, computed = self._config.max_grad_norm, record_compute(self._device)
+            update = Update(self.num_updates + 1, layers, options, clip, computed)
+            if self.loss_scale is not None:
+                update.loss_scale, update.scale_may_fall = self.loss_scale.scale, self.loss_scale.can_fall
+            if self.profile is not None:
+                self.profile.boundary()
+            self.step_thread.start(update)
+        except BaseException:  # also an interrupt: nothing may wait for an update that was never started
+            self.placed.forget_pending()
+            self.drop_gradients()
+            raise
+        return update
+
+    def end_window(self, update: Update) -> None:
+        """The window has ended, and `update` was started."""
+        self.num_updates += 1
+        self.newest_update, self._overflow_known, self._stepped, self.num_backwards = update, False, True, 0
+        self.in_last = False
+        rate, received = self._optimizer.param_groups[0]["lr"], self._ranks.take_received()
+        self.records.end_window(update, rate, self.placed.take_busy(), received)
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
+
+    def update_loss_scale(self) -> None:
+        """Adapt the loss scale to whether the last window overflowed, once per window.
+
+        The wait for the norm is short: forward has already waited for that update.
+        """
+        if self.loss_scale is None or self.newest_update is None or self._overflow_known or self.num_backwards:
+            return
+        watchdog.wait(self.newest_update.norm_known, "the gradient norm")
+        self._overflow_known = True
+        self.loss_scale.update(overflow=self.newest_update.skipped)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients gathered since the last update."""
+        self.placed.gradients.drop()
+        self.records.drop_window()
+        self.num_backwards, self._stepped, self.has_graph, self.in_last = 0, True, False, False
+
+    def settle(self) -> None:
+        """Wait until the newest update is done and the newest weights are where they live."""
+        if self.newest_update is not None:
+            self.step_thread.finish(self.newest_update)
+        self.raise_thread_error()
+        self.placed.settle()
+
+    def let_go(self) -> None:
+        """The engine is closed: hold nothing of the model any more."""
+        self.newest_update = None
+        del self.placed, self.records, self.untrained
+
+    def raise_thread_error(self) -> None:
+        """Raise what stopped the stepping thread, if anything did."""
+        failure = self.step_thread.error
+        if failure is None:
+            return
+        said = watchdog.in_words(self.last_checkpoint)
+        if isinstance(failure, RankError):
+            raise RankError(f"{failure}. {said}") from failure
+        message = f"the optimizer step failed; the weights may be half updated: go on from a checkpoint. {said}"
+        raise EngineStateError(message) from failure
