@@ -54,12 +54,11 @@ in_fresh_process({}, timeout=300, ram=None, log=None, module="lasting")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_task_ends_with_the_process_that_started_it(how: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "lasting.py").write_text(LASTING)
     paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    heeded = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # under nohup it is ignored from the start
-    with subprocess.Popen([sys.executable, "-c", heeded + WAITING], env=os.environ | {"PYTHONPATH": paths}) as parent:
+    with subprocess.Popen([sys.executable, "-c", WAITING], env=os.environ | {"PYTHONPATH": paths}) as parent:
         assert within(60, (tmp_path / "pids").exists)
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         assert all(psutil.Process(pid).is_running() for pid in pids)

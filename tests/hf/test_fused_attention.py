@@ -347,7 +347,7 @@ PLACEMENTS = (
 @pytest.mark.parametrize("compiled", [False, True])
 def test_no_placement_changes_a_number_and_dropped_weights_are_found_again(compiled: bool) -> None:
     losses, weights = trained(Placement(), compiled=compiled)
-    for placement in PLACEMENTS[::3] if compiled else PLACEMENTS:  # compiling takes its time
+    for placement in PLACEMENTS[3:4] if compiled else PLACEMENTS:  # each is compiled, which takes its time
         others = trained(placement, compiled=compiled)
         assert torch.equal(losses, others[0]), placement
         assert all(torch.equal(one, other) for one, other in zip(weights, others[1], strict=True)), placement

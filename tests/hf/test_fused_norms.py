@@ -141,7 +141,7 @@ def test_they_are_planned_where_a_gpu_computes_eagerly() -> None:
 def test_the_trainer_fuses_them_while_it_trains(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
     monkeypatch.setattr(engine, "changed", lambda model, config, kernels: changed(model, config, kernels=True))
     found: list[int] = []
 

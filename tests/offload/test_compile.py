@@ -306,13 +306,13 @@ def test_afterwards_the_model_is_as_it_was_and_can_go(device: str) -> None:
 def test_finetune_compiles_and_evaluates_without(
     tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from transformers import T5ForConditionalGeneration
+    from transformers import LlamaForCausalLM
 
-    rows = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(4)]
+    rows = [{"text": f"{number}+1={number + 1}"} for number in range(4)]
     run: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "use_cpu": device == "cpu", "output_dir": tmp_path}
-    model = T5ForConditionalGeneration(t5_config(num_layers=2))
+    model = LlamaForCausalLM(llama_config(num_hidden_layers=2, vocab_size=384))
     result = offloadkit.finetune(model, rows, eval_dataset=rows, tokenizer="byte", compile_blocks=True, **run)
-    assert graphs(capsys.readouterr().out) == ["1 x T5Block", "1 x T5Block"]
+    assert graphs(capsys.readouterr().out) == ["2 x LlamaDecoderLayer"]
     assert result.metrics["eval_loss"] > 0
 
 

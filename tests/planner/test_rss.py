@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests import peak_ram
+
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 DRAWN_IN_THE_HEAP = """
@@ -71,7 +73,7 @@ def test_a_run_takes_the_ram_that_its_plan_says(tmp_path: Path) -> None:
 
     Of each phase too: a second copy of the weights would be 530 MiB.
     """
-    subprocess.run([sys.executable, "-m", "tests.peak_ram", "save", str(tmp_path)], cwd=ROOT, check=True)
+    peak_ram.save(str(tmp_path))
     planned, peak, num_parameters, phases = printed("train", str(tmp_path))
     assert num_parameters > 130e6
     assert abs(planned / peak - 1) < 0.08
