@@ -361,7 +361,7 @@ def finetune(
     switches = {"resume": resume, "overwrite": overwrite, "monitor": monitor}
     _check(epochs, learning_rate, init, seed, baseline, verbose=verbose, **switches)
     _check_evaluation(eval_dataset, callbacks, compute_metrics)
-    _check_engine(engine)
+    trained_by = _engine(engine)
     wish = ColumnWish(input_column, target_column, template)
     offload = with_wishes(
         offload,
@@ -380,7 +380,7 @@ def finetune(
     replaces = functools.partial(earlier_run, output_dir, resume=resume, overwrite=overwrite, in_use=in_use)
     earlier = world.from_first("checking output_dir", replaces)
     # The folder is not made if a file of rows, or a checkpoint to resume, is missing.
-    own_files = resume and engine == "offloadkit"
+    own_files = resume and trained_by.is_planned
     output = world.from_first("checking output_dir", lambda: writable(output_dir, resume=own_files))
     with _claimed(output, earlier):
         source = resolve(model, init=init)
@@ -388,8 +388,7 @@ def finetune(
             _say(f"reading the config of {source.given}")
             source.check_not_quantised()
             source.read_ahead()
-        in_memory, recut = source.model is not None, offload.resume_incomplete
-        goes_on = functools.partial(_checkpoint_in, output, source.config, engine, in_memory, recut)
+        goes_on = functools.partial(trained_by.newest_checkpoint, output, source, offload)
         checkpoint = world.from_first("looking for a checkpoint", goes_on) if resume else None
         at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
         if batch_size == "auto":
@@ -407,14 +406,13 @@ def finetune(
         args = arguments_of_finetune(own, training_arguments, dtype, eval_dataset is not None)
         check_arguments(args)
         offload = engine_config(offload, args)
-        if engine == "deepspeed":
-            check_zero(offload)
+        trained_by.check_options(offload)
 
         size: dict[str, Any] = {"batch_size": batch_size, **lengths, "device": args.device}
         size["label_smoothing"] = args.label_smoothing_factor
         if eval_dataset is not None and "per_device_eval_batch_size" in training_arguments:
             size["eval_batch_size"] = args.per_device_eval_batch_size
-        shows = engine == "offloadkit"
+        shows = trained_by.is_planned
         assumed = None if at_once or not shows else shown_plan(source, offload, verbose=verbose, **size)
         tokenizer = source.load_tokenizer(tokenizer)
         data, evaluation = prepare_both(train_dataset, eval_dataset, tokenizer, source.config, **lengths, wish=wish)
@@ -439,7 +437,7 @@ def finetune(
             step: dict[str, Any] = {"batch_size": batch_size, "accumulation": gradient_accumulation, "dtype": dtype}
             step["by_length"] = args.train_sampling_strategy == "group_by_length"
             seconds = measured_baseline(source.given, data, **step, folder=output / "baseline")
-        is_shown = monitor and can_be_drawn() and world.rank() == 0 and engine == "offloadkit"
+        is_shown = monitor and can_be_drawn() and world.rank() == 0 and shows
         watch = (
             TellingMonitor(plan, baseline_seconds=seconds, is_drawn=monitor)
             if is_launched()
@@ -448,26 +446,7 @@ def finetune(
         hooks: dict[str, Any] = {"callbacks": list(callbacks)}
         hooks["compute_metrics"] = compute_metrics and _returns_a_dict(compute_metrics)
         run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch, earlier, hooks)
-        if engine == "deepspeed":
-            return _by_deepspeed(run, plan, checkpoint, output)
-        with ExitStack() as opened:
-            opened.push(watch)  # ends it; it begins when the weights are in place
-            trainer, plan, metrics = run.train(plan, checkpoint)
-        with closing(trainer):  # whatever happens, the engine's memory is given back
-            trained: Any = trainer.model
-            peaks = trainer.telemetry.peaks
-            with phase("saving", peaks, args.device):
-                save = functools.partial(_save, trained, tokenizer, output / "model")
-                world.from_first("saving the model", save)  # first of all: an evaluation that fails loses nothing
-            samples = _evaluate(trainer, tokenizer, evaluation, metrics)
-            plan = plan if trainer.engine is None else trainer.engine.plan  # an evaluation may have moved it
-            steps, state = list(trainer.telemetry.records), trainer.state
-            moves = trainer.telemetry.moves
-            stopped = trainer.any_rank(watch.stop_requested) and state.global_step < state.max_steps
-        for sentence in _not_as_planned(plan, peaks, moves):
-            print(sentence, flush=True)
-        measured: dict[str, Any] = {"stopped": stopped, "peaks": peaks, "moves": moves}
-        return FinetuneResult(trained, tokenizer, plan, metrics, state.log_history, samples, steps, output, **measured)
+        return trained_by.train(run, plan, checkpoint, output)
 
 
 @contextmanager
@@ -486,19 +465,20 @@ def _claimed(output: Path, earlier: EarlierRun) -> Iterator[None]:
 # -- the arguments
 
 
-def _checkpoint_in(output: Path, config: Any, engine: str, in_memory: bool, recut: bool) -> Path:
+def _own_checkpoint(output: Path, source: ModelSource, offload: OffloadConfig) -> Path:
     """The newest checkpoint, which can be read and is of such a model. Raises as `finetune`."""
-    if engine == "deepspeed":
-        from offloadkit.deepspeed.training import newest_of_deepspeed
-
-        return newest_of_deepspeed(output)
-    checkpoint = newest_checkpoint(output, recut=recut)
-    differing = check_same_model(checkpoint, config)
+    checkpoint = newest_checkpoint(output, recut=offload.resume_incomplete)
+    differing = check_same_model(checkpoint, source.config)
     if differing is not None and world.rank() == 0:
-        print(
-            f"{differing}. The run goes on with {'the model passed' if in_memory else 'the checkpoint'}'s", flush=True
-        )
+        taken = "the checkpoint's" if source.model is None else "the model passed's"
+        print(f"{differing}. The run goes on with {taken}", flush=True)
     return checkpoint
+
+
+def _checkpoint_of_deepspeed(output: Path, source: ModelSource, offload: OffloadConfig) -> Path:
+    from offloadkit.deepspeed.training import newest_of_deepspeed
+
+    return newest_of_deepspeed(output)
 
 
 def _check(epochs: Any, learning_rate: Any, init: Any, seed: Any, baseline: Any, **switches: Any) -> None:
@@ -519,12 +499,12 @@ def _check(epochs: Any, learning_rate: Any, init: Any, seed: Any, baseline: Any,
             raise ConfigError(f"{name} must be True or False, got {shown(value)}")
 
 
-def _check_engine(engine: Any) -> None:
-    """Raise `ConfigError` for an engine that is none, or is not installed."""
-    if not isinstance(engine, str) or engine not in ("offloadkit", "deepspeed"):
-        raise ConfigError(f"engine must be 'offloadkit' or 'deepspeed', got {shown(engine)}")
-    if engine == "deepspeed":
-        check_installed()
+def _engine(name: Any) -> _Engine:
+    """The engine of that name. Raises `ConfigError` for an unknown engine, or one that is not installed."""
+    if not isinstance(name, str) or name not in _ENGINES:
+        raise ConfigError(f"engine must be 'offloadkit' or 'deepspeed', got {shown(name)}")
+    _ENGINES[name].check_installed()
+    return _ENGINES[name]
 
 
 def _check_evaluation(eval_dataset: Any, callbacks: Any, compute_metrics: Any) -> None:
@@ -727,6 +707,31 @@ def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
     return args.device if fits else torch.device("cpu")
 
 
+# -- training by offloadkit
+
+
+def _by_offloadkit(run: TrainingRun, plan: Plan, checkpoint: Path | None, output: Path) -> FinetuneResult:
+    """Train by `OffloadEngine`. `plan` may change during training; the result has the last one."""
+    with ExitStack() as opened:
+        opened.push(run.monitor)  # ends it; it begins when the weights are in place
+        trainer, plan, metrics = run.train(plan, checkpoint)
+    with closing(trainer):  # whatever happens, the engine's memory is given back
+        trained: Any = trainer.model
+        peaks = trainer.telemetry.peaks
+        with phase("saving", peaks, run.args.device):
+            save = functools.partial(_save, trained, run.tokenizer, output / "model")
+            world.from_first("saving the model", save)  # first of all: an evaluation that fails loses nothing
+        samples = _evaluate(trainer, run.tokenizer, run.evaluation, metrics)
+        plan = plan if trainer.engine is None else trainer.engine.plan  # an evaluation may have moved it
+        steps, state = list(trainer.telemetry.records), trainer.state
+        moves = trainer.telemetry.moves
+        stopped = trainer.any_rank(run.monitor.stop_requested) and state.global_step < state.max_steps
+    for sentence in _not_as_planned(plan, peaks, moves):
+        print(sentence, flush=True)
+    measured: dict[str, Any] = {"stopped": stopped, "peaks": peaks, "moves": moves}
+    return FinetuneResult(trained, run.tokenizer, plan, metrics, state.log_history, samples, steps, output, **measured)
+
+
 # -- the result
 
 
@@ -828,3 +833,39 @@ def _by_deepspeed(run: TrainingRun, plan: Plan, checkpoint: Path | None, output:
     if run.evaluation is not None:
         samples = _predicted(trained, run.tokenizer, run.evaluation, metrics, run.args, {})
     return FinetuneResult(trained, run.tokenizer, plan, metrics, history, samples, [], output, stopped, peaks)
+
+
+# -- the engines
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """The parts of `finetune` that depend on the engine."""
+
+    is_planned: bool
+    """Whether the engine trains by the plan, which is printed; the monitor is shown, checkpoints are offloadkit's."""
+    check_installed: Callable[[], None]
+    check_options: Callable[[OffloadConfig], None]
+    """Raises `ConfigError` for options that the engine does not have."""
+    newest_checkpoint: Callable[[Path, ModelSource, OffloadConfig], Path]
+    """The checkpoint in the output folder that `resume=True` continues from."""
+    train: Callable[[TrainingRun, Plan, Path | None, Path], FinetuneResult]
+    """Train, save and evaluate, given the plan, a checkpoint to continue from, and the output folder."""
+
+
+_ENGINES = {
+    "offloadkit": _Engine(
+        is_planned=True,
+        check_installed=lambda: None,
+        check_options=lambda offload: None,
+        newest_checkpoint=_own_checkpoint,
+        train=_by_offloadkit,
+    ),
+    "deepspeed": _Engine(
+        is_planned=False,
+        check_installed=check_installed,
+        check_options=check_zero,
+        newest_checkpoint=_checkpoint_of_deepspeed,
+        train=_by_deepspeed,
+    ),
+}
