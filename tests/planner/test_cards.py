@@ -20,6 +20,7 @@ from offloadkit.errors import ConfigError
 from offloadkit.planner import Plan
 from offloadkit.planner.cards import CARDS, card_named
 from offloadkit.units import parse_bytes
+from tests.facts import has_facts
 from tests.planner.machines import GIB
 
 HOST = {
@@ -92,8 +93,7 @@ def test_each_card_is_planned_for_by_its_own_rates(plan: Callable[..., Plan], mo
         assert made.seconds is not None
         assert made.budgets["vram"] == int(card.usable_gib * GIB)
         assert {layer.dtype for layer in made.layers} == ({"bf16"} if card.supports_bf16 else {"fp16", "fp32"})
-        second = " ".join(str(made).split("\n", 1)[1].split())
-        assert second.startswith(f"Planned for a card that is not here, {card.name}, at the rates of its data sheet")
+        assert has_facts(str(made).split("\n", 1)[1], "not here", card.name, "data sheet")
         assert max(map(len, str(made).splitlines()[1:])) <= 80
         gpu_seconds[card.name] = made.seconds.busy["forward"] + made.seconds.busy["backward"]
     assert gpu_seconds["T4"] > gpu_seconds["L4"] > gpu_seconds["RTX 3090"] > gpu_seconds["RTX 4090"]
@@ -113,13 +113,13 @@ def test_a_t4_computes_attention_without_our_kernels(plan: Callable[..., Plan]) 
 def test_the_host_is_this_one_if_it_was_measured(plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "host_rates", dict)
     assumed = plan("T4")
-    assert "for an assumed host of 8 cores." in " ".join(str(assumed).split())
+    assert has_facts(str(assumed), "assumed", "8 cores")
     monkeypatch.setattr(planning, "host_rates", lambda: HOST)
     monkeypatch.setattr(hardware, "num_cores", lambda: 3)
     made = plan("T4")
     machine = made.basis.hardware
     assert machine is not None
-    assert "for this machine's 3 cores, as measured." in " ".join(str(made).split())
+    assert has_facts(str(made), "this machine", "3 cores", "measured")
     assert (machine.num_cores, machine.cpu_adamw_bytes_per_second) == (3, 12e9)
     assert machine.cpu_and_bus_bytes_per_second == machine.both_bytes_per_second > HOST["cpu_and_bus_bytes_per_second"]
 

@@ -36,6 +36,7 @@ from offloadkit.planner.scaling import grown, scaling_table
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import IN_VRAM, Seconds, StepModel, link_rate
 from offloadkit.units import format_bytes, rounded_up
+from tests.facts import has_facts
 from tests.planner.machines import GIB, H200, shape, stage
 
 N = 1 << 24
@@ -89,10 +90,11 @@ def test_ranks_share_cores_and_dram_and_each_has_a_bus() -> None:
 def test_the_link_is_the_sheets_or_the_bus_and_says_so() -> None:
     sheet = for_ranks(H200, 2)
     assert sheet.link_bytes_per_second == LINK_EFFICIENCY * 450e9 == card_named("H200").link_bytes_per_second()
-    assert "2 GPUs are taken to be linked by NVLink with 135 GB/s, by the card's data sheet." in sheet.link_assumed
+    assert has_facts(sheet.link_assumed, "2 GPUs", "NVLink", "135 GB/s")
     by_bus = for_ranks(replace(H200, gpu_name="NVIDIA GeForce RTX 4090"), 2)
     assert by_bus.link_bytes_per_second == H200.both_bytes_per_second / 2
-    assert "by their buses alone, with 49.5 GB/s" in by_bus.link_assumed
+    assert has_facts(by_bus.link_assumed, "2 GPUs", "bus", "49.5 GB/s")
+    assert "NVLink" not in by_bus.link_assumed
     known = for_ranks(H200, 2, link=123e9)
     assert (known.link_bytes_per_second, known.link_assumed) == (123e9, "")
     assert [each.link_is_bus for each in (sheet, by_bus, known, for_ranks(H200, 2, link=12e9))] == [
@@ -141,7 +143,7 @@ def test_python_is_slower_beside_the_cpus_steps_of_several_ranks() -> None:
 def test_more_than_eight_are_on_several_hosts() -> None:
     made = for_ranks(H200, 16)
     assert (made.num_ranks, made.num_cores) == (8, 2)
-    assert "between hosts of 8 by a network with 40 GB/s for each" in made.link_assumed
+    assert has_facts(made.link_assumed, "hosts of 8 ", "40 GB/s")
     took = 7 / made.link_bytes_per_second + 8 / NETWORK_BYTES_PER_SECOND
     assert link_rate(made, 16) == pytest.approx(15 / took)
     assert link_rate(made, 8) == made.link_bytes_per_second
@@ -250,8 +252,7 @@ def test_what_a_gpu_receives_is_said_by_kind() -> None:
     exchange, gather, norm = 4 * 2 * 2 * own, 2 * (sum(layer.numel for layer in layers) - own), 8 * 20 * (1 << 10)
     assert made.communicated == {"exchange": exchange, "gather": gather, "norm": norm}
     assert made.to_dict()["communicated_bytes"] == made.communicated
-    told = " ".join(made.details().split())
-    assert "each GPU receives from the others a step: exchange 6.67 GiB, gather 1.67 GiB, norm 160 KiB" in told
+    assert has_facts(made.details(), "receives", "exchange 6.67 GiB", "gather 1.67 GiB", "norm 160 KiB")
     assert max(map(len, made.details().splitlines())) <= 80
     alone = plan()
     assert (alone.communicated, alone.num_gpus) == ({}, 1)
@@ -278,11 +279,12 @@ def test_the_verdict_says_what_each_gpu_and_what_all_of_them_take() -> None:
     assert made.tokens_per_second == 2 * 640 / made.seconds.step
     ram = f"{2 * made.needs()['ram'] / GIB:.2g}"
     vram = f"{made.needs()['vram'] / GIB:.2g}"
-    assert made.verdict.startswith(f"FITS on 2 GPUs: {vram} of 8 GiB VRAM each, {ram} of 100 GiB RAM in all, about ")
+    assert made.verdict.startswith("FITS")
+    assert has_facts(made.verdict, "2 GPUs", f"{vram} of 8 GiB VRAM each", f"{ram} of 100 GiB RAM in all")
     short = plan(2, vram="1GiB", ram="2GiB")
-    assert short.verdict.startswith("DOES NOT FIT on 2 GPUs: needs ")
+    assert short.verdict.startswith("DOES NOT FIT")
     needs = rounded_up(2 * short.needs()["ram"]) / GIB
-    assert f"and needs {needs:.3g} GiB of RAM, has 2 GiB" in short.verdict
+    assert has_facts(short.verdict, "2 GPUs", f"{needs:.3g} GiB of RAM", "2 GiB")
     for line in short.explain().splitlines():
         if " GiB of VRAM and " in line and "would fit" in line and line[0].isdigit():
             return
