@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -292,7 +293,7 @@ class Watched:
             for slab in slabs:
                 ends = slab.address, slab.address + slab.num_bytes
                 self._slabs.append(ends)
-                weakref.finalize(slab._buffer, self._slab_freed, *ends).atexit = False
+                weakref.finalize(slab.buffer, self._slab_freed, *ends).atexit = False
             return slabs
 
         return allocate
@@ -325,7 +326,7 @@ class Watched:
                 patch.setattr(module, "block_sums", sums)
             patch.setattr(cpu, "accumulate", self._kernel(cpu.accumulate, lambda into, source: (source, into)))
             of_layers = lambda new, *_: ([state.gradient.sums for state, _, _ in new.layers], ())  # noqa: E731
-            patch.setattr(update, "_norm", self._kernel(update._norm, of_layers))
+            patch.setattr(update, "gradient_norm", self._kernel(update.gradient_norm, of_layers))
             with _Operations(self):
                 yield self
 
@@ -370,11 +371,12 @@ def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _caller() -> str:
-    """The innermost function of `offload/`."""
+    """The innermost function of a module that has waits with names."""
+    files = {str(path) for path in _modules()}
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if "/offload/" in path and path.startswith(str(PACKAGE)):
+        if path in files:
             return f"{Path(path).stem}.{frame.f_code.co_qualname}"
         frame = frame.f_back  # type: ignore[assignment]
     return "the model"
@@ -384,25 +386,41 @@ def _caller() -> str:
 
 
 class Wait(NamedTuple):
-    """A statement of `offload/` that waits; of a loop over events, for one of them."""
+    """A statement that waits; of a loop over events, for one of them.
 
-    file: str
+    A comment beside the statement, or beside the event, may name it: `stream.wait(event)  # wait: NAME`. So tests know
+    it wherever the code moves.
+    """
+
+    path: Path
     function: str
     words: str
     event: str = ""
+    name: str = ""
 
     def __str__(self) -> str:
-        return f"{self.function}: {self.words} {self.event}".rstrip()
+        return self.name or f"{self.function}: {self.words} {self.event}".rstrip()
+
+
+@cache
+def _modules() -> tuple[Path, ...]:
+    """All modules of the folders in which some wait has a name."""
+    named = {path.parent for path in PACKAGE.rglob("*.py") if "  # wait: " in path.read_text()}
+    return tuple(sorted(path for folder in named for path in folder.glob("*.py")))
 
 
 def waits() -> list[Wait]:
     """All calls of wait, delay and synchronize that are statements."""
-    return [wait for path in sorted((PACKAGE / "offload").glob("*.py")) for wait, _ in _waits(path)[1]]
+    return [wait for path in _modules() for wait, _ in _waits(path)[1]]
 
 
 def _waits(path: Path) -> tuple[ast.Module, list[tuple[Wait, ast.AST]]]:
     """The module, and each wait with what is to be replaced by None."""
-    module, found = ast.parse(path.read_text()), list[tuple[Wait, ast.AST]]()
+    text = path.read_text()
+    module, lines, found = ast.parse(text), text.splitlines(), list[tuple[Wait, ast.AST]]()
+
+    def name_of(node: ast.AST) -> str:
+        return lines[node.end_lineno - 1].partition("  # wait: ")[2]  # type: ignore[attr-defined]
 
     def look(node: ast.AST, name: str, events: list[ast.expr]) -> None:
         for child in ast.iter_child_nodes(node):
@@ -411,8 +429,9 @@ def _waits(path: Path) -> tuple[ast.Module, list[tuple[Wait, ast.AST]]]:
             elif isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
                 call = child.value.func
                 if isinstance(call, ast.Attribute) and call.attr in ("wait", "delay", "synchronize"):
-                    wait = Wait(path.name, name, ast.unparse(child))
-                    found.extend((wait._replace(event=ast.unparse(event)), event) for event in events)
+                    wait = Wait(path, name, ast.unparse(child), name=name_of(child))
+                    for event in events:
+                        found.append((wait._replace(event=ast.unparse(event), name=name_of(event)), event))
                     if not events:
                         found.append((wait, child.value))
             else:
@@ -426,8 +445,7 @@ def _waits(path: Path) -> tuple[ast.Module, list[tuple[Wait, ast.AST]]]:
 @contextmanager
 def without(wait: Wait) -> Iterator[None]:
     """While it is open, the function that holds the statement does without it."""
-    path = PACKAGE / "offload" / wait.file
-    module, found = _waits(path)
+    module, found = _waits(wait.path)
     (taken_out,) = [node for each, node in found if each == wait]
 
     class Without(ast.NodeTransformer):
@@ -442,8 +460,9 @@ def without(wait: Wait) -> Iterator[None]:
                 codes[inner.co_qualname] = inner
                 collect(inner)
 
-    collect(compile(Without().visit(module), str(path), "exec"))
-    function: Any = sys.modules[f"offloadkit.offload.{path.stem}"]
+    collect(compile(Without().visit(module), str(wait.path), "exec"))
+    names = wait.path.relative_to(PACKAGE.parent).with_suffix("").parts
+    function: Any = sys.modules[".".join(names)]
     for part in wait.function.split("."):
         if not isinstance(function, FunctionType):
             function = vars(function)[part]

@@ -49,8 +49,8 @@ class HostSlab:
             ) from error
         self._advise("MADV_HUGEPAGE")
         self._advise("MADV_DONTFORK")
-        self._buffer = (ctypes.c_ubyte * self.num_bytes).from_buffer(self._mapping)
-        self.address = ctypes.addressof(self._buffer)
+        self.buffer = (ctypes.c_ubyte * self.num_bytes).from_buffer(self._mapping)
+        self.address = ctypes.addressof(self.buffer)
         self._used = 0
         self.pinned = False
 
@@ -68,7 +68,7 @@ class HostSlab:
         """Register the slab with CUDA. Returns False if the system refuses (the limit of locked memory)."""
         if int(_cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0)) == 0:
             self.pinned = True
-            self._unpin = weakref.finalize(self._buffer, _unpin, self.address, os.getpid())
+            self._unpin = weakref.finalize(self.buffer, _unpin, self.address, os.getpid())
             self._unpin.atexit = False
         return self.pinned
 
@@ -98,7 +98,7 @@ class HostSlab:
             raise ValueError(f"slab of {self.num_bytes} bytes is full: {numel} x {dtype} do not fit at {offset}")
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=offset)
+        return torch.frombuffer(self.buffer, dtype=dtype, count=numel, offset=offset)
 
 
 class SharedSlab(HostSlab):
@@ -113,7 +113,7 @@ class SharedSlab(HostSlab):
         """file: descriptor of a `file_in_ram` of this size, which the slab closes."""
         super().__init__(num_bytes)
         self.parted, self._pins_again = False, False
-        self._file, self._closing = file, weakref.finalize(self._buffer, os.close, file)
+        self._file, self._closing = file, weakref.finalize(self.buffer, os.close, file)
         self._closing.atexit = False
         self._map(mmap.MAP_SHARED)
 
@@ -142,7 +142,7 @@ class SharedSlab(HostSlab):
     def publish(self, part: torch.Tensor) -> None:
         """Give the others the numbers of `part`, a contiguous tensor in this slab, which has `parted`."""
         at, end = part.data_ptr() - self.address, part.data_ptr() - self.address + part.nbytes
-        memory = memoryview(self._buffer).cast("B")
+        memory = memoryview(self.buffer).cast("B")
         while at < end:
             at += os.pwrite(self._file, memory[at:end], at)
 

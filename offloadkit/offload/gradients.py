@@ -323,9 +323,9 @@ class Gradients:
 
     def forget_buffers(self) -> None:
         """Let go of all buffers, before layers move. No gradient may be gathered, and no job may be under way."""
-        self.d2h.synchronize()
+        self.d2h.synchronize()  # wait: copies before their buffers go
         if self._exchange is not None:
-            self._exchange.stream.synchronize()
+            self._exchange.stream.synchronize()  # wait: exchanges before their buffers go
         for layer in self.layers:
             layer.forget_buffers()
         self._layer_of.clear()
@@ -432,9 +432,9 @@ class Gradients:
         The compute stream waits where the last step, or a copy to RAM, may still read the layer's own buffer.
         """
         layer.weights.check_waited([layer.layer.views[index] for index in views & layer.known])
-        layer.weights.wait()
+        layer.weights.wait()  # wait: the last update before new gradients
         if layer.own_buffer is not None and layer.sent is not None:
-            self._waits.delay(layer.sent)
+            self._waits.delay(layer.sent)  # wait: the last copy before new gradients
         if layer.buffer is None:
             layer.buffer = self._take_buffer(layer)
 
@@ -472,12 +472,12 @@ class Gradients:
         for layer in self.layers:
             # The sums in RAM are overwritten below. The last update's norm was computed from them before its weights
             # arrived, so wait for these, also where no forward has used the layer.
-            layer.weights.wait()
+            layer.weights.wait()  # wait: the last update before new sums of squares
         window = [layer for layer in self.layers if layer.window]
         if self._exchange is not None:
             if self._exchanges_sums:
                 self._exchange_window(self._exchange)
-            self._waits.delay(self._exchange.stream.record())
+            self._waits.delay(self._exchange.stream.record())  # wait: exchanges before sums of squares
         if any(layer.on_device for layer in window):
             for flat, blocks, sums in self._in_vram:  # the sums of layers without a gradient are meaningless
                 block_sums(flat, blocks, sums)
@@ -544,7 +544,7 @@ class Gradients:
         """Remove the hooks, and wait for the copies."""
         for hook in self._hooks:
             hook.remove()
-        self.d2h.synchronize()
+        self.d2h.synchronize()  # wait: copies before the engine is dropped
 
     def _finish(self, layer: LayerGradient) -> None:
         """A layer has all its gradients of this micro-batch: start what the module's table says."""
@@ -581,7 +581,7 @@ class Gradients:
         else:
             ranges = [(start, start, length, False) for start, length in runs(layer.layer, first)]
             ranges += [(start, start, length, True) for start, length in runs(layer.layer, again)]
-            self.d2h.wait(record_compute(self._device))
+            self.d2h.wait(record_compute(self._device))  # wait: backward before a copy of one micro-batch
             self._release(layer, self._accumulate_in_ram(layer, layer.bucket, ranges))
 
     def _exchange_in_order(self, exchange: GradientExchange) -> None:
@@ -615,13 +615,13 @@ class Gradients:
         elif self._accumulation == 1:
             assert layer.host is not None
             gradient = exchange.sum(received, layer.device_blocks, layer.device_sums)
-            self.d2h.wait(exchange.stream.record())
+            self.d2h.wait(exchange.stream.record())  # wait: an exchanged sum before its copy
             layer.sent = self.d2h.copy_all([(layer.host, gradient)], layer.layer.name)
             exchange.busy(summed_until=layer.sent)
         else:
             own = layer.shard.numel
             ranges = [(at * own, 0, own, at > 0 or not begins) for at in range(self._ranks.size) if own]
-            self.d2h.wait(layer.sent)
+            self.d2h.wait(layer.sent)  # wait: an exchange before its copies
             exchange.busy(received_until=self._accumulate_in_ram(layer, received, ranges))
 
     def _accumulate_in_ram(
@@ -659,7 +659,7 @@ class Gradients:
 
         def add_to_window() -> None:
             try:
-                arrived.synchronize()
+                arrived.synchronize()  # wait: a copy before it is accumulated
                 for at, start, length, add in ranges:
                     cpu.accumulate(host[start : start + length], piece[at : at + length], add=add)
             finally:
@@ -711,7 +711,7 @@ class Gradients:
         elif not layer.on_device:
             assert layer.sent is not None
             assert layer.host is not None
-            layer.sent.synchronize()
+            layer.sent.synchronize()  # wait: a copy before its gradient comes again
             layer.buffer = self._take_buffer(layer)
             layer.bucket.copy_(layer.host)
 

@@ -107,7 +107,7 @@ class PlacedModel:
         self._ring: WeightRing | None = None
         let_segments_grow(device)
         self._waits, self._ranks = Waits(device), ranks
-        self._gathers = WeightGathers(ranks, device, self._waits) if isinstance(ranks, Group) else None
+        self.gathers = WeightGathers(ranks, device, self._waits) if isinstance(ranks, Group) else None
         self._stepped: dict[FlatLayer, Stepped] = {}
         self._check_alike(plan.placements)
         parameters = [view.parameter for layer in layers for view in layer.views]
@@ -254,7 +254,7 @@ class PlacedModel:
     @property
     def _bring(self) -> Callable[[LayerWeights], None] | None:
         """With several ranks, brings what the others step of weights in VRAM."""
-        return None if self._gathers is None else self._gathers.bring
+        return None if self.gathers is None else self.gathers.bring
 
     def _share(self, sizes: Sequence[tuple[FlatLayer, int]], what: str) -> dict[FlatLayer, HostSlab]:
         """With several ranks: RAM that they share, of so many bytes for each layer; all must ask for the same."""
@@ -370,7 +370,7 @@ class PlacedModel:
         for state in self.states:
             state.leave_ring()
         for ring in rings:
-            ring.h2d.synchronize()  # what was fetched ahead for a step that was skipped
+            ring.h2d.synchronize()  # wait: states fetched for a skipped step before they move
         if self._ring is not None:
             self._ring.close()
             self._ring = None
@@ -588,8 +588,8 @@ class PlacedModel:
     def in_backward(self) -> Iterator[None]:
         """While it is open, backward runs; at its end the micro-batch's gradients are on their way."""
         recomputing = nullcontext() if self._ring is None else self._ring.backward()
-        if self._gathers is not None:
-            self._gathers.bring()  # before gradients are exchanged, on all ranks
+        if self.gathers is not None:
+            self.gathers.bring()  # before gradients are exchanged, on all ranks
         try:
             with self._waits.during("backward"), self.outside.released(), recomputing:
                 yield
@@ -605,7 +605,7 @@ class PlacedModel:
         for state in self.states:
             state.settle()
         if self._disk is not None:
-            self._disk.synchronize()
+            self._disk.synchronize()  # wait: the disk before states are read
 
     def take_over_outside_writes(self, *, keep_remainder: bool = False) -> None:
         """Weights that were written in place from outside become the master weights."""
@@ -619,18 +619,18 @@ class PlacedModel:
         """Wait until no thread steps a layer or moves its states."""
         if self._is_stepped:  # asked before every write of a parameter
             for pending in self.states:
-                pending.weights.wait()
+                pending.weights.wait()  # wait: updates before parameters are written
             self._is_stepped = False
         if self._disk is not None:
-            self._disk.synchronize()
+            self._disk.synchronize()  # wait: the disk before parameters are written
 
     def join_rest(self) -> None:
         """This rank cannot finish its micro-batch: take part in what the other ranks still wait for in theirs.
 
         What is gathered then is worth nothing; all drop the window.
         """
-        if self._gathers is not None:
-            self._gathers.bring()
+        if self.gathers is not None:
+            self.gathers.bring()
         with torch.no_grad(), self.outside.released():
             self.gradients.join_rest()
 
@@ -655,8 +655,8 @@ class PlacedModel:
             if views:
                 layers.append((state, views, state.weights.start_update(views)))
                 state.gradient.window.clear()
-        if self._gathers is not None:
-            self._gathers.begin([state.weights for state, _, _ in layers if state.placement.weights == "vram"])
+        if self.gathers is not None:
+            self.gathers.begin([state.weights for state, _, _ in layers if state.placement.weights == "vram"])
         return layers
 
     def agree(
@@ -728,8 +728,8 @@ class PlacedModel:
 
     def forget_pending(self) -> None:
         """Let forward wait for no update."""
-        if self._gathers is not None:
-            self._gathers.forget()
+        if self.gathers is not None:
+            self.gathers.forget()
         for state in self.states:
             if state.weights.pending is not None and not state.weights.pending.recorded.is_set():
                 state.weights.pending.record(None)
@@ -740,7 +740,7 @@ class PlacedModel:
         Returns:
             Whether weights lack what other ranks have stepped.
         """
-        lacks = self._gathers is not None and self._gathers.has_any
+        lacks = self.gathers is not None and self.gathers.has_any
         lacks |= any(not stepped.reached() for stepped in self._stepped.values())
         self.forget_pending()
         return lacks
@@ -778,7 +778,7 @@ class PlacedModel:
         del self.gradients
         self._offloaded.release()
         if self._ring is not None:
-            self._ring.synchronize()
+            self._ring.synchronize()  # wait: fetches before weights are released
             self._ring.close()
         if slabs:  # also where a move failed, and no ring is there
             for slab in slabs:

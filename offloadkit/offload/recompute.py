@@ -252,7 +252,7 @@ class OffloadedInputs:
         view.host = view.slab.cut(tensor.numel(), tensor.dtype)
         self.d2h.wait(record_compute(self.device))
         if view.returned is not None:
-            self.d2h.wait(view.returned)
+            self.d2h.wait(view.returned)  # wait: a fetched input before its RAM is used again
         view.arrived = self.d2h.copy_all([(view.host, tensor.view(-1))], name)
         self._copying.append((tensor, view.arrived))
         self._order.append(view)
@@ -320,7 +320,7 @@ class OffloadedInputs:
             saved.device = torch.empty(saved.shape, dtype=saved.host.dtype, device=self.device)
             self.h2d.wait(record_compute(self.device))  # the compute stream may still use what was in this memory
             assert saved.arrived is not None
-            self.h2d.wait(saved.arrived)
+            self.h2d.wait(saved.arrived)  # wait: an input in RAM before it is fetched
             saved.returned = self.h2d.copy_all([(saved.device.view(-1), saved.host)], saved.name)
         return saved.device
 

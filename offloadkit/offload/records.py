@@ -144,7 +144,7 @@ class StepRecords:
             ends: list[Event | BusyTime] = [busy for _, busy in (*window.busy, *window.update.busy)]
             ends += [end for _, end in window.forwards + window.backwards]
             for end in ends:
-                end.synchronize()
+                end.synchronize()  # wait: timings
 
     def read(self) -> None:
         """Record finished steps, and report those that were not applied.

@@ -37,9 +37,9 @@ class GradientExchange:
 
     def receive(self, bucket: torch.Tensor, layer: FlatLayer) -> torch.Tensor:
         """Exchange a layer's gradient, 1-D [numel]; the stream has what all ranks sent: 1-D, in rank order."""
-        self.stream.wait(record_compute(self._device))
+        self.stream.wait(record_compute(self._device))  # wait: backward before an exchange
         if self._received_until is not None:
-            self.stream.wait(self._received_until)
+            self.stream.wait(self._received_until)  # wait: received gradients read before the next come
         num_bytes = self._ranks.size * layer.shard.numel * bucket.element_size()
         received = self._received[:num_bytes].view(bucket.dtype)
         with self.stream.traced(f"exchange {layer.name}", num_bytes - num_bytes // self._ranks.size):
@@ -61,7 +61,7 @@ class GradientExchange:
         numel = received.numel() // self._ranks.size
         into = self._summed[: 4 * numel].view(torch.float32)
         if self._summed_until is not None:
-            self.stream.wait(self._summed_until)
+            self.stream.wait(self._summed_until)  # wait: a sum read before the next
         self.add(received, into, begins=True)
         self.stream.run(partial(block_sums, into, blocks, sums))
         return into
@@ -132,11 +132,12 @@ class WeightGathers:
         assert pending is not None
         if not pending.recorded.is_set():
             with self._waits.blocking():
-                watchdog.wait(pending.recorded, f"the update of {weights.layer.name!r}")
+                watchdog.wait(pending.recorded, f"the update of {weights.layer.name!r}")  # wait: a gather's update
         if pending.arrived is None:
             return  # the update was skipped, on all ranks alike
         stream = self._ranks.stream
-        stream.wait(pending.arrived)  # it comes after the last use of the old weights
+        # `arrived` comes after the last use of the old weights.
+        stream.wait(pending.arrived)  # wait: an update before its gather
         layer, flat = weights.layer, weights.flat
         with stream.traced(f"gather {layer.name}", flat.nbytes - layer.shard.numel * flat.element_size()):
             stream.run(partial(self._ranks.gather, flat, layer.cuts))

@@ -171,7 +171,7 @@ class StateRing:
             The end of the kernels: weights that stay in VRAM are stepped.
         """
         if unread is not None:
-            self.d2h.wait(unread)
+            self.d2h.wait(unread)  # wait: weights in RAM read before their update is copied
         drained, table = layer.drained, layer.host.table
         for chunk in layer.chunks:
             parts = _within(segments, chunk)
@@ -200,7 +200,7 @@ class StateRing:
     def copy_down(self, layer: PassingStates, into: torch.Tensor, source: torch.Tensor, after: Event | None) -> None:
         """Copy from VRAM to RAM among the layer's other arrays."""
         if after is not None:
-            self.d2h.wait(after)
+            self.d2h.wait(after)  # wait: a step before its weights are copied down
         self.d2h.copy(into, source, layer.name)
         layer.drained = self.d2h.record()
 
@@ -213,7 +213,11 @@ class StateRing:
         return self._fetch(layer, chunk, next(self._turns), list(chunk.host))
 
     def _fetch(self, layer: PassingStates, chunk: _Chunk, buffer: _Buffer, names: Sequence[str]) -> _Buffer:
-        for event in (buffer.free, layer.drained, self._stepped):
+        for event in (
+            buffer.free,
+            layer.drained,  # wait: states in RAM before they are fetched
+            self._stepped,  # wait: a step before the next fetch
+        ):
             if event is not None:
                 self.h2d.wait(event)
         here = buffer.parts(chunk)

@@ -52,7 +52,7 @@ class Posting(NamedTuple):
     def post(self) -> None:
         """Tell the other ranks, once they are there."""
         if self.drained is not None:
-            self.drained.synchronize()
+            self.drained.synchronize()  # wait: states in RAM before other ranks know
         self.stepped.post()
 
 
@@ -436,7 +436,7 @@ class LayerState:
 
     def _step_on_gpu(self, segments: Sequence[Segment], grad_scale: float, stream: CopyStream) -> None:
         if self.uploaded is not None:
-            stream.wait(self.uploaded)
+            stream.wait(self.uploaded)  # wait: an upload before a step on the GPU
         passing, streamed = self._passing, self._streamed
         if passing is None:
             gradient = self.gradient.kept
@@ -485,7 +485,11 @@ class LayerState:
         """Wait for copies to and from RAM: until then it is neither read nor written."""
         copied = None if self._streamed is None else self._streamed.copied
         drained = None if self._passing is None else self._passing.drained
-        for event in (copied, self.uploaded, drained):
+        for event in (
+            copied,  # wait: weights fetched before they are written
+            self.uploaded,  # wait: an upload before states are read
+            drained,
+        ):
             if event is not None:
                 event.synchronize()
 

@@ -117,6 +117,7 @@ class StepThread:
 
     Attributes:
         error: the first exception of either thread.
+        gpu_worker: the thread that queues the GPU's steps.
     """
 
     def __init__(self, device: torch.device, ranks: Solo | Group = SOLO) -> None:
@@ -128,7 +129,7 @@ class StepThread:
         self.error: BaseException | None = None
         self._worker = _Worker("offloadkit-step", device, self._failed)
         try:
-            self._gpu_worker = _Worker("offloadkit-gpu-step", device, self._failed)
+            self.gpu_worker = _Worker("offloadkit-gpu-step", device, self._failed)
         except ThreadLimitError:
             self._worker.jobs.put(None)
             raise
@@ -142,21 +143,21 @@ class StepThread:
 
     def close(self) -> None:
         """Finish all jobs and end the threads."""
-        self.submit(partial(self._gpu_worker.jobs.put, None))
+        self.submit(partial(self.gpu_worker.jobs.put, None))
         self._worker.jobs.put(None)
-        if threading.current_thread() not in (self._worker, self._gpu_worker):  # a finalizer runs on any thread
-            for worker in (self._worker, self._gpu_worker):
+        if threading.current_thread() not in (self._worker, self.gpu_worker):  # a finalizer runs on any thread
+            for worker in (self._worker, self.gpu_worker):
                 watchdog.until(worker.has_ended, f"the thread {worker.name!r} to end")
         if self._device.type == "cuda":
             with watchdog.uninterruptible("the GPU's work"):
-                torch.cuda.synchronize(self._device)
+                torch.cuda.synchronize(self._device)  # wait: the GPU before the thread ends
 
     def settle(self) -> None:
         """Wait until all jobs are done. The times of the updates so far do not count for those to come."""
         done = threading.Event()
         self.submit(self.balancer.forget)
         self.submit(done.set)
-        watchdog.wait(done, "the stepping thread")
+        watchdog.wait(done, "the stepping thread")  # wait: jobs of the stepping thread
 
     def start(self, update: Update) -> None:
         """Queue an optimizer step."""
@@ -164,7 +165,7 @@ class StepThread:
 
     def finish(self, update: Update) -> None:
         """Wait until the newest update is done. The balancer does not count such an update."""
-        watchdog.wait(update.done, f"the update of step {update.number}")
+        watchdog.wait(update.done, f"the update of step {update.number}")  # wait: the newest update
         if not update.skipped:  # as a job: only the stepping thread may touch the balancer
             self.submit(self.balancer.disregard_newest)
 
@@ -199,7 +200,7 @@ class StepThread:
         self._add_all_sums([state.gradient for state, _, _ in update.layers if state.gradient.all_sums])
         arrived = time.perf_counter()
         with trace.host("norm", "norm"):
-            update.norm = _norm(update, self._ranks) / update.loss_scale
+            update.norm = gradient_norm(update, self._ranks) / update.loss_scale
         update.norm_known.set()
         normed = time.perf_counter()
         update.seconds = {"gradient_wait": arrived - started, "norm": normed - arrived}
@@ -227,7 +228,7 @@ class StepThread:
         on_cpu = [item for item in update.layers if not item[0].on_gpu]
         queued = threading.Event()
         if on_gpu:
-            self._gpu_worker.jobs.put(partial(self._queue_on_gpu, update, on_gpu, queued))
+            self.gpu_worker.jobs.put(partial(self._queue_on_gpu, update, on_gpu, queued))
         else:
             queued.set()
         began = time.perf_counter()
@@ -243,7 +244,7 @@ class StepThread:
         )
 
     def _step_on_cpu(self, update: Update, layers: Sequence[LayerUpdate]) -> None:
-        self.h2d.wait(update.compute_done)
+        self.h2d.wait(update.compute_done)  # wait: backward before the CPU's weights are uploaded
         scale = update.grad_scale()
         for index, (state, views, pending) in enumerate(layers):
             for coming, _, _ in layers[index + 1 : index + 1 + NUM_STATE_BUFFERS]:
@@ -260,7 +261,7 @@ class StepThread:
         """
         coming: deque[Posting] = deque()
         try:
-            self.kernels.wait(update.compute_done)
+            self.kernels.wait(update.compute_done)  # wait: backward before a step on the GPU
             scale, began = update.grad_scale(), self.kernels.record(timing=True)
             for state, views, pending in sorted(layers, key=lambda item: item[0].passes):
                 with self.kernels.traced(state.layer.name):
@@ -281,7 +282,7 @@ class StepThread:
             posting.post()
 
 
-def _norm(update: Update, ranks: Ranks) -> float:
+def gradient_norm(update: Update, ranks: Ranks) -> float:
     """Global gradient norm: the root of the sum of all block sums, added in the model's parameter order.
 
     With several ranks each has those that it owns, and zeros for the others.

@@ -156,7 +156,7 @@ class StreamedWeights(LayerWeights):
         if not self.is_stepped_by_others():
             assert self.shared is not None
             with self._waits.blocking():
-                self.shared.stepped.wait()
+                self.shared.stepped.wait()  # wait: other ranks' steps
 
     def is_stepped_by_others(self) -> bool:
         """Whether what other ranks step is in RAM, once this one steps the layer or has skipped it."""
@@ -165,7 +165,7 @@ class StreamedWeights(LayerWeights):
     def finish_reading(self) -> None:
         """With several ranks: wait for copies out of `flat`. The others may write it after that."""
         if self.shared is not None and self.copied is not None:
-            self.copied.synchronize()
+            self.copied.synchronize()  # wait: copies before other ranks step
 
     @property
     def is_parted(self) -> bool:
@@ -175,7 +175,7 @@ class StreamedWeights(LayerWeights):
     def begin_write(self) -> None:
         if self.shared is not None and not self.is_parted:
             if self.copied is not None:
-                self.copied.synchronize()
+                self.copied.synchronize()  # wait: copies before weights are written
             self.shared.slab.part()
 
     def publish(self) -> None:
@@ -191,9 +191,9 @@ class StreamedWeights(LayerWeights):
             self.shared.slab.rejoin()
 
     def settle(self) -> None:
-        self.wait()
+        self.wait()  # wait: an update before streamed weights are read
         if self.written is not None:
-            self.written.synchronize()
+            self.written.synchronize()  # wait: weights in RAM before they are read
         self.block.ring.evict(self.block)
 
     def open(self) -> None:
@@ -455,7 +455,7 @@ class WeightRing:
 
     def synchronize(self) -> None:
         """Block the calling thread until all copies are done. Their memory may be freed after that."""
-        self.h2d.synchronize()
+        self.h2d.synchronize()  # wait: fetches before their memory is freed
 
     def close(self) -> None:
         """Give the buffers back. The blocks, whose layers must be settled, may join another ring.

@@ -159,7 +159,7 @@ class LayerWeights:
 
     def settle(self) -> None:
         """Have the newest weights where they live, so that anyone may read or write the parameters."""
-        self.wait()
+        self.wait()  # wait: an update before weights are read
 
     def open(self) -> None:
         """`settle`, for somebody who touches a parameter outside of its module.
@@ -167,7 +167,7 @@ class LayerWeights:
         Raises:
             EngineStateError: the weights may not be moved now.
         """
-        self.wait()
+        self.wait()  # wait: an update before weights are opened
 
     def for_graph(self, view: ParameterView) -> torch.Tensor:
         """What stands for the parameter in an operation outside of its module that autograd records.
@@ -319,7 +319,7 @@ class ForwardHooks:
             training = torch.is_grad_enabled()
             pending = [weight for weight in (self._waited_at_root if training else self._weights) if weight.pending]
             for weight in pending:
-                weight.wait()
+                weight.wait()  # wait: updates before a forward reads weights by itself
             if pending and not training:
                 wait(module)
 
