@@ -1,7 +1,7 @@
-"""Cards by their data sheets: what a plan for a GPU that is not here is made for.
+"""Data sheets of GPUs, for plans on a GPU that this machine lacks.
 
-A card's rates are its sheet's, times what an H200 reached of its own sheet (`fitted`). A card that its power limits
-(T4 and L4: 70 and 72 W) reaches less under a long load.
+A card's rates are the rates of its data sheet times the fraction of the sheet that an H200 reached (`fitted`). Cards
+with a low power limit (T4 and L4: 70 and 72 W) reach less under a long load.
 """
 
 from __future__ import annotations
@@ -20,43 +20,46 @@ from offloadkit.planner.fitted import (
 )
 
 PCIE_BYTES_PER_SECOND = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
-"""Of 16 lanes in one direction, by generation: 8, 16 and 32 GT/s a lane; 128 of 130 bits are data (PCI-SIG)."""
+"""Bytes per second of 16 lanes in one direction, by generation: 8, 16 and 32 GT/s a lane; 128 of 130 bits are data
+(PCI-SIG)."""
 NATIVE_BF16 = (8, 0)
-"""Least compute capability whose tensor cores take bf16 (CUDA C++ Programming Guide, "Compute Capabilities")."""
+"""Lowest compute capability whose tensor cores take bf16 (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A card's data sheet. Cards for desktops and servers: a laptop's of the same name is another one."""
+    """The data sheet of a desktop or server card. Laptop cards of the same name differ."""
 
     name: str
     capability: tuple[int, int]
     memory_gb: int
-    """By the sheet."""
+    """Nominal memory, in GB."""
     usable_gib: float
-    """What CUDA lets processes have in all, as torch's messages of a full GPU name it. Drivers differ by 0.2 GiB."""
+    """Memory that CUDA gives to all processes, as torch's out-of-memory messages say it. Drivers differ by 0.2 GiB."""
     memory_gb_per_second: float
     half_tflops: float
-    """Dense matmuls in fp16, and in bf16 if it is native, summed in fp32."""
+    """Dense matmuls in fp16 (and bf16 if native), accumulated in fp32."""
     fp32_tflops: float
     """Without tensor cores."""
     pcie: int
-    """Generation. All have 16 lanes."""
+    """PCIe generation. All cards have 16 lanes."""
     source: str
     nvlink_gb_per_second: float = 0.0
-    """NVLink to all others of a host, in one direction; 0 if it has none. Bridges that join two cards do not count."""
+    """NVLink to all other GPUs of the host, in one direction; 0 without NVLink. Bridges that join two cards do not
+    count."""
 
     @property
     def supports_bf16(self) -> bool:
-        """Whether bf16 is native."""
+        """Whether the tensor cores take bf16."""
         return self.capability >= NATIVE_BF16
 
     def link_bytes_per_second(self) -> float:
-        """What it receives from others of its host by NVLink while all of them exchange; 0 if it has none."""
+        """Bytes per second that the GPU receives over NVLink in an exchange between all GPUs of a host; 0 without
+        NVLink."""
         return LINK_EFFICIENCY * self.nvlink_gb_per_second * 1e9
 
     def rates(self) -> dict[str, float]:
-        """The fields of `Hardware` that are the card's, and its bus's."""
+        """The fields of `Hardware` that depend on the card and its bus."""
         half, bus = HALF_EFFICIENCY * self.half_tflops * 1e12, PCIE_BYTES_PER_SECOND[self.pcie]
         return {
             "h2d_bytes_per_second": BUS_EFFICIENCY * bus,
@@ -90,7 +93,7 @@ _SAYS_NO_MORE = re.compile(r"nvidia|geforce|tesla|rtx|sxm\d?|hbm\d?e?|[^a-z0-9]"
 
 
 def card_named(name: str) -> Card:
-    """The card of a name such as "RTX 4090", "rtx4090", "4090", "NVIDIA GeForce RTX 4090" or "a100-80gb".
+    """The card with a name such as "RTX 4090", "rtx4090", "4090", "NVIDIA GeForce RTX 4090" or "a100-80gb".
 
     Raises:
         ConfigError: no such card is known.

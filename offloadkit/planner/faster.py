@@ -1,7 +1,7 @@
-"""A faster plan for a run that is under way, on a machine that is faster or slower than it was planned with.
+"""Finds a faster plan for a running training whose machine turned out faster or slower than planned.
 
-What is compared are rates, not seconds: how many bytes a resource moved in the seconds in which it worked. Seconds of
-a step say less, because layers change the processor (`StepBalancer`), and micro-batches are shorter than planned.
+The comparison uses rates (bytes that a resource moved per second of work), not seconds of a step: layers change their
+processor during a run (`StepBalancer`), and micro-batches may be shorter than planned.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from offloadkit.planner.seconds import FEW_CORES, StepModel
 from offloadkit.telemetry import StepRecord
 
 TOLERANCE = 1.25
-"""A rate is as planned if it is within this factor, either way. On H200s the CPU's steps took 0.95 to 1.15 times the
-seconds planned in most of benchmarks/results.csv, so a smaller factor would correct the model's error instead."""
+"""A rate within this factor of the planned rate, either way, counts as planned. CPU steps on H200s took 0.95 to 1.15
+times the planned seconds in most rows of benchmarks/results.csv, so a smaller factor would correct the model's error
+instead."""
 MIN_GAIN = 0.05
-"""A plan is faster if its step takes less than the present one's by more than this fraction."""
+"""Fraction of the current plan's step time that another plan must save to count as faster."""
 MIN_SECONDS = 1e-3
-"""What works for less than this in a step, by the measurement or by the plan, is not judged: waits for the clock and
+"""A resource that works less than this in a step, as measured or as planned, is not compared: waits for the clock and
 for Python would count as its work."""
 COMPUTE = "compute"
-"""Forward and backward with nothing waited for: its rate is in steps per second."""
+"""Forward and backward without waits, in steps per second."""
 PYTHON = "Python"
-"""The same of shorter micro-batches than planned, where Python's launches bound those planned: Python's time is that of
-a micro-batch of any length."""
+"""Like `COMPUTE`, for micro-batches shorter than planned when Python's launches bound the planned ones: Python takes
+the same time for a micro-batch of any length."""
 _PHASES = {"H2D": "h2d", "D2H": "d2h", "CPU step": "cpu_step"}
 _ROUNDS, _CLOSE = 20, 0.01
 _AT_ONCE = 1e30
-"""Bytes per second of what must not be waited for."""
+"""Stands for an infinitely fast resource (bytes per second)."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What a resource does in a second while it works, in bytes (`COMPUTE` and `PYTHON`: in steps)."""
+    """Bytes per second while a resource works (`COMPUTE` and `PYTHON`: steps per second)."""
 
     measured: float
     planned: float
@@ -52,18 +53,17 @@ class Rate:
 def judged(
     plan: Plan, machine: Hardware, placements: Sequence[Placement], records: Sequence[StepRecord]
 ) -> dict[str, Rate]:
-    """The medians of the steps' rates by resource ("H2D", "D2H", "CPU step", `COMPUTE` or `PYTHON`), beside those
-    planned.
+    """The median measured rate and the planned rate of each resource ("H2D", "D2H", "CPU step", `COMPUTE` or `PYTHON`).
 
-    Left out is what works too little to be judged, and the CPU's step where states are on disk. With few cores, Python
-    and the CPU's step share them, and neither has seconds of its own. Forward and backward are left out on several
-    ranks, whose exchange is in the plan's seconds of them and not in those measured; and for micro-batches of other
-    sizes than planned, unless they are shorter, each is a step of its own, and Python bounds those planned.
+    Resources that work too little are left out. The CPU step is left out if states are on disk, and with few cores,
+    which it shares with Python. Forward and backward are left out with several ranks, because the planned seconds
+    include the exchange and the measured seconds do not. They are also left out if micro-batches differ from the
+    planned size, except if all are at most that size, a step has one micro-batch, and Python bounds the planned step.
 
     Args:
-        plan: of a micro-batch on a machine.
-        machine: how fast the plan's machine is thought to be.
-        placements: where the layers are, with the processors that step them now.
+        plan: a plan made for a micro-batch on a machine.
+        machine: the current estimate of the machine's rates.
+        placements: the layers' placements, with the processors that step them now.
     """
     planned = _planned_rates(plan, machine, placements)
     found: dict[str, list[tuple[float, float]]] = {
@@ -90,7 +90,7 @@ def judged(
 def _judged_part(
     plan: Plan, machine: Hardware, placements: Sequence[Placement], records: Sequence[StepRecord]
 ) -> str | None:
-    """What the seconds of forward and backward tell: `COMPUTE`, `PYTHON` or nothing."""
+    """`COMPUTE` or `PYTHON`, whichever the seconds of forward and backward measure; None if they measure neither."""
     numbers = {record.num_tokens for record in records}
     if plan.num_tokens is None or plan.layers[0].num_ranks > 1:
         return None
@@ -104,14 +104,15 @@ def _judged_part(
 def corrected(
     plan: Plan, machine: Hardware, placements: Sequence[Placement], rates: Mapping[str, Rate]
 ) -> Hardware | None:
-    """The machine with which the plan expects what was measured; None where no rate differs.
+    """The machine on which the plan predicts the measured rates; None if no rate differs.
 
-    Rates that do not differ stay as they are. A direction of the bus that was not judged is as wrong as the other one.
+    Rates that do not differ stay unchanged. If only one direction of the bus was measured, its correction also applies
+    to the other direction.
     """
     differing = {name for name, rate in rates.items() if rate.differs}
     if not differing:
         return None
-    for _ in range(_ROUNDS):  # the resources share DRAM and the bus, so each correction changes the others' rates
+    for _ in range(_ROUNDS):  # resources share DRAM and the bus, so correcting one changes the other rates
         planned = _planned_rates(plan, machine, placements)
         differing |= {name for name, rate in rates.items() if replace(rate, planned=planned[name]).differs}
         factors = {name: rates[name].measured / planned[name] for name in sorted(differing)}
@@ -127,10 +128,11 @@ def corrected(
 
 
 def faster(plan: Plan, machine: Hardware, placements: Sequence[Placement], budgets: Mapping[str, int]) -> Plan | None:
-    """The fastest plan of the same run on `machine`; None if it is no faster than `placements` there.
+    """The fastest plan of the same run on `machine`; None if it does not fit or gains less than `MIN_GAIN` on
+    `placements`.
 
     Args:
-        budgets: bytes that the plan may take, of "vram" and "ram".
+        budgets: bytes of "vram" and "ram" that the plan may take.
     """
     now = _model(plan, machine).seconds(placements).step
     other = replanned(plan, hardware=machine, **wishes(plan, budgets))
@@ -150,9 +152,9 @@ def _planned_rates(plan: Plan, machine: Hardware, placements: Sequence[Placement
 
 
 def _computing(plan: Plan, machine: Hardware, placements: Sequence[Placement]) -> tuple[float, bool]:
-    """Seconds of a step's forward and backward with nothing waited for, and whether Python bounds them.
+    """Seconds of forward and backward without waits, and whether Python bounds them.
 
-    What the update's threads take from Python counts, though nothing waits for them.
+    The slowdown of Python by the update's threads counts, although nothing waits for the update.
     """
     names = [name.name for name in fields(Hardware) if name.name.endswith("_bytes_per_second")]
     at_once: dict[str, Any] = dict.fromkeys(names, _AT_ONCE) | {"vram_bytes_per_second": machine.vram_bytes_per_second}
@@ -164,8 +166,8 @@ def _computing(plan: Plan, machine: Hardware, placements: Sequence[Placement]) -
 
 
 def _with_compute(plan: Plan, machine: Hardware, placements: Sequence[Placement], part: str, factor: float) -> Hardware:
-    """The machine with `factor` times the rate of what bounds forward and backward: Python's launches, or the GPU, of
-    which shorter micro-batches say nothing."""
+    """The machine with the bound of forward and backward `factor` times as fast: Python's launches or the GPU. Shorter
+    micro-batches (`PYTHON`) do not change the GPU's rates."""
     if _computing(plan, machine, placements)[1]:
         return replace(machine, launch_seconds=machine.launch_seconds / factor)
     if part == PYTHON:
@@ -175,9 +177,10 @@ def _with_compute(plan: Plan, machine: Hardware, placements: Sequence[Placement]
 
 
 def _with_copies_and_steps(machine: Hardware, factors: Mapping[str, float]) -> Hardware:
-    """The machine with other rates of copies and of the CPU's step.
+    """The machine with the rates of copies and of the CPU step multiplied by `factors`.
 
-    Where they are slower, what DRAM serves at once falls in proportion: each slows the others as before.
+    If the rates fall, the DRAM rate that CPU step and copies share falls in proportion, so they slow each other as
+    before.
     """
     changed = _times(machine, factors.get("CPU step", 1.0), [*CPU_STEP_RATES.values(), "dram_bytes_per_second"])
     changed = _times(changed, factors.get("H2D", 1.0), ["h2d_bytes_per_second"])

@@ -1,33 +1,34 @@
-"""The plan's constants that were fitted on H200s with PCIe 5 and 16 cores, each with its source.
+"""The plan's constants, fitted on H200s with PCIe 5 and 16 cores, each constant with its source.
 
-The sources are rows of benchmarks/results.csv. "Steps" are the measured steps that tests/planner/test_measured.py names
-(`COMMITS`): the constant is the one with which most of them are planned right. "Launches" are the rows "launches, t5"
-and "launches, llama" of commit c40b67e: Python's time alone, the mean of the two models (tests/test_plan_launches.py).
-"Rates" are the column of that name: what `device.measure` found, the median of 13 hosts.
+The sources are rows of benchmarks/results.csv. "Steps" are the measured steps named by `COMMITS` in
+tests/planner/test_measured.py; the constant is the value that plans most of them right. "Launches" are the rows
+"launches, t5" and "launches, llama" of commit c40b67e: Python's time alone, mean of the two models
+(tests/test_plan_launches.py). "Rates" is the column of that name: results of `device.measure`, median of 13 hosts.
 """
 
 from __future__ import annotations
 
 from offloadkit.config import Precision
 
-# ---- what a card reaches of its data sheet ------------------------------------------------------------------------
+# ---- efficiency of a card relative to its data sheet ----------------------------------------------------------------
 
 HALF_EFFICIENCY = 0.87
-"""Of the sheet's dense FLOP/s, bf16 and fp16: a matmul of a layer's size. Rates: 860 and 853 of 989 TFLOP/s."""
+"""Fraction of the sheet's dense bf16 and fp16 FLOP/s in a matmul of a layer's size. Rates: 860 and 853 of 989
+TFLOP/s."""
 FP32_EFFICIENCY = 0.76
-"""The same in fp32, without TF32. Rates: 51.1 of 67 TFLOP/s."""
+"""Fraction of the sheet's fp32 FLOP/s, without TF32. Rates: 51.1 of 67 TFLOP/s."""
 VRAM_EFFICIENCY = 0.84
-"""Of the sheet's memory bandwidth: an addition in place. Rates: 4.01 of 4.8 TB/s."""
+"""Fraction of the sheet's memory bandwidth in an in-place addition. Rates: 4.01 of 4.8 TB/s."""
 BUS_EFFICIENCY = 0.87
-"""Of PCIe's bytes per second in one direction. Rates: 54.8 of 63 GB/s."""
+"""Fraction of PCIe's bytes per second in one direction. Rates: 54.8 of 63 GB/s."""
 BOTH_WAYS_EFFICIENCY = 0.78
-"""Of PCIe's bytes per second in both directions together. Rates: 97.9 of 126 GB/s."""
+"""Fraction of PCIe's bytes per second in both directions together. Rates: 97.9 of 126 GB/s."""
 
 LINK_EFFICIENCY = 0.3
-"""Of NVLink's bytes per second in one direction, in an exchange between all ranks: 136 of 450 GB/s between two H200s,
-with 32 MiB to each. Where the ranks are, their link is measured."""
+"""Fraction of NVLink's bytes per second in one direction, in an exchange between all ranks: 136 of 450 GB/s between two
+H200s with 32 MiB to each. Used only if the link was not measured."""
 
-# ---- what the GPU reaches of the measured rates --------------------------------------------------------------------
+# ---- efficiency of the GPU relative to the measured rates -----------------------------------------------------------
 
 ELEMENTWISE_EFFICIENCY = 0.7
 """Fraction of the measured VRAM bandwidth that non-matmul ops reach (reductions, broadcasts, strided reads). Steps."""
@@ -35,88 +36,91 @@ ATTENTION_EFFICIENCY = 0.4
 """Fraction of the measured matmul rate that our attention kernels reach. Their bytes are counted separately. Rows
 "attention, ..." of commit e70d484."""
 COMPILED_TRAFFIC = 0.6
-"""Bytes that the non-matmul ops of a compiled block move, as a fraction of what they move uncompiled. Steps."""
+"""Bytes that the non-matmul ops of a compiled block move, as a fraction of the same ops uncompiled. Steps."""
 STEP_EFFICIENCY = 0.85
-"""Fraction of the VRAM bandwidth that the AdamW kernel reaches, and the copies and norms of gradients. Steps."""
+"""Fraction of the VRAM bandwidth that the AdamW kernel and the copies and norms of gradients reach. Steps."""
 KERNEL_SECONDS = 4e-6
 """Seconds of an empty kernel. Steps."""
 
-# ---- what the CPU and the disk reach of the measured rates ---------------------------------------------------------
+# ---- efficiency of the CPU and the disk relative to the measured rates ----------------------------------------------
 
 CPU_EFFICIENCY: dict[Precision, float] = {"exact": 0.97, "compact": 0.91, "tiny": 0.87}
-"""Fraction of the CPU step's measured rate that is left beside copies and Python. Steps.
+"""Fraction of the CPU step's measured rate that remains during copies and Python's work. Steps.
 
 It is smaller for a precision that is bound by arithmetic.
 """
 ADD_EFFICIENCY = 0.75
-"""Rate at which gradients are added in RAM while others arrive, as a fraction of the CPU step's rate. Steps."""
+"""Rate of adding gradients in RAM while more gradients arrive, as a fraction of the CPU step's rate. Steps."""
 NORM_EFFICIENCY = 0.48
-"""Rate at which the norm of gradients in RAM is computed, in fp64, as a fraction of the CPU step's rate. Steps."""
+"""Rate of computing the fp64 norm of gradients in RAM, as a fraction of the CPU step's rate. Steps."""
 DISK_OVERLAP = 0.8
-"""Time to read and write states at once, as a fraction of reading them and then writing them. Row "disk"."""
+"""Time to read and write states concurrently, as a fraction of reading and then writing them. Row "disk"."""
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 LOADED_LATER_BYTES = 128 << 20
-"""What a CUDA context may still grow by once a training has begun, since kernels are loaded when they first run. On an
-H200 it was 0.1 GiB. A budget of VRAM leaves it out until the context stays as it is, so a plan does too."""
+"""Growth of a CUDA context after training has begun, because kernels are loaded when they first run: 0.1 GiB on an
+H200. A VRAM budget holds it back until the context stops growing, and so does a plan."""
 
 # ---- several ranks --------------------------------------------------------------------------------------------------
 
 NCCL_BYTES = 1408 << 20
-"""VRAM of NCCL's buffers and kernels, with as many thread blocks as it likes: 1.2 to 1.3 GiB between two H200s.
+"""VRAM of NCCL's buffers and kernels with NCCL's own number of thread blocks: 1.2 to 1.3 GiB between two H200s.
 
-It follows from what processes took besides torch's tensors. For t5-3b-2x24 and -2x28 that was 2,083 and 2,079 MiB
-(e91ecd8), and with few 1,334 and 1,326 (7633a8b), of which NCCL's were 472. For llama-8b-2x24 and -2x80 it was 2,109
-and 2,147 (e91ecd8), and 1,369 and 1,365 (07f6458), of which NCCL's were 564. NCCL's own choice itself was counted up to
-1,152 MiB only."""
+Derived from the VRAM of processes outside torch's tensors: 2,083 and 2,079 MiB for t5-3b-2x24 and -2x28 (e91ecd8),
+1,334 and 1,326 with `FEW_CTAS` (7633a8b), including 472 for NCCL; 2,109 and 2,147 for llama-8b-2x24 and -2x80
+(e91ecd8), 1,369 and 1,365 with `FEW_CTAS` (07f6458), including 564 for NCCL. The largest direct count of NCCL's own
+choice was 1,152 MiB.
+"""
 NCCL_FEW_BYTES = 576 << 20
-"""The same with `FEW_CTAS`, and over PCIe alone: 564 MiB between two H200s with NVLink. Over PCIe few took at most 474
-MiB; NCCL's own choice, which is few there too, was not measured."""
+"""VRAM of NCCL with `FEW_CTAS`, or over PCIe alone: 564 MiB between two H200s with NVLink. With `FEW_CTAS` over PCIe it
+took at most 474 MiB. NCCL's own choice, which is few over PCIe too, was not measured."""
 FEW_CTAS = 4
-"""Thread blocks of NCCL at once, where few are enough. Each keeps a processor of the GPU from computing, also while it
-waits for another rank. With everything of T5-3B in VRAM of two H200s a step took 0.19 s with 4, and 0.24 s with NCCL's
-own choice; the link gave 34 and 136 GB/s."""
+"""A small number of NCCL thread blocks, for links where it is enough. A block occupies one of the GPU's processors,
+even while it waits for another rank. With all of T5-3B in VRAM of two H200s a step took 0.19 s with 4 blocks and 0.24 s
+with NCCL's own choice; the link gave 34 and 136 GB/s."""
 CROWDED = 1.1
-"""By which factor a step may be planned longer with few: what NCCL's own choice takes of the GPU's processors is not
-planned."""
+"""Factor of the step time that a plan may lose with `FEW_CTAS`, because the plan does not count the GPU processors that
+NCCL's own choice takes."""
 AGREE_SECONDS = 3e-4
-"""Seconds of a gather or a sum of some thousand numbers by gloo, for each rank but the first. Two processes of a host
-with two cores took 0.26 to 0.33 ms at the least for the sum of 3,000 to 43,000 numbers, and 0.18 to 0.32 ms to gather
-them. Gloo's ring has as many more steps as there are more ranks."""
+"""Seconds of a gloo gather or sum of some thousand numbers, for each rank after the first, since gloo's ring has one
+step more for each. Two processes on a host with two cores took at least 0.26 to 0.33 ms to sum 3,000 to 43,000 numbers,
+and 0.18 to 0.32 ms to gather them."""
 EXCHANGE_SECONDS = 3e-5
-"""Seconds of an exchange or a gather of no bytes: NCCL starts a kernel on each rank, and they meet. Not measured."""
+"""Seconds of an empty exchange or all-gather: NCCL starts a kernel on every rank, and the kernels meet. Not
+measured."""
 
 # ---- Python's time, in launches of a bare kernel -------------------------------------------------------------------
 
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 5.4, 6.0
-"""Python's time for an operation of forward and of backward, the engine's hooks included. Launches.
+"""Python's time for an operation of forward and of backward, including the engine's hooks. Launches.
 
-It holds where no block of the model was timed (`python_time`).
+Used if no block of the model was timed (`python_time`).
 """
 ENGINE_LAUNCHES = 54
-"""Of these, what is the engine's own for a block in forward: hooks and waits. Launches.
+"""The engine's part of `FORWARD_LAUNCHES` for one block: hooks and waits. Launches.
 
-It comes on top of what was timed with a block of the model, which has no engine. Compiling does not make it smaller. It
-is what the first constant above leaves for T5-large's blocks after a loop without an engine: rows "ours-on-gpu" of
-growth-t5-large-2 and -8, commit e70d484, where Python bound both.
+It is added to the time of a timed block, which runs without the engine. Compiling does not reduce it. The value is the
+difference between `FORWARD_LAUNCHES` and a loop without an engine for T5-large's blocks: rows "ours-on-gpu" of
+growth-t5-large-2 and -8, commit e70d484, both bound by Python.
 
-In backward such a loop leaves 103. Nothing is added for it: a block that is timed alone has the start of autograd in
-its time, and finds the GPU idle. So planned, the median row of one GPU whose blocks were timed has 0.93 of the seconds
-in backward, and 0.96 of those of the step (tests/test_plan_launches.py).
+In backward the difference is 103, but nothing is added: the time of a block alone includes the start of autograd, and
+finds the GPU idle. The median one-GPU row with timed blocks is then planned at 0.93 of the measured seconds of backward
+and 0.96 of the step (tests/test_plan_launches.py).
 """
 COMPILED_LAUNCHES = 0.44
-"""Python's time for an operation of a compiled block, as a fraction of that uncompiled. Launches."""
+"""Python's time for an operation of a compiled block, as a fraction of the uncompiled time. Launches."""
 ATTENTION_LAUNCHES = 8
-"""Launch overhead of our attention kernel, in launches of an ordinary op, besides the one that it counts as.
+"""Launch overhead of our attention kernel, in launches of an ordinary op, in addition to the one launch that it counts
+as.
 
-It holds for forward and for backward, and in compiled blocks too: compiling does not make it smaller. Launches of
-commit e70d484, T5's beside Llama's.
+The same in forward, in backward and in compiled blocks: compiling does not reduce it. Launches of commit e70d484, T5
+and Llama.
 """
 RECOMPUTED_LAUNCHES = (1.1, 2.2)
 """Python's overhead in forward and backward for each operation of a recomputed block's forward. Launches.
 
-Our attention counts as one operation. The launches of the recomputation itself come on top.
+Our attention counts as one operation. The launches of the recomputation itself are counted separately.
 """
 STREAMED_LAUNCHES = (37, 33)
 """Python's time in forward and backward for a flat layer whose weights are streamed. Launches."""
@@ -127,14 +131,15 @@ STEP_LAUNCHES = 50
 CHUNK_LAUNCHES = 25
 """Python's time for a chunk of states that the GPU steps: copies, kernel and events. Steps."""
 THREAD_SLOWS = 0.5
-"""By which fraction Python is slower in forward for each thread of the update, as long as that works: the one that has
-the CPU step, and the one that queues the GPU's steps of states in RAM. All three take turns at the interpreter's lock.
+"""Slowdown of Python in forward (fraction) by each working thread of the update (the CPU-step thread, and the thread
+that queues GPU steps of states in RAM), because all three share the interpreter's lock.
 
-Steps say little of it: with 0 to 0.5 about as many of docs/results.md are planned within 15 %.
+Steps barely constrain it: with 0 to 0.5 about as many rows of docs/results.md are planned within 15 %.
 """
 RANKS_SLOW = 1.0
-"""The same for the CPU's step where several ranks of a host have theirs at once: they keep all cores and the RAM busy.
+"""Slowdown of Python (fraction) by the CPU step if several ranks of a host run theirs at once and keep all cores and
+the RAM busy.
 
-Two ranks with T5-3B on two H200s: the main thread took 57 to 60 ms of processor time for a forward without any CPU step
-beside it, and 115 to 142 ms with one, which went on for nearly all of that forward.
+Two ranks with T5-3B on two H200s: a forward took 57 to 60 ms of the main thread's processor time without a CPU step,
+and 115 to 142 ms with a CPU step during nearly all of it.
 """

@@ -1,6 +1,6 @@
-"""Bytes of a flat layer, of all of them, and of a whole run, by tier and category.
+"""Bytes of a flat layer, of all flat layers, and of a whole run, by tier and category.
 
-The layers' bytes are exact: the engine allocates what is said here.
+The layers' bytes are exact: the engine allocates these sizes.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from offloadkit.planner.fitted import NCCL_BYTES, NCCL_FEW_BYTES
 from offloadkit.planner.work import MicroBatch
 
 NUM_GRADIENT_BUCKETS = 2
-"""Layers whose gradients may be in VRAM at once on their way to RAM: autograd holds those of one layer until all are
-there, a bucket holds those of another."""
+"""Layers whose gradients may be in VRAM at once on their way to RAM: autograd holds the gradients of one layer until
+they are complete, while a bucket holds the gradients of another layer."""
 SMALL_BUCKET = 64
-"""A gradient so many times smaller than the largest one has a bucket of its own, because it may stay there for long: a
-small norm's gradient may wait for another one."""
+"""A gradient this many times smaller than the largest has its own bucket, because it may wait there for long: a small
+norm's gradient may not be complete before another layer's gradient arrives."""
 NUM_WEIGHT_BUFFERS = 3
-"""Buffers in VRAM for working weights that live in RAM: the layer in use, the one before and the next."""
+"""Buffers in VRAM for working weights in RAM: the current, the previous and the next layer."""
 NUM_STAGING = 2
-"""Buffers in RAM for one micro-batch's gradients that wait to be added to the accumulated ones."""
+"""Buffers in RAM for one micro-batch's gradients that wait to be added to the accumulated gradients."""
 NUM_STATE_BUFFERS = 3
-"""Buffers in RAM for states that live on disk: one being read, one being stepped, one being written."""
+"""Buffers in RAM for states on disk: one is read, one is stepped, one is written."""
 
 NUM_STEP_BUFFERS = 3
-"""Buffers in VRAM for states in RAM that the GPU steps: one being fetched, one being stepped, one being sent back."""
+"""Buffers in VRAM for states in RAM that the GPU steps: one is fetched, one is stepped, one is sent back."""
 STEP_CHUNK = 1 << 23
-"""The most elements of a flat layer that one step buffer takes; a multiple of 256."""
+"""Most elements of a flat layer that one step buffer takes; a multiple of 256."""
 
 CATEGORIES = (
     "working weights",
@@ -44,37 +44,34 @@ CATEGORIES = (
     "activations",
     "framework",
 )
-"""In the order in which they are shown."""
+"""In display order."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What the arithmetic needs to know of a flat layer."""
+    """The properties of a flat layer that the planner needs."""
 
     name: str
     num_parameters: int
     numel: int
-    """Elements of its flat buffers, padding included; a multiple of 256."""
+    """Elements of the flat buffers, padding included; a multiple of 256."""
     kind: LayerKind
     num_norm_blocks: int
-    """Of the elements that this rank steps."""
+    """Norm blocks of the elements that this rank steps."""
     shared: bool
-    """Whether it holds a tied weight, whose gradient is fp32."""
+    """Whether the layer holds a tied weight, whose gradient is fp32."""
     in_block: bool = False
-    """Whether it belongs to a repeated block: only then may its weights leave VRAM."""
+    """Whether the layer belongs to a repeated block. Only then may its weights leave VRAM."""
     own: int | None = None
     """Elements that this rank steps; None: all."""
     num_ranks: int = 1
     exchanges_sums: bool = False
-    """Whether several ranks exchange sums of several micro-batches, not each micro-batch."""
+    """Whether several ranks exchange sums of several micro-batches, instead of every micro-batch."""
     norm_blocks_of_all: int | None = None
-    """Of the elements that all ranks step; None: there is one rank."""
+    """Norm blocks of the elements that all ranks step; None with world size 1."""
 
     def shared_by(self, num_ranks: int) -> LayerShape:
-        """The shape of an equal part of the layer, to plan by where nobody has cut it (`FlatLayer.cut_for` does).
-
-        Real parts end where blocks of the norm do: they are larger or smaller by less than a block.
-        """
+        """Real parts end at norm blocks, so their size differs by less than a block."""
         blocks = self.num_norm_blocks if self.norm_blocks_of_all is None else self.norm_blocks_of_all
         if num_ranks == 1:
             return replace(self, own=None, num_norm_blocks=blocks, num_ranks=1, norm_blocks_of_all=None)
@@ -89,7 +86,7 @@ class LayerShape:
 
     @property
     def states(self) -> StateTable:
-        """The arrays of its optimizer states."""
+        """The arrays of the optimizer states."""
         return self.kind.states
 
     @property
@@ -98,28 +95,28 @@ class LayerShape:
         return self.kind.dtype
 
     def bucket_bytes(self) -> int:
-        """One micro-batch's gradient."""
+        """Bytes of one micro-batch's gradient."""
         return self.numel * (4 if self.shared else self.kind.weights_dtype.itemsize)
 
     def sums_whole(self, accumulation: int) -> bool:
-        """Whether each of several ranks adds up the whole layer's gradient, before they exchange it."""
+        """Whether each of several ranks sums the whole layer's gradient before the exchange."""
         return self.exchanges_sums and self.num_ranks > 1 and accumulation > 1
 
     def received_bytes(self, accumulation: int) -> int:
-        """With several ranks, what an exchange brings: each one's gradient of the own range."""
+        """Bytes that an exchange with several ranks gathers: every rank's gradient of this rank's elements."""
         each = 4 if self.sums_whole(accumulation) else self.bucket_bytes() // self.numel
         return each * self.own_numel * self.num_ranks
 
     def staged_bytes(self, accumulation: int) -> int:
-        """What is added to the window in RAM for one micro-batch."""
+        """Bytes of one micro-batch that are added to the window in RAM."""
         return self.bucket_bytes() if self.sums_whole(accumulation) else self.received_bytes(accumulation)
 
     def window_bytes(self, accumulation: int) -> int:
-        """A window's gradient while it is gathered."""
+        """Bytes of a window's gradient while it is accumulated."""
         return 4 * self.numel if self.sums_whole(accumulation) else self.gradient_bytes(accumulation)
 
     def exchanged_bytes(self, placement: Placement, accumulation: int) -> int:
-        """What the other ranks send over the link in an update; sums in RAM are added there."""
+        """Bytes that the other ranks send over the link in an update. Sums in RAM are added there without the link."""
         sums = self.sums_whole(accumulation)
         if sums and placement.gradients == "ram":
             return 0
@@ -128,27 +125,27 @@ class LayerShape:
         )
 
     def gathered_bytes(self, placement: Placement) -> int:
-        """New weights that the other ranks send for an update."""
+        """Bytes of new weights that the other ranks send in an update."""
         return self.weight_bytes() - self.stepped_bytes() if placement.weights == "vram" else 0
 
     def gradient_bytes(self, accumulation: int) -> int:
-        """The gradient that the step reads: fp32 when it is a sum of several, else the layer's dtype."""
+        """Bytes of the gradient that the step reads: fp32 if it is a sum of several, else the layer's dtype."""
         return self.own_numel * 4 if accumulation * self.num_ranks > 1 else self.bucket_bytes()
 
     def weight_bytes(self) -> int:
-        """The working weights."""
+        """Bytes of the working weights."""
         return self.numel * self.kind.weights_dtype.itemsize
 
     def stepped_bytes(self) -> int:
-        """The working weights that this rank steps."""
+        """Bytes of the working weights that this rank steps."""
         return self.own_numel * self.kind.weights_dtype.itemsize
 
     def sums_bytes(self) -> int:
-        """The norm's block sums, in fp64."""
+        """Bytes of the norm's block sums, in fp64."""
         return aligned(8 * self.num_norm_blocks)
 
     def state_bytes(self) -> dict[str, int]:
-        """Optimizer states by category, wherever they live."""
+        """Bytes of the optimizer states by category, wherever they live."""
         return self.states.num_bytes(self.own_numel)
 
     def step_bytes(self, accumulation: int) -> int:
@@ -156,7 +153,7 @@ class LayerShape:
         return self.gradient_bytes(accumulation) + 2 * (sum(self.state_bytes().values()) + self.stepped_bytes())
 
     def passing_bytes(self, placement: Placement, accumulation: int) -> int:
-        """What a full chunk takes of a step buffer: the states, and of weights and gradient what lives in RAM."""
+        """Bytes of a full chunk in a step buffer: the states, and the weights and gradient if they live in RAM."""
         size = chunk_numel(self.own_numel)
         chunk = replace(self, numel=size, own=None if self.own is None else size)
         passing = sum(chunk.state_bytes().values())
@@ -173,14 +170,14 @@ class LayerShape:
         if on_cpu:
             in_ram = placement.gradients == "ram"
             parts["gradients"] += self.window_bytes(accumulation) if in_ram else self.gradient_bytes(accumulation)
-        if on_cpu or placement.weights == "ram":  # a copy of resident weights, or the only ones
+        if on_cpu or placement.weights == "ram":  # the copy of resident weights, or the only copy
             parts["working weights"] = self.stepped_bytes()
         if placement.states == "ram":
             parts |= self.state_bytes()
         return parts
 
     def vram_bytes(self, placement: Placement, accumulation: int) -> dict[str, int]:
-        """VRAM by category that is this layer's alone; buckets and weight buffers are shared by all."""
+        """VRAM by category that belongs to this layer alone. All layers share the buckets and weight buffers."""
         parts = {"gradients": self.sums_bytes()}
         if placement.weights == "vram":
             parts["working weights"] = self.weight_bytes()
@@ -194,10 +191,11 @@ class LayerShape:
 def communicated_bytes(
     layers: Sequence[LayerShape], placements: Sequence[Placement], accumulation: int
 ) -> dict[str, int]:
-    """Bytes that a rank receives in an optimizer step, by kind, where every parameter gets a gradient; {} of one rank.
+    """Bytes that a rank receives in an optimizer step, by kind, if every parameter gets a gradient; {} with world size
+    1.
 
-    "exchange": gradients of the other ranks. "gather": new weights of the other ranks. "norm": block sums, added up.
-    `Ranks` counts the same.
+    "exchange": gradients of the other ranks. "gather": new weights of the other ranks. "norm": sum of the block sums.
+    `Ranks` counts the same bytes.
     """
     if layers[0].num_ranks == 1:
         return {}
@@ -210,11 +208,11 @@ def communicated_bytes(
 
 
 def is_built(placement: Placement, layer: LayerShape, accumulation: int, *, one_host: bool) -> bool:
-    """Whether the engine has such a placement of the layer: several hosts share no RAM, neither for weights nor for
-    sums that are exchanged once.
+    """Whether the engine supports this placement of the layer. Several hosts share no RAM, so neither weights nor sums
+    that are exchanged once a step can be in RAM.
 
     Args:
-        one_host: whether all ranks are on one.
+        one_host: whether all ranks are on one host.
     """
     sums_in_ram = placement.gradients == "ram" and layer.sums_whole(accumulation)
     return one_host or not (placement.weights == "ram" or sums_in_ram)
@@ -226,17 +224,18 @@ def cpu_can_step(placement: Placement) -> bool:
 
 
 def gpu_can_step(placement: Placement) -> bool:
-    """Whether the states are in VRAM, or may pass through it with what else the step needs."""
+    """Whether the states are in VRAM, or can pass through VRAM with everything that the step needs."""
     return placement.step == "gpu" or (placement.states == "ram" and placement.gradients == "ram")
 
 
 def chunk_numel(numel: int) -> int:
-    """Elements of a layer's chunks; the last one may be shorter."""
+    """Elements of a layer's chunks. The last chunk may be shorter."""
     return min(STEP_CHUNK, numel)
 
 
 def possible(placement: Placement, layer: LayerShape) -> Placement:
-    """`placement`, with weights and activations kept where the layer is no repeated block of its own."""
+    """`placement`, with weights and activations kept in VRAM unless the layer is a repeated block without tied
+    weights."""
     if layer.in_block and not layer.shared:
         return placement
     return replace(placement, weights="vram", activations=placement.activations if layer.in_block else "keep")
@@ -245,7 +244,7 @@ def possible(placement: Placement, layer: LayerShape) -> Placement:
 def tier_bytes(
     layers: Sequence[LayerShape], placements: Sequence[Placement], accumulation: int
 ) -> dict[str, dict[str, int]]:
-    """Bytes of the layers' own memory by tier ("vram", "ram", "disk") and category, placed so."""
+    """Bytes of the layers' own memory by tier ("vram", "ram", "disk") and category."""
     tiers: dict[str, Counter[str]] = {"vram": Counter(), "ram": Counter(), "disk": Counter()}
     placed = list(zip(layers, placements, strict=True))
     for layer, placement in placed:
@@ -261,18 +260,18 @@ def tier_bytes(
 
 
 def is_small(bucket_bytes: int, largest: int) -> bool:
-    """Whether a gradient has a bucket of its own, beside one of the largest size."""
+    """Whether a gradient has its own bucket instead of sharing a bucket of the largest size."""
     return bucket_bytes * SMALL_BUCKET <= largest
 
 
 def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> dict[str, dict[str, int]]:
-    """Bytes of what layers share, by tier and category: buckets, weight buffers, staging, buffers of states.
+    """Bytes of buffers that layers share, by tier and category: gradient buckets, weight, staging and state buffers.
 
-    A tied weight's bucket is taken until the end of backward, and small layers have their own; the others share one of
-    the largest one's size. Beside it autograd has the gradients of one layer, whoever steps it. Where the GPU steps a
-    layer whose states are in RAM, the step buffers are wide enough for every layer that it might step too. With several
-    ranks all gradients pass through buckets, and one buffer receives what the others send, but for sums of several
-    micro-batches that wait in RAM.
+    A tied weight's bucket is in use until the end of backward, and small layers have their own buckets; all other
+    layers share a bucket of the largest size. In addition autograd holds the gradients of one layer. If the GPU steps
+    any layer with states in RAM, the step buffers are wide enough for every layer that it might step. With several
+    ranks all gradients pass through buckets, and one buffer receives the other ranks' gradients, except for sums of
+    several micro-batches that wait in RAM.
     """
     through_ram = [layer for layer, where in placed if where.gradients == "ram"]
     exchanged = [layer for layer, _ in placed if layer.num_ranks > 1]
@@ -307,11 +306,11 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
 
 
 def step_buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> int:
-    """Bytes of one step buffer; 0 where the GPU steps no layer whose states are in RAM."""
+    """Bytes of one step buffer; 0 if the GPU steps no layer with states in RAM."""
     if not any(where.states == "ram" and where.step == "gpu" for _, where in placed):
         return 0
     passing = [item for item in placed if item[1].states == "ram" and gpu_can_step(item[1])]
-    kinds = {  # a model has few, and is planned over and over
+    kinds = {  # a model has few kinds, and is planned over and over
         (layer.numel, layer.own, layer.kind, layer.shared, where.weights, where.gradients): (layer, where)
         for layer, where in passing
     }
@@ -320,16 +319,16 @@ def step_buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulati
 
 MIB = 1 << 20
 _PART = 256
-"""A part of a layer is a multiple of so many elements, as the starts of parameters are."""
+"""Parts of a layer are multiples of this many elements, like the starts of parameters."""
 ALLOCATOR_BYTES = 256 * MIB
-"""cuBLAS's workspaces, small tensors, and what torch's allocator reserves beyond the peak of what is allocated, with
-segments that grow (18 cases of benchmarks/results.csv: 52 to 374 MiB)."""
+"""cuBLAS's workspaces, small tensors, and the bytes that torch's allocator reserves beyond the peak of allocated bytes,
+with expandable segments (18 cases of benchmarks/results.csv: 52 to 374 MiB)."""
 FRAMEWORK_RAM_BYTES = {"cuda": 1700 * MIB, "cpu": 600 * MIB}
-"""Python, torch and transformers, with and without CUDA's libraries (resident, measured)."""
+"""Resident RAM of Python, torch and transformers, with and without CUDA's libraries (measured)."""
 
 
 def outside_bytes(layers: Sequence[LayerShape], hardware: Hardware) -> int:
-    """VRAM of the process that is not torch's: the CUDA context, and NCCL where there are several ranks."""
+    """VRAM of the process outside torch's allocator: the CUDA context, and NCCL with several ranks."""
     if layers[0].num_ranks == 1:
         return hardware.vram_context_bytes
     by_buses_alone = hardware.link_is_bus and not hardware.network_bytes_per_second
@@ -342,7 +341,7 @@ class Activations:
     """Bytes of one micro-batch's activations."""
 
     vram: int = 0
-    """Most that is alive at once."""
+    """Peak of live bytes."""
     ram: int = 0
     """Inputs of offloaded blocks."""
 
@@ -350,10 +349,13 @@ class Activations:
 def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
     """Memory of the activations of a micro-batch.
 
-    Stages are added up in forward order. Each adds what it keeps until its backward: all of it, its outputs alone where
-    it is recomputed, and not its input where that is offloaded (two such inputs are in VRAM at a time). Above this
-    comes what the stage needs for a while, in forward and in backward. Backward's part includes what a recomputation
-    brings back, and the gradients of inputs that blocks share. `how`: "keep", "checkpoint" or "offload" for each stage.
+    Stages are added up in forward order. A stage adds the activations that it keeps until its backward: all of them;
+    only its outputs if it is recomputed; without its input if the input is offloaded (two offloaded inputs are in VRAM
+    at a time). Temporary memory of the stage in forward and backward comes on top. The part of backward includes the
+    recomputed activations, and the gradients of inputs that blocks share.
+
+    Args:
+        how: "keep", "checkpoint" or "offload" for each stage.
     """
     below = peak = in_ram = moving = 0
     for stage, choice in zip(work.stages, how, strict=True):
@@ -369,7 +371,7 @@ def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
 
 
 def choices(layers: Sequence[LayerShape], placements: Sequence[Placement], work: MicroBatch) -> list[str]:
-    """What happens to each stage's activations."""
+    """How each stage's activations are kept: "keep", "checkpoint" or "offload"."""
     of_block = {layer.name: where.activations for layer, where in zip(layers, placements, strict=True)}
     return [of_block.get(stage.block, "keep") if stage.block else "keep" for stage in work.stages]
 
@@ -387,9 +389,9 @@ def run_bytes(
     """Bytes by tier ("vram", "ram", "disk") and category.
 
     Args:
-        held: the activations; None leaves them and the framework out.
-        context_bytes: VRAM of the process that is not torch's.
-        device_type: "cpu": there is no VRAM, and what would be there is in RAM too.
+        held: the activations; None leaves activations and the framework out.
+        context_bytes: VRAM of the process outside torch's allocator.
+        device_type: with "cpu" there is no VRAM, and bytes of the "vram" tier are in RAM too.
     """
     tiers = tier_bytes(layers, placements, accumulation)
     tiers["vram"]["frozen weights"] = frozen_bytes

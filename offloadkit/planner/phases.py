@@ -1,8 +1,8 @@
-"""Peaks of memory by phase of a run. Training steps are not all that takes memory; each formula says what else does.
+"""Peak memory of each phase of a run, with the formulas. Phases other than training steps take memory too.
 
-Words of the formulas: *slabs* are the RAM of the flat layers (`layout.tier_bytes`); *framework* is Python and its
-libraries; *held* are activations. On a GPU torch keeps what it has reserved, so no later phase takes less VRAM than
-training. Without a GPU, what would be in VRAM is in RAM, and activations are given back after each step.
+Terms of the formulas: *slabs* are the RAM of the flat layers (`layout.tier_bytes`); *framework* is Python and its
+libraries; *held* are activations. torch keeps the VRAM that it has reserved, so no phase after training takes less VRAM
+than training. Without a GPU, the VRAM of a plan is in RAM, and activations are freed after each step.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ PhaseName = Literal["reading", "first step", "training", "evaluation", "generati
 PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 
 _LATE_FRAMEWORK_BYTES = 700 << 20
-"""RAM of the framework on a GPU that comes with the first step: cuBLAS, kernels, Triton. Before it there is at most
-1.0 GiB: in benchmarks/results.csv (w6, w6-48) reading, with its staged layer, was not the peak. Where rates were
-measured or blocks were timed just now, it is there before, and a single large layer is staged on top."""
+"""RAM that the framework takes with the first step on a GPU: cuBLAS, kernels, Triton. Before the first step the
+framework has at most 1.0 GiB: in benchmarks/results.csv (w6, w6-48) reading, with its staged layer, was not the peak.
+If rates or blocks were measured just before, these bytes are taken already while reading, and a single large layer is
+staged on top."""
 READ_AHEAD_BYTES = 640 << 20
-"""Most bytes of parameters that are read or drawn at once on a GPU, where no single layer has more: less than what the
+"""Most bytes of parameters that are read or initialised at once on a GPU, unless a single layer has more: less than the
 framework takes later."""
 _TOLERANCE, _TOLERATED_BYTES = 0.05, 1 << 29
-"""A peak is named beside the plan's if it differs by more than both: this fraction, and these bytes."""
+"""A measured peak is reported if it differs from the plan by more than both this fraction and this number of bytes."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The highest memory of one part of a run, in bytes."""
+    """Peak memory of one part of a run, in bytes."""
 
     name: PhaseName
     vram: int
-    """Without a GPU: what would be in VRAM. It is part of `ram` then."""
+    """Without a GPU, this memory is part of `ram`."""
     ram: int
 
 
 def staged_bytes(layers: Sequence[LayerShape]) -> int:
-    """RAM of the largest layer's parameters as they are read, before they are copied to their places (`LayerState`).
+    """RAM of the largest layer's parameters between reading and copying to their places (`LayerState`).
 
-    They are taken to be read in the working dtype. Of an fp32 checkpoint that is trained in bf16 they are twice that.
+    Assumes the working dtype. An fp32 checkpoint that is trained in bf16 takes twice as much.
     """
     return max((layer.weight_bytes() for layer in layers), default=0)
 
 
 def moved_bytes(layers: Sequence[LayerShape], placements: Sequence[Placement], frozen: int) -> int:
-    """RAM that the model takes when its engine is closed: all weights, if those of any layer were in RAM.
+    """RAM of the model when its engine is closed: all weights if some layer has its weights in RAM, else 0.
 
-    Of weights that ranks share it is this one's part: they are copied where a rank writes to them later.
+    Weights that ranks share count with this rank's part only, because they are copy-on-write.
 
     Args:
         frozen: bytes of frozen parameters and buffers.
@@ -63,15 +64,16 @@ def moved_bytes(layers: Sequence[LayerShape], placements: Sequence[Placement], f
 
 
 def handed_over_bytes(layer: LayerShape, weights: Literal["vram", "ram"]) -> int:
-    """RAM of a layer's weights when the engine is closed, if they lived there or are brought there."""
+    """RAM of a layer's weights when the engine is closed, whether they were in RAM or are moved there."""
     return layer.stepped_bytes() if weights == "ram" else layer.weight_bytes()
 
 
 def ram_peak(slabs: int, held: int, staged: int, moved: int) -> int:
-    """Most RAM of a run on a GPU, without the framework's.
+    """Peak RAM of a run on a GPU, without the framework's own.
 
-    Slabs are there from before reading until closing. What is staged is gone when the inputs of recomputed blocks
-    (`held`) and the rest of the framework come; the slabs but those of weights are gone when the model is `moved`.
+    Slabs exist from before reading until closing. The staged layer is freed before the inputs of recomputed blocks
+    (`held`) and the rest of the framework are allocated. All slabs except weights are freed before the model is
+    `moved`.
     """
     return max(slabs + max(held, staged - _LATE_FRAMEWORK_BYTES), moved)
 
@@ -89,17 +91,17 @@ def phases_of(
     """The phases in time order.
 
     Args:
-        tiers: the training step's bytes (`layout.run_bytes`), with their leavings-out.
-        reads: whether weights are read or drawn. Else the model is in memory.
+        tiers: the training step's bytes (`layout.run_bytes`), with the same omissions.
+        reads: whether weights are read or initialised; False if the model is in memory.
 
-    - Reading: all slabs are populated, then each layer is staged, and copied to its place (`PlacedModel._allocate`).
-      On a GPU several are staged at once, in the room of what the framework takes later. Buckets of gradients come with
-      the first backward.
-    - First step and training: what `tiers` says. All buffers are made in the first step.
-    - Evaluation: no gradient is there, and one stage's activations at a time. Its micro-batch may have more rows.
+    - Reading: all slabs are populated, then each layer is staged and copied to its place (`PlacedModel._allocate`). On
+      a GPU several layers are staged at once, in the RAM that the framework takes later. Gradient buckets are allocated
+      in the first backward.
+    - First step and training: the bytes of `tiers`. All buffers are allocated in the first step.
+    - Evaluation: no gradients, and one stage's activations at a time. Its micro-batch may have more rows.
     - Generation: as evaluation, with keys and values of all blocks.
-    - Saving: tensors are written from where they are (`checkpoint.arrays`), in pieces that do not count.
-    - Closing: states are freed first; weights in RAM stay in place. If there are any, the others are moved there.
+    - Saving: tensors are written from their places (`checkpoint.arrays`), in pieces too small to count.
+    - Closing: states are freed first. Weights in RAM stay in place; if there are any, all other weights move to RAM.
     - Resuming: as reading. States are read in pieces that are smaller than a staged layer.
     """
     ram, vram = dict(tiers["ram"]), dict(tiers["vram"])
@@ -142,7 +144,7 @@ def phases_of(
 
 
 def _read_beside(layers: Sequence[LayerShape], placements: Sequence[Placement]) -> int:
-    """Without a GPU: most bytes beside the slabs while layers are read, one after the other."""
+    """Without a GPU: peak bytes in addition to the slabs while layers are read one after the other."""
     most = read = 0
     for layer, where in zip(layers, placements, strict=True):
         read += layer.weight_bytes() if where.weights == "vram" else 0
@@ -152,15 +154,15 @@ def _read_beside(layers: Sequence[LayerShape], placements: Sequence[Placement]) 
 
 
 def forward_bytes(work: MicroBatch | None) -> int:
-    """Most activations of evaluation's forward, which has no gradients: one stage's at a time."""
+    """Peak activations of evaluation's forward, which keeps one stage's activations at a time."""
     stages = (work.evaluation or work).stages if work else ()
     return max((stage.input_bytes + stage.shared_bytes + stage.forward_peak_bytes for stage in stages), default=0)
 
 
 def _cache_bytes(work: MicroBatch | None) -> int:
-    """Keys and values that generation keeps: at most two arrays of each block's hidden states.
+    """Bytes of the KV cache in generation: at most two arrays of hidden states for each block.
 
-    An encoder's blocks stand for what the decoder keeps of the encoder's output. A causal model continues one row at a
+    An encoder's blocks stand for the decoder's cache of the encoder's output. A causal model generates one row at a
     time (`hf.evaluate.predict`).
     """
     if work is None:
@@ -172,8 +174,8 @@ def _cache_bytes(work: MicroBatch | None) -> int:
 
 
 def differing(phases: Sequence[Phase], peaks: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
-    """Sentences on phases whose measured peaks (`Telemetry.peaks`) are not what was planned: by more than 5 % and
-    0.5 GiB."""
+    """Sentences on phases whose measured peak (`Telemetry.peaks`) differs from the plan by more than both 5 % and 0.5
+    GiB."""
     for phase in phases:
         for tier, planned in (("ram", phase.ram), ("vram", phase.vram)):
             took = peaks.get(phase.name, {}).get(tier)

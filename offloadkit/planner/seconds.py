@@ -1,20 +1,20 @@
-"""Seconds of a step: a simulation of the GPU, the CPU, Python, the disk and both directions of the bus, layer by layer.
+"""Simulates the seconds of a step on the GPU, CPU, Python, disk and both directions of the bus, layer by layer.
 
-A step has two phases. They do not overlap, because clipping needs the whole norm before the first layer is stepped
+A step has two phases, which do not overlap because clipping needs the whole norm before the first layer is stepped
 (docs/design.md, "The step in time order"):
 
-- forward, beside the update of the last step: CPU steps and uploads, and states streamed to the GPU and back. The
+- forward, together with the update of the last step: CPU steps, uploads, and states streamed to the GPU and back. The
   update goes in forward order, and forward waits layer by layer;
-- backward, beside the copies of gradients to RAM.
+- backward, together with the copies of gradients to RAM.
 
-With several ranks a step is that of one rank, beside the others. Backward's gradients are exchanged layer by layer over
-the link, which forward's new weights are gathered over. Both have one order, so each waits for the one before it. Sums
-that are exchanged once a step go in the last backward, and those in RAM are added before the norm. Where the link is
-the bus, copies are slower by what goes over the link in the same phase.
+With several ranks the simulation is of one rank. Gradients are exchanged over the link layer by layer in backward, and
+new weights are all-gathered over it in forward, in the same order on all ranks. Sums that are exchanged once a step go
+in the last backward; sums in RAM are added before the norm. If the link is the bus, its traffic slows the copies of the
+same phase.
 
 Each resource works through its own queue. A layer's work starts once its inputs have arrived and a buffer is free.
 
-The constants are those of `fitted`. Steps planned and measured: docs/results.md.
+The constants are in `fitted`. docs/results.md compares planned and measured steps.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from offloadkit.planner.layout import (
 from offloadkit.planner.work import MicroBatch, Pass, Stage
 
 FEW_CORES = 2
-"""With at most this many cores, the CPU's step and Python share them: they do not run at the same time."""
+"""With at most this many cores, the CPU step and Python share the cores and do not run at the same time."""
 
 IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", activations="keep", step="gpu")
 RESOURCES = ("forward", "backward", "GPU step", "CPU step", "H2D", "D2H", "disk", "launches")
@@ -73,7 +73,7 @@ class Seconds:
     """The predicted seconds of a step. Resources overlap, so their seconds do not add up to the step's.
 
     Attributes:
-        update_phase: forward and the update. With `backward_phase` it adds up to `step`.
+        update_phase: forward and the update. `update_phase + backward_phase == step`.
         busy: seconds of each resource: "forward", "backward" and "GPU step" (which share the GPU), "CPU step", "H2D",
             "D2H", "disk", "launches" (Python, starting kernels), and with several ranks "link".
     """
@@ -85,27 +85,27 @@ class Seconds:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the GPU waits."""
+        """Seconds during which the GPU waits."""
         return max(0.0, self.step - sum(self.busy[name] for name in ("forward", "backward", "GPU step")))
 
 
 @dataclass(frozen=True)
 class _StageCost:
-    """One stage: its seconds on the GPU (`forward`, `backward`) and of Python (`..._launches`), and its flat layers."""
+    """A stage's seconds on the GPU (`forward`, `backward`) and in Python (`..._launches`), and its flat layers."""
 
     forward: float
     backward: float
     forward_launches: float
     backward_launches: float
     operation_launches: float
-    """Of one bare launch for each operation of forward, with our attention counted as one."""
+    """Seconds of one bare launch for each operation of forward, with our attention counted as one operation."""
     input_bytes: int
     layers: tuple[LayerCost, ...]
 
 
 @dataclass(frozen=True)
 class _Bus:
-    """Bytes per second each way, and by which factor the CPU's step is slower because of these copies."""
+    """Bytes per second in each direction, and the slowdown of the CPU step by copies (factor)."""
 
     h2d: float
     d2h: float
@@ -118,10 +118,10 @@ class StepModel:
     Attributes:
         stages: the costs of each stage, in forward order.
         layers: the costs of each flat layer, in the same order.
-        cpu_rate: bytes per second of the CPU's step.
-        agreeing: seconds in which an update waits for the other ranks to say what they have.
-        link: bytes per second that a rank receives from the others.
-        slowed_beside_cpu: by which fraction Python is slower in forward beside the CPU's step.
+        cpu_rate: bytes per second of the CPU step.
+        agreeing: seconds of the ranks' agreement before an update.
+        link: bytes per second that a rank receives from the other ranks.
+        slowed_beside_cpu: Python's slowdown in forward while the CPU steps (fraction).
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class StepModel:
             self.stages.append(cost)
         self.layers = [layer for stage in self.stages for layer in stage.layers]
         others = layers[0].num_ranks - 1
-        meetings = 3 if layers[0].sums_whole(accumulation) else 2  # what gradients there are, sums in RAM, the norm
+        meetings = 3 if layers[0].sums_whole(accumulation) else 2  # which gradients exist, sums in RAM, the norm
         self.agreeing = meetings * others * AGREE_SECONDS
         self._resources = (*RESOURCES, "link") if others else RESOURCES
         self.link = link_rate(hardware, layers[0].num_ranks)
@@ -171,9 +171,9 @@ class StepModel:
         return self.seconds([IN_VRAM] * len(self.layers)).step
 
     def gpu_share(self) -> float:
-        """Fraction of the layers with states in RAM that the GPU should step, so that it finishes with the CPU.
+        """Fraction of the layers with states in RAM that the GPU should step to finish together with the CPU.
 
-        While the CPU steps its layers, the bus copies its stepped weights and the states of the GPU's layers.
+        While the CPU steps its layers, the bus copies their new weights and the states of the GPU's layers.
         """
         weights = sum(layer.stepped_bytes for layer in self.layers)
         states = sum(layer.state_bytes for layer in self.layers)
@@ -182,7 +182,7 @@ class StepModel:
         return cpu / (cpu + states / h2d) if cpu else 0.0
 
     def seconds(self, placements: Sequence[Placement]) -> Seconds:
-        """The step with these placements, one for each layer."""
+        """Simulate a step with one placement for each layer."""
         others = self._accumulation - 1
         first, last = self._forward(placements, updates=True), self._backward(placements, is_last=True)
         update, backward = max(first.free.values()) + self.agreeing, max(last.free.values())
@@ -190,7 +190,7 @@ class StepModel:
         if others:
             forward, before = self._forward(placements, updates=False), self._backward(placements, is_last=False)
             between = max(forward.free.values())
-            adding = before.free.pop("CPU step", 0.0)  # gradients are still added beside the next forward
+            adding = before.free.pop("CPU step", 0.0)  # gradients are still being added during the next forward
             update += others * between
             backward += others * max(*before.free.values(), adding - between)
             for name in self._resources:
@@ -200,7 +200,7 @@ class StepModel:
     def rates(self, placements: Sequence[Placement]) -> dict[str, float]:
         """Mean bytes per second of "H2D", "D2H" and "CPU step" while they work, in a step with these placements.
 
-        What the step does not use is left out.
+        Resources that the step does not use are left out.
         """
         alone, beside = self._bus_in_update(placements, False), self._bus_in_update(placements, True)
         others = self._accumulation - 1
@@ -224,7 +224,8 @@ class StepModel:
         return found
 
     def _forward(self, placements: Sequence[Placement], *, updates: bool) -> Queues:
-        """Forward and, if `updates`, beside it the update of the last step: CPU steps, uploads and GPU steps."""
+        """Simulate forward and, if `updates`, the concurrent update of the last step: CPU steps, uploads and GPU
+        steps."""
         queues = Queues(self._hardware.num_cores)
         ring, bus = Ring(queues), self._bus_in_update(placements, updates)
         if updates:
@@ -251,7 +252,7 @@ class StepModel:
                 elif updates:
                     on_gpu += layer.gpu_step
                     resident += layer.gpu_step
-                    on_device = resident  # these steps go before all else on the GPU
+                    on_device = resident  # these steps precede all other work on the GPU
                 in_ram, free = where.weights == "ram", 0.0
                 fetched = (layer.weight_bytes if in_ram else layer.stepped_bytes) / bus.h2d
                 if in_ram:
@@ -283,11 +284,11 @@ class StepModel:
         return queues
 
     def _slowing(self, placements: Sequence[Placement], bus: _Bus, norm: float) -> tuple[tuple[float, float], ...]:
-        """How long the threads of the update slow Python in forward, and by which factor: the earlier end first.
+        """(end, factor) of the periods in which the update's threads slow Python in forward, the earlier end first.
 
-        They work without a pause from the start on, as if they waited for no disk and no other copy.
+        Assumes that the threads work without a pause from the start, as if they waited for no disk and no other copy.
         """
-        if self._hardware.num_cores <= FEW_CORES:  # one after the other already
+        if self._hardware.num_cores <= FEW_CORES:  # Python and the CPU step alternate already
             return ()
         stepped, there, back = norm, 0.0, 0.0
         on_cpu = through_vram = 0.0
@@ -304,7 +305,7 @@ class StepModel:
         return (streamed, both), (stepped, 1.0 + on_cpu)
 
     def _stepped(self, queues: Queues, layer: LayerCost, where: Placement, bus: _Bus) -> float:
-        """When the CPU has stepped the layer. States on disk are read before that and written after it."""
+        """When the CPU has stepped the layer. States on disk are read before the step and written after it."""
         read = 0.0
         if where.states == "disk":
             speeds = (self._hardware.disk_read_bytes_per_second, self._hardware.disk_write_bytes_per_second)
@@ -314,7 +315,7 @@ class StepModel:
     def _streamed(
         self, queues: Queues, ring: Ring, layer: LayerCost, where: Placement, bus: _Bus
     ) -> tuple[float, float]:
-        """When the GPU has stepped a layer whose states are in RAM, and when these are back in RAM."""
+        """When the GPU has stepped a layer with states in RAM, and when its states are back in RAM."""
         h2d_bytes, d2h_bytes = layer.transfer_bytes(where)
         launches = CHUNK_LAUNCHES * layer.num_chunks * self._hardware.launch_seconds
         queues.take(queues.python, launches, 0.0, "launches")
@@ -322,10 +323,10 @@ class StepModel:
         return ring.step(h2d_bytes / bus.h2d, d2h_bytes / bus.d2h, layer.gpu_step, layer.num_chunks)
 
     def _bus_in_update(self, placements: Sequence[Placement], updates: bool) -> _Bus:
-        """The bus beside forward.
+        """The bus during forward.
 
-        Streamed states share both directions with the other copies. They share DRAM with the CPU's step, which slows
-        both while both run.
+        Streamed states share both directions with the other copies, and DRAM with the CPU step, so that both are slower
+        while both run.
         """
         machine = self._hardware
         streams = any(where.step == "gpu" and where.states == "ram" for where in placements)
@@ -356,7 +357,7 @@ class StepModel:
         return self._beside_link(bus, linked, h2d_bytes, d2h_bytes)
 
     def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> Queues:
-        """Backward with recomputation. Beside it, weights and inputs are fetched, and gradients are sent and added."""
+        """Simulate backward with recomputation, and the concurrent fetches and the sending and adding of gradients."""
         queues, adds = Queues(self._hardware.num_cores), self._accumulation > 1
         python = queues.python
         bus = self._bus(placements, is_last=is_last)
@@ -381,7 +382,7 @@ class StepModel:
                     seconds += layer.summing_in_vram
             if fetched:
                 num_streamed += 1
-                if num_streamed > NUM_WEIGHT_BUFFERS:  # else still in VRAM since forward
+                if num_streamed > NUM_WEIGHT_BUFFERS:  # the first buffers still hold weights since forward
                     ready = max(ready, queues.take("H2D", fetched / h2d, max(before, ends[-NUM_WEIGHT_BUFFERS])))
             if offloads:
                 ready = max(ready, queues.take("H2D", unit.input_bytes / h2d, before))
@@ -400,7 +401,7 @@ class StepModel:
                 in_ram, complete = placements[layer.index].gradients == "ram", end
                 if is_last and layer.sums_exchange and not in_ram:
                     queues.take("link", layer.sums_exchange, end)
-                if layer.exchange:  # what was received, or its sum, leaves the device before the next one's comes
+                if layer.exchange:  # a received gradient, or its sum, leaves the device before the next one arrives
                     complete = queues.take("link", layer.exchange, max(end, drained) if adds else end)
                     sent.append(complete)
                     if in_ram and not adds:
@@ -416,14 +417,14 @@ class StepModel:
         if is_last:
             done = queues.launched(LAYER_LAUNCHES * len(placements) * self._hardware.launch_seconds, 0.0)
             done = max(done, queues.free["link"])
-            for layer in self.layers:  # whose gradients stayed in VRAM until now, and which the CPU steps
+            for layer in self.layers:  # gradients that stayed in VRAM until now, of layers that the CPU steps
                 where = placements[layer.index]
                 if where.step == "cpu" and where.gradients == "vram":
                     queues.take("D2H", layer.gradient_bytes / d2h, done)
         return queues
 
     def _bus(self, placements: Sequence[Placement], *, is_last: bool) -> _Bus:
-        """The bus beside backward: less each way if both directions are in use."""
+        """The bus during backward: slower in each direction if both are in use."""
         machine = self._hardware
         h2d, d2h = machine.h2d_bytes_per_second, machine.d2h_bytes_per_second
         fetches = any(where.weights == "ram" or where.activations == "offload" for where in placements)
@@ -444,7 +445,7 @@ class StepModel:
         return self._beside_link(bus, linked, fetched, sent)
 
     def _beside_link(self, bus: _Bus, linked: float, h2d_bytes: float, d2h_bytes: float) -> _Bus:
-        """What copies of so many bytes have of the bus, if the link is this bus and works for `linked` seconds."""
+        """The bus that is left for copies of so many bytes, if the link is this bus and works for `linked` seconds."""
         if not self._hardware.link_is_bus:
             return bus
         num_bytes = linked * self.link
@@ -473,14 +474,14 @@ def place_in_stages(layers: Sequence[LayerShape], stages: Sequence[Stage]) -> li
 
 
 def weighed(work: Pass, *, compiled: bool = False, of_attention: int = ATTENTION_LAUNCHES) -> float:
-    """Operations of a pass, weighed by Python's time: compiled ones count less, an attention of ours counts more."""
+    """Operations of a pass weighted by Python's time: less for compiled ones, more for our attention."""
     return work.num_operations * (COMPILED_LAUNCHES if compiled else 1.0) + work.num_attention * of_attention
 
 
 def pass_seconds(work: Pass, hardware: Hardware, dtype: str, *, compiled: bool = False) -> float:
     """Seconds of a pass on the GPU.
 
-    The time for a matmul's bytes is added to its computing time. The two overlap only in large, square matmuls.
+    A matmul's memory time is added to its computing time, because the two overlap only in large, square matmuls.
     """
     flops: float = getattr(hardware, f"{dtype}_flops_per_second")
     memory = hardware.vram_bytes_per_second
@@ -490,27 +491,27 @@ def pass_seconds(work: Pass, hardware: Hardware, dtype: str, *, compiled: bool =
 
 
 def cpu_step_rate(precision: Precision, hardware: Hardware) -> float:
-    """Bytes per second of the CPU's step in training, without states that are streamed to the GPU at the same time."""
+    """Bytes per second of the CPU step in training, while no states are streamed to the GPU."""
     rate: float = getattr(hardware, CPU_STEP_RATES[precision])
     return CPU_EFFICIENCY[precision] * rate
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One flat layer: bytes that move, and seconds of the work on them."""
+    """Bytes moved for one flat layer, and seconds of the work on them."""
 
     index: int
     weight_bytes: int
     stepped_bytes: int
-    """The weights that this rank steps."""
+    """Working weights that this rank steps."""
     sent_bytes: int
-    """What goes to RAM for one micro-batch, where the gradient does."""
+    """Bytes copied to RAM for one micro-batch if the gradient is in RAM."""
     gradient_bytes: int
     state_bytes: int
     step_bytes: int
     """Memory traffic of a step."""
     num_chunks: int
-    """Number of pieces in which its states pass through VRAM."""
+    """Number of chunks in which the states pass through VRAM."""
     cpu_step: float
     gpu_step: float
     bucket: float
@@ -518,21 +519,21 @@ class LayerCost:
     adding_in_vram: float
     """Adding a gradient to the fp32 sum in VRAM, which is read and written."""
     adding_in_ram: float
-    """Adding a gradient to the fp32 sum in RAM, after the copy wrote the gradient there."""
+    """Adding a gradient to the fp32 sum in RAM, after the copy wrote the gradient to RAM."""
     norm_in_ram: float
-    """Computing the norm of the sum in RAM, which is never in VRAM; before that, adding all ranks' sums there, if they
-    are exchanged once a step."""
+    """Computing the norm of a sum that is only in RAM. Includes adding up all ranks' sums if they are exchanged once a
+    step."""
     exchange: float
-    """Receiving all ranks' gradients of one micro-batch; 0 with one rank, and if sums are exchanged."""
+    """Receiving all ranks' gradients of one micro-batch; 0 with world size 1, and if sums are exchanged."""
     sums_exchange: float
-    """Receiving all ranks' sums of a window, where they are in VRAM; 0 if each micro-batch is exchanged."""
+    """Receiving all ranks' sums of a window in VRAM; 0 if each micro-batch is exchanged."""
     summing_in_vram: float
-    """Adding these up."""
+    """Adding up all ranks' sums in VRAM."""
     gather: float
     """Receiving the new weights that the other ranks have stepped."""
 
     def transfer_bytes(self, where: Placement) -> tuple[int, int]:
-        """Bytes to VRAM and back, where the GPU steps the layer and its states are in RAM.
+        """Bytes to VRAM and back if the GPU steps the layer and its states are in RAM.
 
         Weights and gradient count if they are in RAM too. The gradient is not copied back.
         """
@@ -541,7 +542,7 @@ class LayerCost:
 
 
 def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: int) -> LayerCost:
-    """The costs of a layer. They do not depend on its placement."""
+    """The costs of a layer, which are the same for every placement."""
     vram, dram = hardware.vram_bytes_per_second * STEP_EFFICIENCY, hardware.cpu_adamw_bytes_per_second
     gradient, bucket, received = (
         layer.gradient_bytes(accumulation),
@@ -550,14 +551,14 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
     )
     traffic, own, ranks = layer.step_bytes(accumulation), layer.own_numel, layer.num_ranks
     sums = layer.sums_whole(accumulation)
-    added = layer.numel if sums else own * ranks  # by one micro-batch
+    added = layer.numel if sums else own * ranks  # elements added by one micro-batch
     num_chunks = max(1, -(-own // STEP_CHUNK))
     of_all = layer.received_bytes(accumulation)
     link = link_rate(hardware, ranks)
     exchange = of_all // ranks * (ranks - 1) / link + EXCHANGE_SECONDS if ranks > 1 else 0.0
     gathered = layer.weight_bytes() - layer.stepped_bytes()
     norm = gradient / (dram * NORM_EFFICIENCY) if accumulation > 1 else 0.0
-    if sums:  # into rank 0's sum, which the other ranks copy then
+    if sums:  # added to rank 0's sum, which the other ranks then copy
         norm += 4 * own * (3 * (ranks - 1) + 2) / (dram * ADD_EFFICIENCY)
     return LayerCost(
         index=index,
@@ -582,7 +583,7 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
 
 
 def link_rate(hardware: Hardware, num_ranks: int) -> float:
-    """Bytes per second that a rank receives, an equal part from each of the others."""
+    """Bytes per second that a rank receives, in equal parts from all other ranks."""
     link, network = hardware.link_bytes_per_second or hardware.h2d_bytes_per_second, hardware.network_bytes_per_second
     elsewhere = num_ranks - hardware.num_ranks
     if elsewhere <= 0 or not network:
@@ -591,9 +592,9 @@ def link_rate(hardware: Hardware, num_ranks: int) -> float:
 
 
 def both_ways(h2d_bytes: float, d2h_bytes: float, hardware: Hardware) -> tuple[float, float]:
-    """Mean bytes per second of H2D and D2H, if so many bytes go each way.
+    """Mean bytes per second of H2D and D2H for so many bytes in each direction.
 
-    While both directions are in use they share `both_bytes_per_second`. The rest of the longer one has its full rate.
+    While both directions are in use they share `both_bytes_per_second`. The rest of the longer copy has its full rate.
     """
     h2d, d2h = hardware.h2d_bytes_per_second, hardware.d2h_bytes_per_second
     share = min(1.0, hardware.both_bytes_per_second / (h2d + d2h))
@@ -608,10 +609,10 @@ def both_ways(h2d_bytes: float, d2h_bytes: float, hardware: Hardware) -> tuple[f
 def dram_slowdowns(
     cpu_seconds: float, rate: float, bus_seconds: float, num_bytes: float, hardware: Hardware
 ) -> tuple[float, float]:
-    """By which factors the CPU's step and the copies beside it are slower, because they share the DRAM.
+    """Slowdown factors of the CPU step and of concurrent copies, because they share the DRAM.
 
-    While both run they share its bandwidth in proportion to what each would use alone: the step `rate` bytes per second
-    for `cpu_seconds`, the copies of both directions together `num_bytes` in `bus_seconds`.
+    While both run, they share its bandwidth in proportion to their rates alone: `rate` bytes per second for
+    `cpu_seconds`, and `num_bytes` of copies in both directions in `bus_seconds`.
     """
     if not cpu_seconds or not bus_seconds:
         return 1.0, 1.0
@@ -624,11 +625,11 @@ def dram_slowdowns(
 
 
 class Queues:
-    """When each resource is free again (`free`), and how many seconds it worked for each purpose (`busy`).
+    """The time at which each resource is free again (`free`), and its seconds of work by purpose (`busy`).
 
     Attributes:
-        python: the resource that Python works on.
-        slowing: until when Python is slower, and by which factor; one after the other.
+        python: the resource that Python occupies.
+        slowing: (end, factor) of consecutive periods in which Python is slower.
     """
 
     def __init__(self, num_cores: int) -> None:
@@ -638,20 +639,21 @@ class Queues:
         self.busy: defaultdict[str, float] = defaultdict(float)
 
     def take(self, resource: str, seconds: float, ready: float, purpose: str | None = None) -> float:
-        """Queue work that can start at `ready`. Returns when it ends."""
+        """Queue work that can start at `ready`. Returns its end."""
         began = self.free[resource]
         end = self.free[resource] = (began if began > ready else ready) + seconds
         self.busy[purpose or resource] += seconds
         return end
 
     def launched(self, seconds: float, ready: float) -> float:
-        """Queue Python's launches of the GPU's newest work, which ends no sooner than they do. Returns when it ends."""
+        """Queue the Python launches of the GPU's newest work, which cannot end before its launches. Returns the end of
+        that work."""
         took = self._slowed(seconds, max(self.free[self.python], ready))
         end = self.free["GPU"] = max(self.free["GPU"], self.take(self.python, took, ready, "launches"))
         return end
 
     def _slowed(self, seconds: float, began: float) -> float:
-        """What Python takes for so many seconds of its work."""
+        """Actual duration of `seconds` of Python's work, including the slowdown."""
         took = 0.0
         for until, factor in self.slowing:
             room = until - (began + took)
@@ -664,11 +666,11 @@ class Queues:
 
 
 class Ring:
-    """States that pass through VRAM in chunks, from the start of the update on.
+    """States that pass through VRAM in chunks, from the start of the update.
 
-    Each chunk has an H2D copy, the GPU's step and a D2H copy, one after the other. The H2D copy also waits for a free
-    buffer and for the step of the chunk before. Other copies to VRAM have priority: the ring waits for a copy that is
-    running, but not for one that cannot start yet.
+    Each chunk has an H2D copy, a GPU step and a D2H copy, in this order. The H2D copy also waits for a free buffer and
+    for the step of the previous chunk. Other copies to VRAM have priority: the ring waits for a running copy, but not
+    for a copy that cannot start yet.
     """
 
     def __init__(self, queues: Queues) -> None:
@@ -677,17 +679,17 @@ class Ring:
         self._others: list[tuple[float, float]] = []
 
     def give_way(self, end: float, seconds: float) -> None:
-        """Another copy to VRAM takes `seconds` and ends at `end`."""
+        """Record another copy to VRAM that takes `seconds` and ends at `end`."""
         heappush(self._others, (end - seconds, seconds))
 
     def sent(self, seconds: float) -> None:
-        """Another copy to RAM takes `seconds`, at some time."""
+        """Record another copy to RAM that takes `seconds`, at any time."""
         self._d2h += seconds
 
     def step(self, h2d: float, d2h: float, kernel: float, num_chunks: int) -> tuple[float, float]:
-        """Stream a layer whose copies and step take these seconds in all.
+        """Stream a layer whose copies and step take these seconds in total.
 
-        Returns when it is stepped, and when its states are back in RAM.
+        Returns when the layer is stepped, and when its states are back in RAM.
         """
         began = self._h2d
         stepped = began + h2d + kernel
