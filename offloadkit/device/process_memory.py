@@ -1,4 +1,4 @@
-"""Memory of a process as the driver and the system count it, and settings of torch's VRAM allocator."""
+"""Memory use of the process according to the driver and the system, and settings of torch's VRAM allocator."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from offloadkit import hardware
 from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.telemetry import Peaks
 
-_cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
+_cuda: Any = torch.cuda  # typed in some releases of torch only
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def let_segments_grow(device: torch.device) -> None:
-    """Have torch allocate from segments that can grow (`expandable_segments`) from now on.
+    """Turn on `expandable_segments` of torch's allocator.
 
-    Memory freed in one size then serves another. On an H200, 0.02 to 0.37 GiB are reserved beyond what is allocated;
-    without it up to 0.67 GiB. It does nothing if the user configures the allocator or the system has no such segments.
+    Freed memory then serves allocations of other sizes. On an H200 torch reserves 0.02 to 0.37 GiB beyond the allocated
+    bytes; without expandable segments up to 0.67 GiB. No effect if the user configures the allocator or outside Linux.
     """
     if device.type != "cuda" or sys.platform != "linux" or any(name in os.environ for name in _VARIABLES):
         return
@@ -37,11 +37,11 @@ def let_segments_grow(device: torch.device) -> None:
 class DeviceMemory:
     """Peak device memory of this process in bytes, over the calls of `sample`. Create it before CUDA is initialized.
 
-    NVML's figure for the process includes what torch's counters leave out: the CUDA context, cuBLAS workspaces and
-    fragmentation. If the driver does not tell processes apart, the growth of the whole device is used instead.
+    NVML's figure includes memory that torch does not count: the CUDA context and cuBLAS workspaces. If the driver
+    reports no memory per process, the growth of the whole device is used.
 
     Attributes:
-        source: where the figure comes from.
+        source: origin of the figure.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class DeviceMemory:
             import pynvml
 
             pynvml.nvmlInit()
-            index = _cuda._get_nvml_device_index(device.index or 0)  # by CUDA_VISIBLE_DEVICES, of numbers or UUIDs
+            index = _cuda._get_nvml_device_index(device.index or 0)  # by CUDA_VISIBLE_DEVICES: numbers or UUIDs
             self._nvml, self._nvml_device = pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)
             self._bytes_before = int(pynvml.nvmlDeviceGetMemoryInfo(self._nvml_device).used)
         except Exception as error:
@@ -78,37 +78,34 @@ class DeviceMemory:
 
 
 class VramCap:
-    """Keeps this process within some bytes of a GPU, the CUDA context included: torch may allocate what that leaves.
+    """Keeps this process within a limit of VRAM, CUDA context included, by limiting torch's allocator.
 
-    The context grows while kernels are launched for the first time, since they are loaded then. `renew` follows it.
-    Until the context stays as it is, some room is held back. Of several caps the lowest holds, whichever ends first.
+    The context grows while kernels are loaded at their first launch; `renew` follows it and some room is held back
+    until the context is stable. If several caps are active, the lowest one applies.
     """
 
     _shares: ClassVar[dict[torch.device, dict[VramCap | None, float]]] = {}
-    """By device: the shares of its memory that the caps allow, and under None what was allowed before them."""
+    """Allowed fraction of memory by device and cap; the key None holds the fraction before the first cap."""
 
     def __init__(self, limit_bytes: int | None, device: torch.device) -> None:
-        """
-        Args:
-            limit_bytes: None is no limit.
-        """
+        """Cap the process at `limit_bytes`; None is no limit."""
         self._limit = limit_bytes if device.type == "cuda" else None
         self._seen: dict[str, int] = {}
-        """The context's bytes when `renew` was last called for some work."""
+        """Context bytes at the last `renew` of every kind of work."""
         self._settled: set[str] = set()
         if self._limit is None:
             return
         self._device = hardware.indexed(device)
         _load_libraries(self._device)
-        get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # not in torch 2.6
+        get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # missing in torch 2.6
         if self._device not in self._shares:
             self._shares[self._device] = {None: get_fraction(self._device)}
         self._take_account_of(hardware.vram_context_bytes(self._device))
 
     def renew(self, work: str) -> None:
-        """Take what the context has now into account. Call it after each piece of `work`.
+        """Adjust the cap to the context's present size. Call it after every piece of `work`.
 
-        When two calls for a kind of work have seen the same, further calls do nothing.
+        Two calls for one kind of work that find the same size settle it: later calls do nothing.
         """
         if self._limit is None or work in self._settled:
             return
@@ -119,12 +116,12 @@ class VramCap:
         self._take_account_of(context)
 
     def watch(self) -> None:
-        """Other kernels may run from now on: let `renew` look again."""
+        """Let `renew` measure again, because new kernels may be loaded."""
         self._seen.clear()
         self._settled.clear()
 
     def remove(self) -> None:
-        """Allow what other caps allow, or else what there was before them."""
+        """Remove this cap: the lowest remaining cap applies, or the fraction before the first cap."""
         if self._limit is None or self not in (shares := self._shares.get(self._device, {})):
             return
         del shares[self]
@@ -133,7 +130,6 @@ class VramCap:
             del self._shares[self._device]
 
     def _take_account_of(self, context_bytes: int) -> None:
-        """Let torch allocate what a context of so many bytes leaves, and what it may grow by."""
         assert self._limit is not None
         allowed = max(0, self._limit - context_bytes - (0 if self._settled else LOADED_LATER_BYTES))
         shares = self._shares[self._device]
@@ -144,7 +140,7 @@ class VramCap:
 
 
 def _load_libraries(device: torch.device) -> None:
-    """Load what the context of every training has."""
+    """Load the libraries that every training loads into the context."""
     square = torch.zeros(16, 16, device=device)
     torch.mm(square, square)
     del square
@@ -152,7 +148,7 @@ def _load_libraries(device: torch.device) -> None:
 
 
 def tree_ram_bytes(pid: int) -> int:
-    """Resident RAM of a process and its descendants, in bytes. Pinned pages count; shared ones count per process."""
+    """Resident bytes of a process and its descendants, with pinned pages. Shared pages count once per process."""
     try:
         root = psutil.Process(pid)
         members = [root, *root.children(recursive=True)]
@@ -160,7 +156,7 @@ def tree_ram_bytes(pid: int) -> int:
         return 0
     total = 0
     for member in members:
-        with suppress(psutil.Error):  # it has ended in the meantime
+        with suppress(psutil.Error):  # the process has ended
             total += int(member.memory_info().rss)
     return total
 
@@ -176,18 +172,18 @@ class _Phase:
 
 
 open_phases: list[_Phase] = []
-"""The phases of this process that are under way, outermost first: torch's and the system's counters are its own."""
+"""Open phases of this process, outermost first. Torch's and the system's counters are per process too."""
 _highest_reserved: dict[int, int] = {}
-"""What torch had reserved in the phases that are over, by the GPU's index."""
+"""Highest reserved bytes of torch in closed phases, by GPU index."""
 
 
 @contextmanager
 def phase(name: str, peaks: Peaks, device: torch.device) -> Iterator[None]:
-    """While it is open, the process's highest RAM and VRAM are noted in `peaks[name]`: "ram" and, on a GPU, "vram".
+    """Record the peaks of RAM and VRAM of the body in `peaks[name]`: "ram" and, on a GPU, "vram".
 
-    RAM is what is resident, pinned pages included. VRAM is what torch has reserved on `device`, and the context. A
-    phase that is opened again keeps its highest figures. What happens in an inner phase counts there alone. Torch's
-    peak statistics start anew at both ends (see `peak_reserved_bytes`).
+    RAM is resident memory, pinned pages included. VRAM is torch's reserved memory on `device` plus the context. A phase
+    that is opened again keeps its highest values. An inner phase does not count in the outer phase. Torch's peak
+    statistics are reset at both ends (see `peak_reserved_bytes`).
     """
     here = _Phase(name, peaks, device)
     _note(device)
@@ -200,28 +196,25 @@ def phase(name: str, peaks: Peaks, device: torch.device) -> Iterator[None]:
 
 
 def sample_ram() -> None:
-    """Call it now and then: the innermost phase notes what is used. It tells the peak where the system does not."""
+    """Sample RAM for the innermost phase. Call it regularly, because not every system reports the peak."""
     if phases := open_phases[-1:]:
         _raise(phases[0], "ram", hardware.process_ram_bytes())
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    """Most that torch has reserved on a GPU since `forget_peak`, in bytes, whatever phases came and went."""
+    """Highest bytes that torch reserved on a GPU since `forget_peak`, across phases."""
     return max(torch.cuda.max_memory_reserved(device), _highest_reserved.get(device.index or 0, 0))
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let `peak_reserved_bytes` of a GPU, and torch's peak statistics, start anew. Other devices have none.
-
-    What was reached counts in the phase that is open.
-    """
+    """Reset `peak_reserved_bytes` and torch's peak statistics of a GPU, after recording them in the open phase."""
     if device.type == "cuda":
         _note(device)
         _highest_reserved.pop(device.index or 0, None)
 
 
 def _note(device: torch.device) -> None:
-    """Note in the innermost phase what was reached since the last call, and start counting anew."""
+    """Record the peaks since the last call in the innermost phase, and reset the counters."""
     inner = open_phases[-1] if open_phases else None
     peak = hardware.restart_peak_ram()
     if inner is not None:

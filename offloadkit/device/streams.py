@@ -1,7 +1,7 @@
-"""Copy streams, events, and what the compute stream waited for: the same words with and without a GPU.
+"""Copy streams, events and wait times of the compute stream, with one interface for CUDA and the CPU.
 
-A backend makes the streams of a device. On CUDA these are CUDA's. On the CPU every operation is done when it is asked
-for, so an event is a mark in time and waiting for it does nothing. Tests bring backends of their own.
+On the CPU every operation finishes before its call returns, so an event is a time stamp and waiting for it does
+nothing. Tests add backends.
 """
 
 from __future__ import annotations
@@ -16,56 +16,57 @@ import torch
 
 from offloadkit.device import trace, watchdog
 
-_cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
+_cuda: Any = torch.cuda  # typed in some releases of torch only
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""(into, source): contiguous tensors of one dtype and size."""
+"""(destination, source): contiguous tensors of one dtype and size."""
 
 
 class Event:
-    """A recorded point in a stream's work; without a GPU the work is done."""
+    """A recorded point in a stream's work. This base class, for the CPU, is always done."""
 
     def __init__(self) -> None:
         self._seconds = time.perf_counter()
 
     def done(self) -> bool:
-        """Whether the work before this point is finished; does not wait."""
+        """Whether the work before the event is finished; does not wait."""
         return True
 
     def synchronize(self) -> None:
-        """Block the calling thread until the work before this point is finished."""
+        """Block the calling thread until the work before the event is finished."""
 
     def seconds_since(self, earlier: Event) -> float:
-        """Device seconds between two finished events of one stream, recorded with `timing`."""
+        """Seconds between two finished events of one stream, both recorded with `timing`."""
         return self._seconds - earlier._seconds
 
 
 class Stream:
-    """A queue of device work; without a GPU the work is done by the calling thread, at once."""
+    """A queue of device work. This base class, for the CPU, does the work at once on the calling thread."""
 
     def copy(self, pairs: Pairs) -> None:
-        """Not by a torch operation: those of a second thread start an OpenMP team of their own, beside which the main
-        thread's forward and backward take a third longer."""
+        """Copy without torch, because a torch operation on a second thread starts another OpenMP team, which slows the
+        main thread's forward and backward by a third.
+        """
         for into, source in pairs:
             ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
 
     def run(self, work: Callable[[], object]) -> None:
-        """Call `work`; the device operations that it starts go to this stream."""
+        """Call `work` with this stream as the current stream."""
         work()
 
     def record(self, timing: bool = False) -> Event:
-        """Mark the end of the work asked for so far."""
+        """Record an event after the work enqueued so far."""
         return Event()
 
     def wait(self, event: Event) -> None:
-        """Later work starts after `event`; the calling thread does not wait."""
+        """Start later work after `event`; the calling thread does not wait."""
 
     def synchronize(self) -> None:
-        """Block the calling thread until the work asked for so far is done."""
+        """Block the calling thread until the work enqueued so far is done."""
 
 
 class CudaEvent(Event):
-    """A recorded point of a CUDA stream."""
+    """An event on a CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream, timing: bool) -> None:
         self.event: Any = _cuda.Event(enable_timing=timing)
@@ -109,13 +110,13 @@ class _CudaStream(Stream):
 
 
 class Backend(Protocol):
-    """Makes the streams of one kind of device."""
+    """Creates the streams of one device type."""
 
     def stream(self, device: torch.device, urgent: bool) -> Stream:
-        """A new stream; kernels of an `urgent` one go before those of others that were not begun."""
+        """Create a stream; an `urgent` stream has the higher CUDA priority."""
 
     def compute(self, device: torch.device) -> Stream:
-        """The stream on which the calling thread's model code runs."""
+        """Return the stream on which the calling thread's model code runs."""
 
 
 class _Immediate:
@@ -137,15 +138,15 @@ class _Cuda:
 
 
 backends: dict[str, Backend] = {"cpu": _Immediate(), "cuda": _Cuda()}
-"""By type of device."""
+"""Backends by device type."""
 
 
 class BusyTime:
-    """Device seconds between pairs of events of one stream, added up once they are past.
+    """Device seconds between pairs of events of one stream, summed once the events are done.
 
     Attributes:
-        first, last: where the first pair began, and where the newest one ended.
-        num_bytes: what was copied in all.
+        first, last: the start of the first pair and the end of the newest pair.
+        num_bytes: total bytes copied.
     """
 
     def __init__(self) -> None:
@@ -154,31 +155,31 @@ class BusyTime:
         self.num_bytes = 0
         self._pairs: list[tuple[Event, Event]] = []
         self._spans: list[tuple[float, float]] = []
-        """Of the pairs that are past: seconds from `first` to the beginning, and how long it was."""
+        """Finished pairs: (seconds from `first` to the start, duration in seconds)."""
 
     def add(self, began: Event, ended: Event, num_bytes: int = 0) -> None:
-        """Take a pair, recorded with `timing`, after those before."""
+        """Append a pair of events recorded with `timing`; pairs must come in stream order."""
         self._pairs.append((began, ended))
         self.first, self.last = self.first or began, ended
         self.num_bytes += num_bytes
-        if len(self._pairs) % 256 == 0:  # a long window keeps few events alive
+        if len(self._pairs) % 256 == 0:  # keeps few events alive in a long window
             self._fold()
 
     def done(self) -> bool:
-        """Whether all of it is past; does not wait."""
+        """Whether all pairs are finished; does not wait."""
         return not self._pairs or self._pairs[-1][1].done()
 
     def synchronize(self) -> None:
-        """Block the calling thread until all of it is past."""
+        """Block the calling thread until all pairs are finished."""
         if self._pairs:
             self._pairs[-1][1].synchronize()
 
     def seconds(self) -> float:
-        """What is past."""
+        """Sum of the finished pairs."""
         return sum(seconds for _, seconds in self.spans())
 
     def spans(self) -> list[tuple[float, float]]:
-        """Of each pair that is past: seconds from `first` to its beginning, and its seconds."""
+        """Finished pairs: (seconds from `first` to the start, duration in seconds)."""
         self._fold()
         return self._spans
 
@@ -190,10 +191,10 @@ class BusyTime:
 
 
 def seconds_of_any(times: Iterable[BusyTime]) -> float:
-    """Device seconds in which any of several streams was busy, all of it past.
+    """Device seconds in which at least one of several streams was busy. All work must be finished.
 
-    Copies of several streams in one direction share a copy engine. While one runs, another one waits between its own
-    events: their sum would count those seconds twice.
+    Streams that copy in one direction share a copy engine. A copy waits between its own events while another copy runs,
+    so a sum over the streams would count those seconds twice.
     """
     used = [(time.first, time.spans()) for time in times if time.first is not None]
     spans: list[tuple[float, float]] = []
@@ -208,49 +209,49 @@ def seconds_of_any(times: Iterable[BusyTime]) -> float:
 
 
 class CopyStream:
-    """A stream for copies in one direction, or for the GPU's steps, beside the compute stream.
+    """A stream for copies in one direction, or for optimizer steps on the GPU.
 
     Attributes:
-        track: what a trace calls it.
-        device_stream: the backend's stream that does the work.
+        track: the stream's name in a trace.
+        device_stream: the backend's stream.
     """
 
     def __init__(self, device: torch.device, track: str, *, urgent: bool = False) -> None:
-        """urgent: its kernels go before those of other streams that were not begun."""
+        """urgent: use a stream of higher CUDA priority."""
         self.track = track
         self.device_stream = backends[device.type].stream(device, urgent)
         self._busy = BusyTime()
 
     def wait(self, event: Event) -> None:
-        """Later copies start after `event`."""
+        """Start later copies after `event`."""
         self.device_stream.wait(event)
 
     def synchronize(self) -> None:
-        """Block the calling thread until the copies asked for so far are done: their memory may go."""
+        """Block the calling thread until all enqueued copies are done, after which their memory may be freed."""
         self.device_stream.synchronize()
 
     def record(self, timing: bool = False) -> Event:
-        """Mark the end of the copies asked for so far."""
+        """Record an event after the copies enqueued so far."""
         return self.device_stream.record(timing)
 
     def run(self, work: Callable[[], object]) -> None:
-        """Call `work`; the device operations that it starts go to this stream."""
+        """Call `work` with this stream as the current stream."""
         self.device_stream.run(work)
 
     def take_busy(self) -> BusyTime:
-        """How long the `timed` copies asked for since the last call take."""
+        """Return the time of the `timed` copies enqueued since the last call."""
         busy, self._busy = self._busy, BusyTime()
         return busy
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, name: str = "", *, timed: bool = False) -> None:
-        """Copy `source` to `into`: contiguous tensors of one dtype and size. `name`: in a trace."""
+        """Copy `source` to `into`, contiguous tensors of one dtype and size. `name` appears in a trace."""
         if timed or trace.active() is not None:
             self.copy_all([(into, source)], name, timed=timed)
         else:
             self.device_stream.copy([(into, source)])
 
     def copy_all(self, pairs: Pairs, name: str = "", *, timed: bool = True) -> Event:
-        """`copy` of (into, source) pairs, timed as one; returns their end."""
+        """Copy (destination, source) pairs, timed as one copy; returns the event of their end."""
         began = self.record(timing=True)
         self.device_stream.copy(pairs)
         ended = self.record(timing=True)
@@ -264,7 +265,7 @@ class CopyStream:
 
     @contextmanager
     def traced(self, name: str, num_bytes: int = 0) -> Iterator[None]:
-        """What goes to this stream while it is open is a range of a trace. `num_bytes`: what it moves."""
+        """Trace the work enqueued on this stream in the body as one range. `num_bytes`: bytes moved."""
         tracing = trace.active()
         began = None if tracing is None else self.record(timing=True)
         yield
@@ -273,15 +274,15 @@ class CopyStream:
 
 
 def record_compute(device: torch.device, timing: bool = False) -> Event:
-    """Mark the end of the compute stream's work so far."""
+    """Record an event after the compute stream's work so far."""
     return backends[device.type].compute(device).record(timing)
 
 
 class Waits:
-    """Waits of one accumulation window, by name: "forward_wait", "forward_bus_wait", "backward_bus_wait", ...
+    """Wait times of one accumulation window, by name: "forward_wait", "forward_bus_wait", "backward_bus_wait", ...
 
     Attributes:
-        phase: "forward", "backward", or None outside of both.
+        phase: "forward", "backward", or None outside both.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -291,7 +292,7 @@ class Waits:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """While it is open, waits are those of "forward" or "backward"; outside of both none is timed."""
+        """Count waits in the body as waits of `phase`. Outside both phases waits are not timed."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -300,13 +301,13 @@ class Waits:
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
-        """While it is open, the CPU's step keeps the calling thread, and the compute stream runs dry."""
+        """Time a wait of the calling thread for the CPU step, during which the compute stream runs dry."""
         began = self._begin()
         yield
         self._end(began, "wait")
 
     def delay(self, event: Event, what: str = "bus_wait") -> None:
-        """Let the compute stream wait for `event`; the calling thread does not wait."""
+        """Make the compute stream wait for `event`; the calling thread does not wait."""
         if event.done():
             return
         began = self._begin()
@@ -314,7 +315,7 @@ class Waits:
         self._end(began, what)
 
     def take(self) -> dict[str, BusyTime]:
-        """What the compute stream waited since the last call."""
+        """Return the compute stream's waits since the last call."""
         busy, self._busy = self._busy, {}
         return busy
 

@@ -1,7 +1,7 @@
-"""Waits of the host that end: what hangs becomes an error with the stacks of all threads.
+"""Timeouts for waits of the host: a hang becomes an error with the stacks of all threads.
 
-Time is counted in slices during which nothing moved, so a machine that sleeps or a process that is stopped does not
-count. Each layer that is stepped begins the count anew: a long update does not count either.
+Time counts in slices without progress, so suspending the machine or stopping the process does not count. Every layer
+step resets the count, so a long update is not a hang.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from offloadkit.errors import HangError
 from offloadkit.units import format_seconds
 
 LIMIT_SECONDS = 1800.0
-"""How long nothing may move: more than compiling or a slow disk take. What ranks wait for each other comes on top."""
+"""Limit without progress: longer than compiling or a slow disk takes. The timeout of the ranks is added."""
 SLICE_SECONDS = 5.0
 
 
 @dataclass
 class _State:
-    """Of this process.
+    """State of this process.
 
     Attributes:
-        progress: grows whenever a thread of an engine has got on.
-        hung_at: `progress` when a wait was given up. Until something moves, later waits are given up at once.
-        last_checkpoint: the newest that any engine has saved or loaded.
-        ranks_seconds: the longest timeout of ranks that wait for each other.
+        progress: counter that engine threads increment.
+        hung_at: `progress` when a wait timed out. Until `progress` changes, later waits time out at once.
+        last_checkpoint: the newest checkpoint that any engine saved or loaded.
+        ranks_seconds: the longest timeout between ranks.
     """
 
     progress: int = 0
@@ -47,7 +47,7 @@ state = _State()
 
 
 def progressed() -> None:
-    """A thread on which others may wait has got on."""
+    """Record progress of a thread that another thread may wait for."""
     state.progress += 1
 
 
@@ -55,20 +55,20 @@ def wait(event: threading.Event, what: str) -> None:
     """Wait until `event` is set.
 
     Args:
-        what: is waited for, for the message.
+        what: description of `event` for the error message.
 
     Raises:
-        HangError: nothing has moved for `LIMIT_SECONDS`.
+        HangError: no progress for the time limit.
     """
     if not event.is_set():
         until(event.wait, what)
 
 
 def until(arrives: Callable[[float], bool], what: str) -> None:
-    """Call `arrives(seconds)`, which waits for that long at most, until it returns True.
+    """Call `arrives(seconds)`, which waits at most that long, until it returns True.
 
     Raises:
-        HangError: nothing has moved for `LIMIT_SECONDS`.
+        HangError: no progress for the time limit.
     """
     seconds, seen = 0.0, state.progress
     while not arrives(_slice()):
@@ -82,8 +82,9 @@ def until(arrives: Callable[[float], bool], what: str) -> None:
 
 @contextmanager
 def uninterruptible(what: str) -> Iterator[None]:
-    """While it is open, the thread is in a call that nobody can end. After `LIMIT_SECONDS` in which nothing moved, the
-    stacks of all threads are printed and the process is aborted."""
+    """Mark the body as a call that cannot be interrupted. After the time limit without progress, the stacks of all
+    threads are printed and the process is aborted.
+    """
     thread = threading.get_ident()
     _start_watching()
     _calls[thread] = _Call(what, state.progress)
@@ -94,14 +95,14 @@ def uninterruptible(what: str) -> Iterator[None]:
 
 
 def in_words(last_checkpoint: Path | None) -> str:
-    """A sentence for the end of an error."""
+    """Return a sentence about the last checkpoint, for the end of an error message."""
     if last_checkpoint is None:
         return "No checkpoint was saved or loaded yet"
     return f"The last checkpoint is {str(last_checkpoint)!r}"
 
 
 def stacks() -> str:
-    """What each thread of Python runs now, the newest call last."""
+    """Return the stacks of all Python threads, newest call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [
         f"thread {names.get(ident, ident)!r}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
@@ -118,10 +119,10 @@ class _Call:
 
 
 _calls: dict[int, _Call] = {}
-"""By thread."""
+"""Running calls by thread id."""
 _lock = threading.Lock()
 _watching: int | None = None
-"""The process whose thread watches `_calls`: a forked one has none yet."""
+"""Process id of the watching thread: a forked process must start another thread."""
 
 
 def _start_watching() -> None:
@@ -131,8 +132,8 @@ def _start_watching() -> None:
     with _lock:
         if _watching != os.getpid():
             _watching = os.getpid()
-            _calls.clear()  # those of the process from which this one was forked
-            # None of threading's: it lasts as long as the process, and is no engine's thread for who counts those.
+            _calls.clear()  # calls of the parent process before the fork
+            # A raw thread, because it lives as long as the process and must not appear in `threading.enumerate()`.
             _thread.start_new_thread(_watch, ())
 
 

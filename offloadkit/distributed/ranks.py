@@ -1,21 +1,21 @@
-"""The processes that train one model together: `Solo` where the world size is 1, `Group` where it is larger.
+"""Communication between the processes that train one model: `Solo` for world size 1, `Group` for larger ones.
 
-Both have one protocol, `Ranks`, so the engine communicates without asking how many ranks there are. `Solo` starts no
-thread, calls nothing of torch.distributed and keeps nothing.
+Both implement `Ranks`, so the engine never asks for the world size. `Solo` starts no thread and never calls
+torch.distributed.
 
-Numbers that must be equal on all ranks are summed in rank order by whoever owns them, never by a library in an order of
-its own. So exchanging is all there is: two operations between devices, and two between hosts.
+Values that must be equal on all ranks are summed in rank order by the rank that owns them, because a library may choose
+any order of summation.
 
-| | issued by | group |
+| operations | calling thread | process group |
 |---|---|---|
-| `exchange`, `gather`, `broadcast` | the main thread, or autograd's while that waits in backward | the device's |
-| `agree`, `told` | the main thread | gloo, its own |
-| `sum`, `meet` | the stepping thread | gloo, its own |
-| watching for ranks that end | a thread of `Watch` | gloo, its own |
+| `exchange`, `gather`, `broadcast` | main thread, or autograd's while that waits in backward | the device's |
+| `agree`, `told` | main thread | gloo |
+| `sum`, `meet` | stepping thread | gloo |
+| detecting ranks that ended | a thread of `Watch` | gloo |
 
-Every rank must ask for the same operations of a group in the same order. No two threads share a group.
+Every rank must call the operations of a group in the same order. No two threads share a group.
 
-What comes from the others in `exchange`, `gather` and `agree` is counted, on the host, as the operation is issued.
+Bytes received by `exchange`, `gather` and `agree` are counted on the host when the operation is issued.
 """
 
 from __future__ import annotations
@@ -48,20 +48,18 @@ from offloadkit.planner.fitted import NCCL_BYTES
 _T = TypeVar("_T")
 
 CONNECTING_BYTES = 32 << 20
-"""What is gathered to connect ranks: as much as of a large layer, since NCCL's choice of an algorithm depends on it."""
+"""Size of the warm-up all-gather: about a large layer, because NCCL chooses its algorithm by size."""
 _MOST_LIBRARY_BYTES = 2 * NCCL_BYTES
-"""What NCCL can have taken at the most; the rest is another process's, which came meanwhile."""
+"""Upper bound of NCCL's VRAM. Growth beyond it comes from another process."""
 BROADCAST_BYTES = 64 * 2**20
-"""A tensor that is not on the device is broadcast in pieces of so many bytes."""
+"""Chunk size of broadcasts of tensors that are not on the device."""
 
 
 class Ranks(Protocol):
-    """What the processes that train together do with each other.
+    """Collective operations of the ranks that train together.
 
     Attributes:
-        rank: this process's number.
-        size: how many there are.
-        is_failing: whether an error is on its way to the caller, which the other ranks must learn of.
+        is_failing: whether an error is propagating to the caller, so that the other ranks must be told.
     """
 
     @property
@@ -95,7 +93,7 @@ class Ranks(Protocol):
 
 
 class Solo:
-    """World size 1. Every operation of `Ranks` returns at once what one rank alone gives."""
+    """World size 1: every operation returns at once."""
 
     rank = 0
     size = 1
@@ -136,9 +134,9 @@ SOLO = Solo()
 
 
 def joined_ranks(device: torch.device) -> Solo | Group:
-    """The ranks of torch.distributed's default group, which train together; `SOLO` where there is one or no group.
+    """Return a `Group` over torch.distributed's default group, or `SOLO` without a group or at world size 1.
 
-    Every rank must call it at the same point: it makes groups.
+    Every rank must call this at the same point, because it creates process groups.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return SOLO
@@ -146,19 +144,17 @@ def joined_ranks(device: torch.device) -> Solo | Group:
 
 
 _HANDLED = "_offloadkit_handled"
-"""On an error that was being handled when ranks met."""
+"""Set on an error that was already being handled when the group was created."""
 
 
 class Group:
-    """World size 2 or more: the processes of torch.distributed's default group, this one among them.
+    """World size 2 or more: the ranks of torch.distributed's default group.
 
-    An operation that another rank never joins raises `RankError` when the timeout given to `init_process_group` is
-    over, or at once where the other rank has died or failed. Ranks that hang then print the stacks of their threads.
+    An operation raises `RankError` when another rank does not join it within the timeout of `init_process_group`, or at
+    once when another rank has died or failed. Ranks that hang then print the stacks of their threads.
 
     Attributes:
-        rank: this process's number.
-        size: how many there are.
-        stream: where the operations between devices run.
+        stream: the stream of the operations between devices.
     """
 
     _watch: Watch | None = None
@@ -169,7 +165,7 @@ class Group:
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self._device = dist.get_rank(), dist.get_world_size(), device
         if (error := sys.exception()) is not None:
-            vars(error)[_HANDLED] = True  # held here, it would keep all that its frames hold
+            vars(error)[_HANDLED] = True  # a reference to the error would keep its frames alive
         default: Any = dist.group.WORLD
         self._timeout: timedelta = default._get_backend(default._device_types[0]).options._timeout
         timeout = self._timeout
@@ -186,24 +182,23 @@ class Group:
         self._received: Counter[str] = Counter()
 
     def connect(self, most_ctas: int = 0) -> None:
-        """Have NCCL connect this GPU with the others, before anything goes between them. Without GPUs nothing is to do.
+        """Create the NCCL group of the GPUs; a no-op without GPUs.
 
-        NCCL would do it when they first exchange something. So what it takes of VRAM is known before anything is placed
-        (`hardware.library_bytes`).
+        NCCL would otherwise connect at the first operation. Connecting now makes its VRAM known
+        (`hardware.library_bytes`) before anything is placed.
 
         Args:
-            most_ctas: thread blocks that NCCL may run at once, equal on all ranks; 0: as many as it likes. If it had
-                others before, it connects anew: nothing may be under way. NCCL_MAX_CTAS in the environment overrides
-                it.
+            most_ctas: NCCL's maximum number of thread blocks, equal on all ranks; 0 is NCCL's default. A changed value
+                reconnects, so no operation may be in flight. NCCL_MAX_CTAS in the environment overrides it.
 
         Raises:
-            RankError: the numbers differ, a rank has ended, or NCCL cannot connect.
+            RankError: `most_ctas` differs between ranks, a rank has ended, or NCCL cannot connect.
         """
         if self._device.type != "cuda":
             return
         with watchdog.uninterruptible("the GPU's work"):
             torch.cuda.synchronize(self._device)
-        if len({*self.agree(np.array([most_ctas]))[:, 0].tolist()}) > 1:  # else none is still in what went before
+        if len({*self.agree(np.array([most_ctas]))[:, 0].tolist()}) > 1:  # a barrier too: the old group is idle
             raise RankError(
                 "the ranks have plans with different numbers of NCCL's thread blocks: make the plan on one rank and "
                 "give it to all, or let the ranks plan together"
@@ -230,7 +225,7 @@ class Group:
         sent = torch.zeros(cuts[-1] + 1, dtype=torch.uint8, device=self._device)
         received = torch.empty_like(sent)
         self.exchange(received[: cuts[-1]], sent[: cuts[-1]], cuts)
-        for last in (0, 1):  # ranges of one length, and of several
+        for last in (0, 1):  # ranges of equal lengths, then of unequal lengths
             self.gather(sent[: cuts[-1] + last], [*cuts[:-1], cuts[-1] + last])
         with watchdog.uninterruptible("the GPU's work"):
             torch.cuda.synchronize(self._device)
@@ -241,33 +236,32 @@ class Group:
         self._received, self._most_ctas = counted, most_ctas
 
     def _took_vram(self, num_bytes: int) -> None:
-        """Count what NCCL has taken; less than nothing where it gave some back."""
+        """Add to the count of NCCL's VRAM; negative if NCCL freed some."""
         change = max(num_bytes, -self._library_bytes)
         self._library_bytes += change
         hardware.library_bytes[self._device.index or 0] += change
 
     def _disconnect(self) -> None:
-        """Close the connections between devices."""
         group, self._most_ctas = self._between_devices, None
         if group is not None and dist.is_initialized():
-            with suppress(ValueError):  # the program has destroyed all groups, and made others
+            with suppress(ValueError):  # the program has destroyed all groups and created new ones
                 dist.destroy_process_group(group)
-        self._between_devices = None  # until here it is there to be aborted
+        self._between_devices = None  # set last, so that `_abort` can still abort the group
 
     def take_received(self) -> dict[str, int]:
-        """Bytes received from the other ranks since the last call: "exchange", "gather" and "agreement"."""
+        """Return the bytes received since the last call, by "exchange", "gather" and "agreement"."""
         taken, self._received = self._received, Counter()
         return dict(taken)
 
-    # ---- between devices: everything is a matter of bytes (gloo knows no bf16), and runs on the current stream -------
+    # ---- between devices: operations on raw bytes (gloo has no bf16), on the current stream -------------------------
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, cuts: Sequence[int]) -> None:
-        """Send each rank its range of `sent`, and receive every rank's of this one's.
+        """All-to-all: send rank r its range of `sent`, and receive this rank's range from every rank.
 
         Args:
-            received: 1-D of size * (cuts[rank + 1] - cuts[rank]) elements: the ranges in rank order.
-            sent: 1-D of cuts[-1] elements; rank r gets those from cuts[r] to cuts[r + 1].
-            cuts: the same on all ranks; the first is 0.
+            received: 1-D, size * (cuts[rank + 1] - cuts[rank]) elements: the received ranges in rank order.
+            sent: 1-D, cuts[-1] elements; rank r receives elements cuts[r] to cuts[r + 1].
+            cuts: boundaries of the ranges, starting with 0, equal on all ranks.
         """
         size = sent.element_size()
         lengths = [(end - start) * size for start, end in pairwise(cuts)]
@@ -277,7 +271,7 @@ class Group:
             dist.all_to_all_single(_bytes(received), _bytes(sent), own, lengths, group=self._between_devices)
 
     def gather(self, flat: torch.Tensor, cuts: Sequence[int]) -> None:
-        """Have all ranks' ranges in `flat`, in place. `cuts` as for `exchange`."""
+        """All-gather the ranks' ranges of `flat`, in place. `cuts` as for `exchange`."""
         self._received["gather"] += flat.nbytes - (cuts[self.rank + 1] - cuts[self.rank]) * flat.element_size()
         pieces = [_bytes(flat[start:end]) for start, end in pairwise(cuts)]
         sizes = {piece.numel() for piece in pieces}
@@ -286,15 +280,17 @@ class Group:
                 for owner, piece in enumerate(pieces):
                     if piece.numel():
                         dist.broadcast(piece, owner, group=self._between_devices)
-            elif len(sizes) > 1:  # NCCL takes them for broadcasts too, all at once
+            elif len(sizes) > 1:  # NCCL issues these as one group of broadcasts
                 dist.all_gather(pieces, pieces[self.rank], group=self._between_devices)
             else:
-                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since 2.13
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named so since 2.13
                 gather(_bytes(flat), pieces[self.rank], group=self._between_devices)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Give `tensor` rank 0's numbers, in place. It may be anywhere and of any dtype; shapes must be equal."""
+        """Broadcast from rank 0, in place. `tensor` may be on any device, of any dtype; shapes must be equal on all
+        ranks.
+        """
         if tensor.numel() == 0:
             return
         flat = tensor.detach().reshape(-1)
@@ -306,13 +302,13 @@ class Group:
                 dist.broadcast(piece, 0, group=self._between_devices)
                 if piece is not part:
                     part.copy_(piece)
-        if flat.data_ptr() != tensor.data_ptr():  # it was not contiguous
+        if flat.data_ptr() != tensor.data_ptr():  # `flat` is a copy, because the tensor is not contiguous
             tensor.detach().copy_(flat.view(tensor.shape))
 
     # ---- between hosts ---------------------------------------------------------------------------------------------
 
     def agree(self, own: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What every rank says: int64 [size, *]. `own` is 1-D and has the same length on all ranks."""
+        """All-gather 1-D int64 arrays of equal length; returns int64 [size, len(own)]."""
         self._received["agreement"] += (self.size - 1) * own.nbytes
         found = [torch.empty(len(own), dtype=torch.int64) for _ in range(self.size)]
         with self._explained("comparing notes"):
@@ -320,10 +316,10 @@ class Group:
         return torch.stack(found).numpy()
 
     def told(self, make: Callable[[], _T], *, by: int = 0) -> _T:
-        """What `make()` gives on rank `by`. It is called there alone, and what it gives is pickled for the others.
+        """Call `make` on rank `by` alone and broadcast the pickled result.
 
         Raises:
-            RankError: it failed there. On that rank its own error is raised.
+            RankError: `make` failed on rank `by`, which raises the original error itself.
         """
         box: list[Any] = [None]
         with self.together(f"what rank {by} does for all ranks"):
@@ -335,23 +331,23 @@ class Group:
         return value
 
     def sum(self, numbers: NDArray[np.float64]) -> None:
-        """Add all ranks' fp64 `numbers`, in place. Exact in any order where at most one rank's number is not zero."""
+        """All-reduce fp64 `numbers` in place. The order is irrelevant if at most one rank's number is not zero."""
         with self._explained("adding up the gradient norm"):
             dist.all_reduce(torch.from_numpy(numbers), group=self._of_stepping)
 
     def meet(self) -> None:
-        """Block the stepping thread until those of all ranks have come here: then their sums in RAM are whole."""
+        """Barrier of the stepping threads: afterwards the gradient sums in RAM are complete."""
         with self._explained("adding up gradients"):
             dist.all_reduce(torch.zeros(1), group=self._of_stepping)
 
-    # ---- RAM that the ranks share, where all are on one host; the main thread asks for it ---------------------------
+    # ---- shared RAM of ranks on one host, for the main thread --------------------------------------------------------
 
     def share(self, sizes: Sequence[int]) -> list[int]:
-        """Descriptors of files in RAM, one of each of `sizes` bytes, the same for all ranks. The caller closes them.
+        """Return descriptors of in-memory files of `sizes` bytes, shared by all ranks. The caller closes them.
 
         Raises:
             ConfigError: the ranks are on several hosts.
-            RankError: this process may not open what is rank 0's, or another rank failed.
+            RankError: this process cannot open rank 0's files, or another rank failed.
         """
         made = [file_in_ram(size) if self.rank == 0 else -1 for size in sizes]
         names = [os.fstat(file).st_ino if self.rank == 0 else 0 for file in made]
@@ -368,22 +364,22 @@ class Group:
             return made if self.rank == 0 else _opened(process, files, expected)
 
     def stepped(self, num_layers: int) -> list[Stepped]:
-        """For each of so many layers, what tells which ranks have stepped it. It may be called once."""
+        """Return one `Stepped` for every layer. Call it once."""
         (file,) = self.share([8 * self.size * (num_layers + 1)])
         seconds = self._timeout.total_seconds()
         self._stepped = SteppedLayers(file, self.rank, self.size, num_layers, seconds, self.lost)
         return self._stepped.layers
 
     def lost(self) -> int | None:
-        """A rank that is known to have died or failed; None while there is none."""
+        """Return a rank that is known to have died or failed."""
         return None if self._watch is None else self._watch.lost
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """A context after which all ranks have done `what`.
+        """Run the body on all ranks; when it exits, every rank has succeeded.
 
         Raises:
-            RankError: another rank has failed in it. Where this one fails, its own error is raised.
+            RankError: the body failed on another rank. A rank whose body fails raises the original error.
         """
         try:
             yield
@@ -396,19 +392,19 @@ class Group:
 
     @property
     def is_failing(self) -> bool:
-        """Whether an error is on its way to the caller. One that was being handled when the ranks met is not."""
+        """Whether an error is propagating, other than one already being handled when the group was created."""
         error = sys.exception()
         return error is not None and _HANDLED not in vars(error)
 
     def fail(self) -> None:
-        """Tell the others that this rank has failed."""
+        """Tell the other ranks that this rank has failed."""
         if self._watch is not None:
             self._watch.fail()
 
     def close(self) -> None:
-        """Give the groups back, which closes their connections: ranks that still wait for this one get an error.
+        """Destroy the groups. Ranks that still wait for this rank get an error.
 
-        If it `is_failing`, this rank counts as failed.
+        This rank counts as failed if it `is_failing`.
         """
         if self._stepped is not None:
             self._stepped.end()
@@ -421,15 +417,15 @@ class Group:
         self._took_vram(-self._library_bytes)
         if dist.is_initialized():
             for group in (self._of_main, self._of_stepping):
-                with suppress(ValueError):  # the program has destroyed all groups, and made others
+                with suppress(ValueError):  # the program has destroyed all groups and created new ones
                     dist.destroy_process_group(group)
         self._of_main = self._of_stepping = None
 
     def explain(self, error: RuntimeError) -> None:
-        """Of an operation of torch.distributed that was not the engine's: a Trainer's, the user's.
+        """Explain an error of torch.distributed raised outside the engine, for example by a Trainer.
 
         Raises:
-            RankError: `error` is of such an operation, and another rank has failed.
+            RankError: `error` comes from torch.distributed, and another rank has failed.
         """
         is_of_ranks = isinstance(error, dist.DistError) or "gloo" in str(error)
         lost = self._watch.who_is_lost() if is_of_ranks and self._watch is not None else None
@@ -437,12 +433,12 @@ class Group:
             raise RankError(f"an operation with the other ranks failed: rank {lost} has {_ENDED}") from error
 
     def _abort(self) -> None:
-        """End the device operations that wait for a rank which has ended. (gloo's end by themselves.)"""
+        """Abort device operations that wait for a dead rank. gloo's operations fail by themselves."""
         if self._device.type == "cuda":
             made = () if self._between_devices is None else (self._between_devices,)
             groups: list[Any] = [*made, dist.group.WORLD]  # a Trainer uses the default group too
             for group in groups:
-                with suppress(RuntimeError, AttributeError):  # it is closed, or has none for GPUs
+                with suppress(RuntimeError, AttributeError):  # the group is closed or has no GPU backend
                     group._get_backend(self._device).abort()
 
     @contextmanager
@@ -455,7 +451,7 @@ class Group:
             raise RankError(f"{what} was not begun: rank {self._watch.lost} has {_ENDED}")
         try:
             yield
-        except RankError:  # of an operation within
+        except RankError:  # from a nested operation
             raise
         except RuntimeError as error:
             lost = None if self._watch is None else self._watch.who_is_lost()
@@ -475,15 +471,15 @@ _ENDED = "died or raised an error: look at that, and go on from a checkpoint"
 
 
 def host() -> int:
-    """A number that the processes of one running system have in common."""
+    """Return a number shared by the processes of one running system."""
     return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
 
 
 def _opened(process: int, files: Sequence[int], expected: Sequence[int]) -> list[int]:
-    """Descriptors for `files` of another process, whose inodes are `expected`.
+    """Open `files` of another process and check their inodes against `expected`.
 
     Raises:
-        RankError: they cannot be opened, or are others.
+        RankError: a file cannot be opened or has another inode.
     """
     found: list[int] = []
     try:

@@ -1,7 +1,7 @@
-"""Which ranks of a host have stepped a layer: numbers in memory that they share. No rank waits for one that is ahead.
+"""Shared-memory counters of the layers that the ranks of a host have stepped. A rank waits only for slower ranks.
 
-A rank writes its own numbers and reads the others'. They are whole words, which a processor writes at once. What was
-written to memory before them is seen before them.
+A rank writes its own counters and reads the counters of the other ranks. They are aligned 8-byte words, which a
+processor writes atomically, and earlier writes to memory are visible before them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from offloadkit.errors import RankError
 
 _PAUSE = 2e-5
-"""Seconds between two looks at the numbers, at first; they grow to `_LONGEST_PAUSE`."""
+"""Initial polling interval in seconds; it doubles up to `_LONGEST_PAUSE`."""
 _LONGEST_PAUSE = 1e-4
 _CHECKS_EVERY = 0.1
-"""Seconds between two looks at whether the other ranks are there."""
+"""Interval in seconds between checks for ranks that ended."""
 
 
 class SteppedLayers:
-    """What the ranks tell each other of all layers.
+    """Shared counters of all layers.
 
     Attributes:
-        layers: one object for each layer.
+        layers: one `Stepped` for every layer.
     """
 
     def __init__(
@@ -39,11 +39,12 @@ class SteppedLayers:
         timeout: float,
         lost: Callable[[], int | None],
     ) -> None:
-        """
+        """Map the shared memory.
+
         Args:
-            file: descriptor of memory that the ranks share, filled with zeros. It is closed.
-            timeout: seconds that a rank waits for another one.
-            lost: a rank that has died or failed, if one is known.
+            file: descriptor of zero-filled shared memory; closed here.
+            timeout: longest wait for another rank, in seconds.
+            lost: returns a rank that is known to have died or failed.
         """
         self._memory = mmap.mmap(file, 8 * num_ranks * (num_layers + 1))
         os.close(file)
@@ -53,41 +54,41 @@ class SteppedLayers:
         self.layers = [Stepped(self, words[at]) for at in range(num_layers)]
 
     def end(self) -> None:
-        """This rank steps nothing any more: who still waits for it gets an error."""
+        """Announce that this rank steps no further layers: ranks that still wait for it get an error."""
         self._ended[self.rank] = 1
 
     def missing(self) -> int | None:
-        """Another rank that steps nothing any more."""
+        """Return another rank that has ended or is lost."""
         ended = [rank for rank in np.flatnonzero(self._ended).tolist() if rank != self.rank]
         return ended[0] if ended else self._lost()
 
 
 class Stepped:
-    """What the ranks tell each other of one layer."""
+    """Shared counters of one layer."""
 
     def __init__(self, of: SteppedLayers, words: NDArray[np.int64]) -> None:
-        """words: int64 [ranks], how often each has stepped its range of the layer."""
+        """words: int64 [ranks], the number of times that rank r has stepped its range of the layer."""
         self._of, self._words = of, words
         self._others = np.arange(len(words)) != of.rank
         self._expected = 0
 
     def begin(self) -> None:
-        """All ranks step the layer once more. Called before anybody waits for that."""
+        """Expect one more step on all ranks. Call it before any thread waits for that step."""
         self._expected += 1
 
     def post(self) -> None:
-        """This rank's new weights are in RAM."""
+        """Announce that this rank's new weights are in RAM."""
         self._words[self._of.rank] = self._expected
 
     def reached(self) -> bool:
-        """Whether the other ranks' are; does not wait."""
+        """Whether the other ranks' new weights are in RAM; does not wait."""
         return bool((self._words[self._others] >= self._expected).all())
 
     def wait(self) -> None:
         """Block the calling thread until the other ranks' new weights are in RAM.
 
         Raises:
-            RankError: one of them has ended, or does not come before the timeout.
+            RankError: another rank has ended, or the timeout is over.
         """
         began = checked = time.monotonic()
         pause = _PAUSE

@@ -1,9 +1,9 @@
-"""`Watch`: notices at once that another rank has ended, whatever the main thread is doing.
+"""`Watch` detects at once that another rank has ended, whatever the main thread is doing.
 
-The ranks stand in a ring. A thread of each waits for a word from the rank after it, in a gloo group of its own. The
-word comes when that rank closes its engine. If its process dies, the system closes its connections, and gloo raises an
-error here. Whoever learns of a rank that failed tells the rank before it, so all know within moments. There are no
-heartbeats: a rank that is slow is never taken for dead.
+The ranks form a ring. A thread of every rank waits for a message from the next rank, in a separate gloo group. A rank
+sends the message when it closes its engine. If its process dies, the system closes its connections and gloo raises an
+error in the waiting rank. A rank that learns of a failure tells the previous rank, so all ranks know within moments.
+There are no heartbeats, so a slow rank is never taken for dead.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from offloadkit.threads import Thread
 
 _FOREVER = timedelta(days=365)
 GRACE_SECONDS = 5.0
-"""So long a rank may take to find out by itself that another one has ended."""
+"""Time that a rank has to notice by itself that another rank has ended."""
 _NEWS_SECONDS = 0.3
-"""So long an operation that fails waits for the news of who was lost."""
+"""Time that a failed operation waits to learn which rank was lost."""
 _IN_ORDER = -1
-"""The word of a rank that closes its engine in good order; any other word is the number of a rank that failed."""
+"""Message of a rank that closes its engine without failure; any other message is the number of a failed rank."""
 
 _NO_FILE = (OSError, ValueError, RuntimeError, AttributeError)
-"""What `faulthandler` raises where stderr is no file, as in a notebook."""
+"""Errors of `faulthandler` if stderr is not a file, as in a notebook."""
 
 
 class Watch:
-    """The thread of one rank.
+    """The watching thread of one rank.
 
     Attributes:
         lost: a rank that has died or failed; None while none is known.
     """
 
     def __init__(self, rank: int, size: int, group: Any, give_up: Callable[[], None]) -> None:
-        """
+        """Start the thread.
+
         Args:
-            group: a gloo group of all ranks that nobody else uses.
-            give_up: ends operations that wait for the lost rank. It is called on the thread, if this rank has not
-                closed its engine some seconds after the loss; all stacks are on stderr by then.
+            group: a gloo group of all ranks for `Watch` alone.
+            give_up: aborts operations that wait for the lost rank. The thread prints all stacks to stderr and calls it
+                if this rank has not closed its engine `GRACE_SECONDS` after the loss.
         """
         self.lost: int | None = None
         self._rank, self._before, self._after = rank, (rank - 1) % size, (rank + 1) % size
@@ -55,22 +56,22 @@ class Watch:
         self._has_told = False
         if not faulthandler.is_enabled():
             with suppress(*_NO_FILE):
-                faulthandler.enable()  # NCCL's own watchdog aborts the process: this shows what each thread was doing
+                faulthandler.enable()  # NCCL's watchdog aborts the process: the dump then shows all threads
         self._thread = Thread(target=self._wait, name="offloadkit-watch", daemon=True)
         self._thread.start()
         _forget_groups()
 
     def who_is_lost(self) -> int | None:
-        """`lost`, for an operation that has failed: the news may come a moment later."""
+        """Return `lost` after a failed operation, waiting briefly because the news may come later."""
         self._noticed.wait(_NEWS_SECONDS)
         return self.lost
 
     def fail(self) -> None:
-        """Tell the others that this rank has failed, or has found another one to."""
+        """Tell the previous rank that this rank, or the known lost rank, has failed."""
         self._tell(self._rank if self.lost is None else self.lost)
 
     def leave(self) -> None:
-        """This rank closes its engine in good order, if nothing else was told."""
+        """Announce that this rank closes its engine without failure, unless it has sent a message already."""
         self._left.set()
         self._tell(_IN_ORDER)
         _closed.append((self._thread, self._group))
@@ -80,8 +81,8 @@ class Watch:
             if self._has_told:
                 return
             self._has_told = True
-        with suppress(RuntimeError):  # nobody is there
-            # Not by dist.send, which knows no group any more where the program has destroyed all.
+        with suppress(RuntimeError):  # the previous rank has ended
+            # dist.send fails if the program has destroyed all groups.
             self._group.send([torch.tensor([word])], self._before, 0).wait()
 
     def _wait(self) -> None:
@@ -93,7 +94,7 @@ class Watch:
             if int(word) == _IN_ORDER:
                 return
             lost = int(word)
-        except RuntimeError:  # its connection is closed
+        except RuntimeError:  # the connection is closed
             lost = self._after
         if self._left.is_set():
             return
@@ -114,11 +115,11 @@ class Watch:
 
 
 _closed: list[tuple[Thread, Any]] = []
-"""Of closed engines: threads, which end when the next rank has closed its engine too, and their groups."""
+"""Threads and groups of closed engines. A thread ends when the next rank has closed its engine too."""
 
 
 def _forget_groups() -> None:
-    """Close the connections of those whose threads have ended, and end gloo's own threads. For the main thread."""
+    """Destroy the groups of finished threads, which also ends gloo's threads. Call it on the main thread."""
     for thread, group in [each for each in _closed if not each[0].is_alive()]:
         _closed.remove((thread, group))
         with suppress(ValueError):  # the program has destroyed all groups
