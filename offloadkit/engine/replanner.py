@@ -1,6 +1,6 @@
-"""Another plan in mid-training: after a full GPU, when RAM runs out, after the first window, and for measured rates.
+"""Changes of plan during training: OOM recovery, scarce RAM, the end of the first window, measured rates.
 
-No number changes in a move. Several ranks move together or not at all.
+A move changes no number. Several ranks move together or not at all.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ _T = TypeVar("_T")
 
 
 def own_part(plan: Plan, layers: Sequence[FlatLayer], ranks: Solo | Group) -> Plan:
-    """`plan` with what this rank has of each layer."""
+    """`plan` with this rank's part of each layer."""
     return plan if ranks.size == 1 else of_rank(plan, [layer.shape() for layer in layers])
 
 
 def connect(plan: Plan, ranks: Solo | Group) -> None:
-    """Connect the ranks' GPUs as `plan` has it."""
+    """Connect the ranks' GPUs with the number of CTAs of `plan`."""
     ranks.connect(plan.basis.hardware.most_ctas if plan.basis.hardware else 0)
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What is known where an accumulation window ends, before its update starts.
+    """Facts known at the end of an accumulation window, before its update starts.
 
     Attributes:
-        order: of the layers, as the ranks step them; None with one rank: the order of forward.
-        scarce: what was seen of RAM that runs out on this rank, in words.
-        scarce_on: the ranks where RAM is running out.
-        leaner: with one rank where RAM is scarce: the plan with less in RAM.
-        rates_are_due: whether all ranks have measured enough steps.
+        order: the layers in the order in which the ranks step them; None at world size 1: forward order.
+        scarce: a sentence about RAM running out on this rank, or None.
+        scarce_on: the ranks whose RAM is running out.
+        leaner: world size 1 and scarce RAM only: the plan with less in RAM.
+        rates_are_due: all ranks have measured enough steps.
     """
 
     order: Sequence[LayerState] | None
@@ -86,13 +86,13 @@ class Boundary:
 
 
 class Replanner:
-    """Decides when training goes on by another plan, and moves the model there.
+    """Decides when to change the plan, and moves the model.
 
     Attributes:
-        plan: the present one.
-        rate_watch: compares the rates of steps with the planned ones.
-        first_window: what plans for the first window's micro-batches when that has ended; None if nothing is to choose.
-        is_lost: whether a move failed so that training cannot go on. The engine closes then; the model has its weights.
+        plan: the plan in use.
+        rate_watch: compares measured rates with planned ones.
+        first_window: plans for the first window's micro-batches at its end; None afterwards, or if all is fixed.
+        is_lost: a move failed so that training cannot go on. The engine then closes; the model keeps its weights.
     """
 
     def __init__(
@@ -115,17 +115,17 @@ class Replanner:
         self._device, self._ranks, self._telemetry = device, ranks, telemetry
         self._ram_watch, self.rate_watch, self._vram_cap = ram_watch, rate_watch, vram_cap
 
-    # ---- where a step may stop, in time order -------------------------------------------------------------------
+    # ---- the steps of a window, in time order -------------------------------------------------------------------
 
     @contextmanager
     def recover_from_oom(self) -> Iterator[None]:
-        """A context in which a full GPU makes the engine move to a leaner plan. It spans a micro-batch at most.
+        """Context for at most one micro-batch: if the GPU runs out of memory, the engine moves to a leaner plan.
 
-        With several ranks, this one computes nothing more in the window, and takes part in what the others wait for
-        until all agree that it is void.
+        With several ranks, this rank computes nothing more in the window, but takes part in the collectives of the
+        other ranks until all agree to drop the window.
 
         Raises:
-            RepeatWindowError: it did so. The gradients since the last update were dropped.
+            RepeatWindowError: the engine has moved. The gradients since the last update were dropped.
             OutOfVramError: no leaner plan is left, or the move failed. The gradients were dropped too.
         """
         num_backwards = self._loop.num_backwards
@@ -136,32 +136,32 @@ class Replanner:
         except RepeatWindowError:
             raise
         except OutOfVramError as error:
-            if error.is_final or self.is_lost:  # an inner one could not make room
+            if error.is_final or self.is_lost:  # a nested context could not recover
                 raise
-            traceback.clear_frames(error.__traceback__)  # the failed window must not hold its activations any more
+            traceback.clear_frames(error.__traceback__)  # releases the activations of the failed window
             if alone:
                 raise self._leave_vram(error, "the GPU's memory was full") from error.__cause__
             full = self._void_window(error, has_joined=self._loop.num_backwards > num_backwards)
             raise self._repeat_together(full, error) from error.__cause__
 
     def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A micro-batch has passed forward: in the first window its shapes are what will be planned for."""
+        """Record the shapes of a micro-batch that passed forward in the first window, to plan for them."""
         if self.first_window is not None:
             self.first_window.saw(args, kwargs)
 
     def before_backward(self, loss: torch.Tensor) -> None:
-        """Several ranks that exchange in the window's last micro-batch know before it whether one of them is full."""
+        """Before the window's last micro-batch: agree whether a rank is out of memory, if it exchanges gradients."""
         if self._exchanges_last and self._loop.num_backwards + 1 == self._config.gradient_accumulation:
             self._check_whole(loss)
             self._loop.in_last = True
 
     def after_backward(self) -> None:
-        """Several ranks that exchange in each micro-batch know after it whether one of them is full."""
+        """After a micro-batch: agree whether a rank is out of memory, if every micro-batch exchanges gradients."""
         if self._exchanges_each:
             self._check_whole()
 
     def check_memory(self) -> tuple[str | None, Plan | None]:
-        """Where RAM is scarce: what was seen, and with one rank the plan with less RAM.
+        """(warning, leaner plan) if RAM is scarce; only world size 1 looks for the plan here.
 
         Raises:
             OutOfRamError: no plan takes less.
@@ -175,12 +175,12 @@ class Replanner:
         return scarce, leaner
 
     def agree(self, shortage: tuple[str | None, Plan | None]) -> Boundary:
-        """What all ranks do at this boundary. `shortage` is what `check_memory` gave.
+        """A collective: agree on the actions at this boundary. `shortage` is the result of `check_memory`.
 
         Raises:
-            RepeatWindowError: a rank's GPU was full in this window, and all have moved to a leaner plan.
-            OutOfVramError: so it was, and all stay where they are.
-            EngineStateError: the ranks have gone apart.
+            RepeatWindowError: a rank's GPU was full in this window, and all ranks have moved to a leaner plan.
+            OutOfVramError: a rank's GPU was full, and no rank has moved.
+            EngineStateError: the ranks are at different steps.
         """
         scarce, leaner = shortage
         if self._ranks.size == 1:
@@ -200,16 +200,16 @@ class Replanner:
         return Boundary(order, scarce, np.flatnonzero(is_scarce).tolist(), None, bool(due.all()))
 
     def recover_at_boundary(self) -> AbstractContextManager[None]:
-        """As `recover_from_oom`, while an update is started.
+        """`recover_from_oom` for the start of an update.
 
-        With several ranks the others step already: who is full here cannot have them repeat the window.
+        Several ranks cannot recover here, because the other ranks are already stepping.
         """
         if self._ranks.size == 1:
             return self.recover_from_oom()
         return explained_shortage(self.plan, self._device, self._loop.drop_gradients)
 
     def after_update(self, boundary: Boundary) -> None:
-        """The update was started: move if RAM is scarce, after the first window, or if measured rates say so.
+        """After the start of an update: move if RAM is scarce, after the first window, or if measured rates say so.
 
         Raises:
             OutOfRamError: RAM is scarce, and the move to a plan with less failed, or several ranks have no such plan.
@@ -225,7 +225,7 @@ class Replanner:
             self._move_for_rates()
 
     def run_eval(self, run: Callable[[], _T]) -> _T:
-        """What `run()` gives, repeated by leaner plans while the GPU is full. See `OffloadEngine.evaluates`."""
+        """Call `run()`, moving to leaner plans while the GPU is full; see `OffloadEngine.evaluates`."""
         states, buffers, module = random_states(), Buffers(), self._loop.placed.module
         if module.training:
             buffers.keep(module)
@@ -234,10 +234,10 @@ class Replanner:
                 with explained_shortage(self.plan, self._device):
                     found = run()
             except OutOfVramError as error:
-                said = not isinstance(error.__cause__, torch.OutOfMemoryError)  # why it cannot go on, by a call within
+                said = not isinstance(error.__cause__, torch.OutOfMemoryError)  # a nested call has explained the error
                 if said or self.is_lost or isinstance(error, RepeatWindowError):
                     raise
-                traceback.clear_frames(error.__traceback__)  # what failed must not hold its activations any more
+                traceback.clear_frames(error.__traceback__)  # releases the activations of the failed run
                 self._leave_vram_at_rest(error)
                 buffers.restore()
                 set_random_states(states)
@@ -249,7 +249,7 @@ class Replanner:
                 self._vram_cap.renew("evaluation")
                 return found
 
-    # ---- several ranks, one of which is full ---------------------------------------------------------------------
+    # ---- OOM with several ranks ----------------------------------------------------------------------------------
 
     @property
     def _rates_are_due(self) -> bool:
@@ -257,12 +257,13 @@ class Replanner:
 
     @property
     def _exchanges_each(self) -> bool:
-        """Whether several ranks exchange gradients in each of a window's micro-batches: they agree after each then."""
+        """Whether ranks exchange gradients in every micro-batch of a window, and agree after each."""
         return self._accumulates_on_ranks and self._config.exchange == "micro_batch"
 
     @property
     def _exchanges_last(self) -> bool:
-        """Whether they do in the last one only: they agree before it, or where the window ends sooner."""
+        """Whether ranks exchange gradients in the window's last micro-batch only, and agree before it or at an early
+        end of the window."""
         return self._accumulates_on_ranks and self._config.exchange == "step"
 
     @property
@@ -270,16 +271,16 @@ class Replanner:
         return self._ranks.size > 1 and self._config.gradient_accumulation > 1
 
     def _who_is_full(self, *, am_full: bool) -> NDArray[np.bool_]:
-        """Whether each rank's GPU is full: [ranks]. All ranks come here together."""
+        """A collective. Returns whether each rank's GPU is full: [ranks]."""
         return self._ranks.agree(np.array([int(am_full)]))[:, 0].astype(bool)
 
     def _check_whole(self, loss: torch.Tensor | None = None) -> None:
-        """Several ranks come here together, and know then whether one of them is full and waits here.
+        """A collective: check whether a rank is out of memory and waits in `_who_is_full`.
 
-        loss: of a micro-batch that no backward follows if one is.
+        loss: detached if so, because no backward follows.
 
         Raises:
-            OutOfVramError: one is; a `RepeatWindowError` if all have moved to a leaner plan.
+            OutOfVramError: a rank is; a `RepeatWindowError` if all ranks have moved to a leaner plan.
         """
         full = self._who_is_full(am_full=False)
         if full.any():
@@ -289,13 +290,13 @@ class Replanner:
             raise self._repeat_together(full)
 
     def _void_window(self, error: OutOfVramError, *, has_joined: bool) -> NDArray[np.bool_]:
-        """This rank cannot finish the window: wait until all ranks know that. Returns which of them cannot.
+        """This rank cannot finish the window: wait until all ranks know. Returns whether each rank is full: [ranks].
 
         Args:
-            has_joined: whether it has finished the backward of this micro-batch.
+            has_joined: this rank has finished the backward of this micro-batch.
 
         Raises:
-            OutOfVramError: it cannot know what the others do next.
+            OutOfVramError: the next collective of the other ranks is unknown.
         """
         loop = self._loop
         if not has_joined:
@@ -308,25 +309,25 @@ class Replanner:
         if not self._exchanges_each:
             window = loop.num_updates, loop.num_backwards
             return loop.placed.agree(self._ranks, window, (True, False, False))[0][:, 0].astype(bool)
-        if has_joined:  # another micro-batch may come, or the end of the window
+        if has_joined:  # the other ranks may run another micro-batch or end the window
             loop.drop_gradients()
             error.is_final = True
             raise error
         return self._who_is_full(am_full=True)
 
     def _repeat_together(self, full: NDArray[np.bool_], error: OutOfVramError | None = None) -> OutOfVramError:
-        """All ranks know that the window is void: drop it and move; returns the error to raise.
+        """All ranks have agreed to drop the window: drop it and move. Returns the error to raise.
 
         Args:
             full: whether each rank's GPU is full: [ranks].
-            error: this rank's, if its GPU is.
+            error: this rank's error, if its GPU is full.
         """
         self._loop.drop_gradients()
-        self._loop.settle()  # the stepping thread talks to the other ranks until then
+        self._loop.settle()  # the stepping thread communicates with other ranks until then
         said = f"the memory of rank {int(full.argmax())}'s GPU was full"
         return self._leave_vram(error or OutOfVramError(f"{said}: its error says more"), said)
 
-    # ---- to which plan, and why ----------------------------------------------------------------------------------
+    # ---- choosing the plan ---------------------------------------------------------------------------------------
 
     def _leave_vram(self, error: OutOfVramError, why: str) -> OutOfVramError:
         """Move to a plan with less VRAM; returns the error to raise."""
@@ -352,7 +353,7 @@ class Replanner:
         """Move to a plan with less VRAM, between windows.
 
         Raises:
-            OutOfVramError: `error`, with why there is no such move.
+            OutOfVramError: `error`, with the reason why the engine cannot move.
         """
         if self._loop.num_backwards or self._loop.has_graph or self._loop.placed.is_busy:
             raise OutOfVramError(
@@ -368,12 +369,12 @@ class Replanner:
             raise OutOfVramError(f"{error}. The move to a leaner plan failed: {why}") from error
 
     def _leave_ram_together(self, ranks: Sequence[int], scarce: str | None) -> None:
-        """Several ranks move to a plan with less RAM, since it is scarce on some of them.
+        """Move several ranks to a plan with less RAM, because RAM is scarce on `ranks`.
 
         Raises:
             OutOfRamError: no plan takes less, or the move failed.
         """
-        self._loop.settle()  # the stepping thread talks to the other ranks until then
+        self._loop.settle()  # the stepping thread communicates with other ranks until then
         scarce = scarce or f"RAM is running out on rank {ranks[0]}, whose error says more"
         plan = with_less_ram(self.plan, self._device, self._ranks)
         if plan is None:
@@ -381,10 +382,9 @@ class Replanner:
         self._leave_ram(plan, scarce)
 
     def _leave_ram(self, plan: Plan, scarce: str | None) -> None:
-        """Move to a plan with less RAM.
-
+        """
         Raises:
-            OutOfRamError: the move failed.
+            OutOfRamError: the move to `plan` failed.
         """
         try:
             self._move_with_a_warning(plan, "RAM was running out", stacklevel=5)
@@ -392,13 +392,13 @@ class Replanner:
             raise OutOfRamError(f"{scarce}. The move to a plan with less RAM failed: {error}") from error
 
     def _move_after(self, first: FirstWindow) -> None:
-        """Move to the plan for what the first window brought. Training goes on as it began if that cannot be.
+        """Move to the plan for the first window's micro-batches. If the move fails, training goes on with a warning.
 
         Raises:
-            DoesNotFitError: there is no GPU, and a budget is too small for it; so it is after every further window.
+            DoesNotFitError: there is no GPU, and a budget is too small. Every further window raises it again.
         """
         if self._ranks.size > 1:
-            self._loop.settle()  # the stepping thread talks to the other ranks until then
+            self._loop.settle()  # the stepping thread communicates with other ranks until then
         plan = first.plan_now()
         self.first_window = None
         if plan is None:
@@ -411,9 +411,9 @@ class Replanner:
             logger.warning(f"training goes on as it began, not as planned for its micro-batches: {error}")
 
     def _move_for_rates(self) -> None:
-        """Move where measured rates say that another plan is faster. Training goes on as it is if that cannot be."""
+        """Move if another plan is faster at the measured rates. If the move fails, training goes on with a warning."""
         if self._ranks.size > 1:
-            self._loop.settle()  # the stepping thread talks to the other ranks until then
+            self._loop.settle()  # the stepping thread communicates with other ranks until then
         assigned = self._loop.placed.assigned
         found = self.rate_watch.judge(assigned, lambda: room(self.plan, self._device), self._ranks)
         if found is None:
@@ -428,7 +428,7 @@ class Replanner:
     # ---- moving --------------------------------------------------------------------------------------------------
 
     def _move_with_a_warning(self, plan: Plan, why: str, *, stacklevel: int) -> str:
-        """`move`, and a line that says so; returns what changed, in words."""
+        """Move, and warn with the reason; returns the changes in words."""
         before = self.plan
         self.move(plan, why)
         words, seconds = moved_in_words(before, plan), format_seconds(self._telemetry.moves[-1].seconds)
@@ -437,7 +437,7 @@ class Replanner:
         return words
 
     def move(self, plan: Plan, why: str) -> None:
-        """Go on by another plan, where no gradients are gathered. See `OffloadEngine.move` for what it raises."""
+        """Move to `plan` while no gradients are pending. Raises the errors of `OffloadEngine.move`."""
         began, before, plan = time.perf_counter(), self.plan, own_part(plan, self._layers, self._ranks)
         loop = self._loop
         loop.settle()
@@ -448,7 +448,7 @@ class Replanner:
         try:
             connect(plan, self._ranks)
         except BaseException:
-            self.is_lost = True  # nothing can go between the ranks any more
+            self.is_lost = True  # the ranks cannot communicate any more
             raise
         try:
             with explained_shortage(plan, self._device), torch.inference_mode(False), torch.no_grad():
@@ -473,7 +473,7 @@ class Replanner:
                 self.rate_watch.begin(plan)
         seconds = time.perf_counter() - began
         self._vram_cap.watch()
-        forget_peak(self._device)  # it was the other plan's: a GPU that is full again is explained by this one's
+        forget_peak(self._device)  # the next OOM message must not report the old plan's peak
         old, new = ({tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan))
         self._telemetry.moves.append(Move(loop.num_updates, why, old, new, seconds))
 

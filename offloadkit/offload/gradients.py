@@ -1,27 +1,27 @@
-"""Gradients: gathered from autograd into one bucket per layer, and brought to where the step reads them.
+"""Gradients: from autograd into one bucket per layer, and on to the optimizer step.
 
-As soon as autograd has all gradients of a layer, one operation copies them into the layer's *bucket*, a 1-D buffer in
-VRAM. Autograd's own are dropped. What follows depends on placement and accumulation ("sums" are the sums of squares
-from which the norm is computed):
+When autograd has all gradients of a layer, one operation copies them into the layer's *bucket*, a 1-D buffer in VRAM,
+and the tensors in `.grad` are dropped. The next steps depend on placement and accumulation. "Sums" are the sums of
+squares by norm block, for the gradient norm:
 
 | | `gradients="ram"` | `gradients="vram"` |
 |---|---|---|
 | one micro-batch | sums on the device, D2H on the copy stream | bucket stays; sums and D2H at the boundary |
 | several | D2H, then the stepping thread adds into fp32 in RAM | added into fp32 on the device; D2H at the boundary |
 
-Several ranks with one micro-batch each, or with `exchange="micro_batch"`, exchange a bucket first, and all of the above
-happens to what this rank owns of the layer: each micro-batch brings one gradient from each rank, and they are added in
-fp32 in the ranks' order. Ranks exchange layers in one order: that in which rank 0 had their gradients in the last step.
-What is not there when backward ends is exchanged then. A parameter without a gradient here counts as -0.0, which
-changes no sum.
+Several ranks exchange each bucket first if they have one micro-batch per window or `exchange="micro_batch"`. Every rank
+then sends each other rank its gradient of the range that rank owns. The owner adds them in fp32 in rank order, and the
+table applies to the owned range. Ranks exchange layers in the order in which rank 0 completed them in the last step;
+layers incomplete at the end of backward are exchanged then. A parameter without a gradient on a rank counts as -0.0,
+which changes no sum.
 
-With several micro-batches and `exchange="step"` each rank adds up its own, as if it were alone, for whole layers. Then
-each gets all ranks' sums of its range, and adds them in the ranks' order. Sums in VRAM are exchanged in the backward of
-the window's last micro-batch, layer by layer; in shorter windows at the boundary. Sums in RAM lie in memory that the
-ranks share, and the stepping thread adds them before the norm.
+With several micro-batches and `exchange="step"`, each rank accumulates whole layers, as at world size 1. Then each rank
+receives all ranks' sums of its range and adds them in rank order. Sums in VRAM are exchanged layer by layer in the
+backward of the window's last micro-batch, or at the boundary if the window ends early. Sums in RAM are in shared
+memory, and the stepping thread adds them before the norm.
 
-Sums computed on the device go to RAM at the boundary, with one copy for all layers. They are equal on the CPU and the
-GPU (`optim.norm`). Gradients of an accumulation window are added in the order of its micro-batches.
+Block sums computed on the device go to RAM at the boundary, in one copy for all layers. They are equal on CPU and GPU
+(`optim.norm`). Micro-batches are added in order.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from offloadkit.planner import NUM_GRADIENT_BUCKETS, is_small
 class BucketPool:
     """Reusable device buffers of the size of the largest bucket.
 
-    The pool holds NUM_GRADIENT_BUCKETS - 1 buckets; autograd holds the gradients of one more layer. A buffer is
-    returned with the event of the copy that still reads it. The compute stream waits for it before it writes again.
+    The pool holds NUM_GRADIENT_BUCKETS - 1 buckets, because autograd holds the gradients of one more layer. A buffer is
+    returned with the event of the copy that reads it, for which the compute stream waits before the next write.
     """
 
     def __init__(self, device: torch.device, num_bytes: int, waits: Waits) -> None:
@@ -63,7 +63,7 @@ class BucketPool:
         self._free: list[tuple[torch.Tensor, Event | None]] = []
 
     def take(self) -> torch.Tensor:
-        """A free uint8 buffer of `num_bytes`, or the one that is free first."""
+        """A free uint8 buffer of `num_bytes`; if all are busy, the oldest."""
         ready = [item for item in self._free if item[1] is None or item[1].done()]
         if not ready and len(self._free) < NUM_GRADIENT_BUCKETS - 1:
             return torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
@@ -74,31 +74,33 @@ class BucketPool:
         return buffer
 
     def give_back(self, buffer: torch.Tensor, busy: Event | None) -> None:
-        """Return a buffer. Copies read it until `busy`."""
+        """Return a buffer that copies read until `busy`."""
         self._free.append((buffer, busy))
 
 
 class LayerGradient:
-    """One layer's gradient on its way from autograd to the step.
+    """One layer's gradient on its way from autograd to the optimizer step.
 
-    Its bucket is the whole layer's; the rest is what this rank owns of it. Indices of views are the whole layer's.
+    The bucket covers the whole layer; other tensors cover the part that this rank owns. Indices of views refer to the
+    whole layer.
 
     Attributes:
-        on_device: whether the window's gradient stays in VRAM until the boundary.
-        host: 1-D pinned tensor with the gradient of the whole window, valid after `sent`. It is fp32 if accumulated or
-            tied, else in the layer's dtype. Ranges of views without a gradient are undefined. None: the GPU steps it.
+        on_device: the window's gradient stays in VRAM until the boundary.
+        host: 1-D pinned tensor with the gradient of the whole window, valid after `sent`. fp32 if accumulated or tied,
+            else in the layer's dtype. Ranges of views without a gradient are undefined. None: only the GPU steps it.
         sums: fp64 [num_blocks] in pinned RAM: sums of squares of the window's gradient by norm block, after `sent`.
-        sums_on_host: whether the CPU computes the sums, since the GPU never has the accumulated gradient.
+        sums_on_host: the CPU computes the sums, because the GPU never has the accumulated gradient.
         received: indices of the views that got a gradient in this micro-batch.
-        window: indices of the views that got one in this accumulation window.
-        known: indices of the views that ever got one.
-        complete: whether the layer was sent, or added to the window, in this backward.
-        at_end_only: whether it waits for the end of backward, since a view may get more than one gradient.
-        is_begun: with several ranks, whether a micro-batch of this window was exchanged.
-        is_exchanged: with several ranks, whether the window's sum was exchanged; nothing can be added to it any more.
-        missing: with several ranks, indices of the views of the window that got none on this rank.
-        exchanges_sums: with several ranks, whether each adds up the whole layer's gradient before they exchange it.
-        all_sums: such sums in RAM that the ranks share, by rank: fp32, 1-D. This rank's range of its own is `host`.
+        window: indices of the views that got a gradient in this accumulation window.
+        known: indices of the views that ever got a gradient.
+        complete: the layer was sent, or added to the window, in this backward.
+        at_end_only: the layer waits for the end of backward, because a view may get more than one gradient.
+        is_begun: several ranks: a micro-batch of this window was exchanged.
+        is_exchanged: several ranks: the window's sum was exchanged; nothing can be added to it any more.
+        missing: several ranks: indices of views in the window that got no gradient on this rank.
+        exchanges_sums: several ranks: each rank accumulates the whole layer before the exchange.
+        all_sums: the ranks' accumulated gradients in shared RAM, by rank: fp32, 1-D. `host` is this rank's range of its
+            own entry.
     """
 
     def __init__(
@@ -129,17 +131,17 @@ class LayerGradient:
         self.at_end_only = self.layer.shared
         self.buffer: torch.Tensor | None = None
         self.accumulated: torch.Tensor | None = None
-        """1-D: the fp32 sum of the micro-batches, where it stays in VRAM."""
+        """1-D fp32 sum of the micro-batches, if it stays in VRAM."""
         self.own_buffer: torch.Tensor | None = None
         self.sent: Event | None = None
         self._places: dict[int, list[torch.Tensor]] = {}
 
     def follow(self, old: LayerGradient) -> None:
-        """Take the place of `old`, of the same layer in another placement: know what it has seen of backward."""
+        """Take over what `old`, the same layer in its former placement, has learned about backward."""
         self.known, self.at_end_only = old.known, old.at_end_only
 
     def forget_buffers(self) -> None:
-        """Let go of its memory in VRAM and of its sums; nothing of a window is in them."""
+        """Release buffers in VRAM and sums. No window may be open."""
         self.buffer = self.own_buffer = self.accumulated = self.sent = None
         self.sums = self.device_sums = torch.empty(0)
         self.sums_on_host = False
@@ -158,34 +160,34 @@ class LayerGradient:
 
     @property
     def kept(self) -> torch.Tensor:
-        """The window's gradient in VRAM, for the GPU's step: 1-D, fp32 if accumulated."""
+        """The window's gradient in VRAM, for a step on the GPU: 1-D, fp32 if accumulated."""
         if self.accumulated is None:
             return self.bucket
         return self.accumulated[self._own] if self.exchanges_sums else self.accumulated
 
     @property
     def _own(self) -> slice:
-        """What this rank owns of the layer."""
         return slice(self.shard.begin, self.shard.begin + self.shard.numel)
 
     @property
     def window_numel(self) -> int:
-        """Elements that are added up during a window."""
+        """Elements accumulated during a window."""
         return self.layer.numel if self.exchanges_sums else self.shard.numel
 
     @property
     def window_in_ram(self) -> torch.Tensor:
-        """Where micro-batches are added up in RAM."""
+        """The tensor that accumulates micro-batches in RAM."""
         assert self.host is not None
         return self.all_sums[self.layer.rank] if self.all_sums else self.host
 
     def forget_missing(self, missing: set[int]) -> None:
-        """Have the views `missing` add nothing to what is summed in RAM."""
+        """Overwrite views without a gradient by -0.0 in the accumulated gradient in RAM."""
         for index in missing:
             self.window_in_ram[self.layer.views[index].elements].numpy().fill(-0.0)
 
     def add_all_sums(self) -> None:
-        """Add up what all ranks have in RAM of this one's range, in rank order. Nobody else reads or writes that."""
+        """Add all ranks' accumulated gradients in RAM over this rank's range, in rank order. Only this rank accesses
+        that range now."""
         first, *others = [each[self._own] for each in self.all_sums]
         for other in others:
             cpu.accumulate(first, other, add=True)
@@ -193,7 +195,7 @@ class LayerGradient:
             cpu.accumulate(self.window_in_ram[self._own], first, add=False)
 
     def places(self) -> list[torch.Tensor]:
-        """Every view's part of the bucket, in its parameter's shape."""
+        """Views of the bucket in the parameters' shapes."""
         assert self.buffer is not None
         address = self.buffer.data_ptr()
         if address not in self._places:
@@ -202,7 +204,7 @@ class LayerGradient:
         return self._places[address]
 
     def sums_of(self, index: int, sums: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The block sums of view `index`, of all that are in `sums`; zeros where another rank owns them."""
+        """The part of `sums` for view `index`; zeros for blocks that another rank owns."""
         own = index - self.shard.first_view
         if self.shard is self.layer:
             return sums[self._first_block[index] : self._first_block[index + 1]]
@@ -215,7 +217,7 @@ class LayerGradient:
 
 
 def runs(layer: FlatLayer, indices: set[int]) -> list[tuple[int, int]]:
-    """(start, length) of the element ranges of the views `indices`. Ranges without padding between them are joined."""
+    """(start, length) of the element ranges of the views; adjacent ranges are joined."""
     found: list[tuple[int, int]] = []
     for view in (layer.views[index] for index in sorted(indices)):
         if found and sum(found[-1]) == view.start:
@@ -226,13 +228,13 @@ def runs(layer: FlatLayer, indices: set[int]) -> list[tuple[int, int]]:
 
 
 class Gradients:
-    """Takes the gradients of all layers from autograd and brings them to where the step reads them.
+    """Takes the gradients of all layers from autograd and brings them to the optimizer step.
 
     Attributes:
         layers: in definition order.
-        order: with several ranks, the indices of the layers as they are exchanged.
-        completed: the indices of the layers as the last backward brought them.
-        ends_window: whether the coming backward is that of the window's last micro-batch.
+        order: several ranks: indices of the layers in the order of their exchange.
+        completed: indices of the layers in the order in which the last backward completed them.
+        ends_window: the next backward is the last of the accumulation window.
     """
 
     ends_window = False
@@ -250,11 +252,10 @@ class Gradients:
     ) -> None:
         """
         Args:
-            views: every trained parameter. `arrange` says where its gradients go.
-            accumulation: micro-batches of a window.
+            views: all trained parameters. `arrange` assigns them to layers.
+            accumulation: micro-batches per window.
             submit: queues a job for the stepping thread.
-            got_gradient: called with each parameter's first gradient.
-            ranks: those that train together.
+            got_gradient: called on each parameter's first gradient.
         """
         self._ranks = ranks
         self._exchange: GradientExchange | None = None
@@ -274,20 +275,20 @@ class Gradients:
             self._hook_of[id(parameter)] = self._hooks[-1].id
 
     def hook_last(self, parameter: Any) -> None:
-        """Have the engine take the parameter's gradient after all other hooks on it, such as one just registered."""
+        """Move the engine's hook behind all other post-accumulate hooks of the parameter."""
         hooks, own = parameter._post_accumulate_grad_hooks, self._hook_of.get(id(parameter))
         if own in hooks:
-            hooks[own] = hooks.pop(own)  # autograd goes by the dict's order, which `move_to_end` leaves as it is
+            hooks[own] = hooks.pop(own)  # autograd follows the dict's order, which `move_to_end` does not change
 
     def arrange(self, layers: Sequence[LayerGradient], staging: Sequence[torch.Tensor]) -> None:
-        """Have gradients go the ways of `layers`, with new buffers for them.
+        """Set the layers, after placing or a move, and allocate their buffers.
 
         Args:
             staging: pinned uint8 buffers, each as large as the largest bucket. A micro-batch's gradient passes through
-                one of them before it is added in RAM. Empty if nothing accumulates in RAM.
+                a staging buffer before it is added in RAM. Empty if nothing accumulates in RAM.
         """
         self.layers = layers
-        # Those whose micro-batch's gradient leaves its bucket as soon as it is complete.
+        # Layers whose gradient leaves the bucket as soon as the micro-batch completes it.
         passing = [layer for layer in layers if not layer.layer.shared and (not layer.on_device or self._is_sum)]
         sizes = [layer.bucket_bytes for layer in passing]
         self._pool = BucketPool(self._device, max(sizes, default=0), self._waits)
@@ -296,7 +297,7 @@ class Gradients:
         for buffer in staging:
             self._staging.put(buffer)
         self._in_vram: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        """Gradients of one dtype that stay in VRAM, their norm blocks, and where the blocks' sums go: one operation."""
+        """(gradients of one dtype in VRAM, their norm blocks, their block sums): summed by one operation."""
         self._allocate()
         if isinstance(self._ranks, Group):
             self._exchange = self._new_exchange(self._ranks)
@@ -306,7 +307,7 @@ class Gradients:
 
     @property
     def _is_sum(self) -> bool:
-        """Whether a window's gradient is the sum of several."""
+        """Whether a window's gradient is a sum of several gradients."""
         return self._accumulation > 1 or self._ranks.size > 1
 
     def _new_exchange(self, ranks: Group) -> GradientExchange:
@@ -316,13 +317,13 @@ class Gradients:
             if not layer.all_sums
         ]
         leaving = [4 * layer.shard.numel for layer in self.layers if not layer.on_device and self._accumulation == 1]
-        if not self.order:  # backward runs from the end, and uses of tied weights are collected until it is over
+        if not self.order:  # backward runs from the last layer, and collects gradients of tied weights until its end
             self.order = sorted(range(len(self.layers)), key=lambda at: (self.layers[at].layer.shared, -at))
             self.completed = self.order
         return GradientExchange(ranks, self._device, max(received, default=0), max(leaving, default=0))
 
     def forget_buffers(self) -> None:
-        """Let go of all buffers, before layers move. No gradient may be gathered, and no job may be under way."""
+        """Release all buffers before layers move. No gradient may be pending, and no job may be running."""
         self.d2h.synchronize()  # wait: copies before their buffers go
         if self._exchange is not None:
             self._exchange.stream.synchronize()  # wait: exchanges before their buffers go
@@ -335,10 +336,8 @@ class Gradients:
         self._host_sums = self._device_sums = torch.empty(0)
 
     def _allocate(self) -> None:
-        """Allocate the sums of all layers, on the device and in pinned RAM, and the gradients that stay in VRAM.
-
-        The latter share one buffer for each dtype.
-        """
+        """Allocate the block sums of all layers, on the device and in pinned RAM, and the gradients that stay in VRAM,
+        one buffer per dtype."""
         groups: dict[torch.dtype | None, list[LayerGradient]] = {}
         for layer in self.layers:
             dtype_in_vram = torch.float32 if self._is_sum else layer.bucket_dtype
@@ -390,7 +389,7 @@ class Gradients:
         return take
 
     def _gather(self, layer: LayerGradient) -> None:
-        """Copy autograd's gradients of a layer to its bucket, and drop them."""
+        """Copy a layer's gradients from autograd to its bucket, and drop `.grad`."""
         views = [layer.layer.views[index] for index in layer.received]
         gradients: list[Any] = [view.parameter.grad for view in views]
         for view, gradient in zip(views, gradients, strict=True):
@@ -403,10 +402,9 @@ class Gradients:
 
     @torch.no_grad()
     def receive(self, view: ParameterView, gradient: torch.Tensor) -> None:
-        """Add one gradient, of the parameter's shape, to its part of the bucket.
+        """Add one gradient, in the parameter's shape, to its part of the bucket.
 
-        Such gradients belong to a layer with tied weights, or to a layer that was sent already. The layer is sent at
-        the end of backward.
+        Used for layers with tied weights, and for layers that were already sent; they are sent at the end of backward.
         """
         if isinstance(view.parameter, Watched):
             raise _without_the_engine(view)
@@ -427,9 +425,9 @@ class Gradients:
             layer.received.add(index)
 
     def _open(self, layer: LayerGradient, views: set[int]) -> None:
-        """Give the layer a bucket for the first gradients of a backward: those of `views` (indices).
+        """Give the layer a bucket for the first gradients of a backward; they belong to `views` (indices).
 
-        The compute stream waits where the last step, or a copy to RAM, may still read the layer's own buffer.
+        The compute stream waits if the last step or a copy to RAM may still read the layer's own buffer.
         """
         layer.weights.check_waited([layer.layer.views[index] for index in views & layer.known])
         layer.weights.wait()  # wait: the last update before new gradients
@@ -439,9 +437,9 @@ class Gradients:
             layer.buffer = self._take_buffer(layer)
 
     def end_of_backward(self) -> None:
-        """Finish the layers that still wait for gradients: this micro-batch does not use all of their views.
+        """Finish the layers that this micro-batch did not complete, because it uses only some of their views.
 
-        Several ranks that exchange now finish all layers, in their order: another rank may have gradients.
+        Several ranks that exchange now finish all layers in order, because another rank may have gradients.
         """
         in_order = self._exchanges_now
         for layer in [self.layers[at] for at in self.order] if in_order else self.layers:
@@ -454,9 +452,9 @@ class Gradients:
             layer.complete = False
 
     def join_rest(self) -> None:
-        """This rank cannot finish its backward, and all will drop the window: send the others zeros for what is left.
+        """This rank cannot finish its backward: take part in the remaining exchanges with zeros.
 
-        They wait for it. Nothing is computed, and what autograd has of layers that are not complete is dropped.
+        All ranks will drop the window. Gradients of incomplete layers are dropped.
         """
         for layer in self.layers:
             if not layer.complete:
@@ -464,14 +462,14 @@ class Gradients:
             for view in layer.layer.views:
                 view.parameter.grad = None
         if self._exchange is not None and self._exchanges_now:
-            self._exchange_in_order(self._exchange)  # where it stopped
+            self._exchange_in_order(self._exchange)  # from the layer at which it stopped
             self.end_of_backward()
 
     def end_of_window(self) -> None:
-        """Send the gradients that stayed on the device, and the sums of all layers, to RAM."""
+        """Copy the gradients that stayed on the device, and the block sums of all layers, to RAM."""
         for layer in self.layers:
-            # The sums in RAM are overwritten below. The last update's norm was computed from them before its weights
-            # arrived, so wait for these, also where no forward has used the layer.
+            # The block sums in RAM are overwritten below. The last update computed its norm from them before its
+            # weights arrived, so wait for the weights, even if no forward has used the layer.
             layer.weights.wait()  # wait: the last update before new sums of squares
         window = [layer for layer in self.layers if layer.window]
         if self._exchange is not None:
@@ -498,19 +496,16 @@ class Gradients:
 
     @property
     def _exchanges_now(self) -> bool:
-        """Whether several ranks exchange layers in this backward."""
+        """Whether ranks exchange layers in this backward."""
         return self._ranks.size > 1 and (self.ends_window or not self._exchanges_sums)
 
     @property
     def window_is_full(self) -> bool:
-        """Whether sums of this window were exchanged, so that no micro-batch can follow."""
+        """Whether sums of this window were exchanged, so that no further micro-batch is possible."""
         return any(layer.is_exchanged for layer in self.layers)
 
     def _exchange_window(self, exchange: GradientExchange) -> None:
-        """Exchange what backward has not: the sums of a window that ends sooner than planned.
-
-        Sums in RAM are added by the stepping thread (`StepThread`), for which what is missing is filled in.
-        """
+        """Exchange the sums of a window that ended early. The stepping thread adds sums in RAM (`StepThread`)."""
         for layer in (self.layers[at] for at in self.order):
             if layer.window and layer.all_sums:
                 layer.sums_on_host = True
@@ -519,9 +514,9 @@ class Gradients:
                 self._exchange_sum(exchange, layer, layer.missing)
 
     def _exchange_sum(self, exchange: GradientExchange, layer: LayerGradient, missing: Iterable[int]) -> None:
-        """Bring this rank's sum in VRAM to the ranks that own it, and add up what this one owns of all ranks' sums.
+        """Exchange this rank's sum in VRAM, and add all ranks' sums of the range that this rank owns.
 
-        missing: indices of views that got no gradient in this window, and hold what is older.
+        missing: indices of views without a gradient in this window, which hold values of an older window.
         """
         assert layer.accumulated is not None
         for index in missing:
@@ -530,7 +525,7 @@ class Gradients:
         layer.is_exchanged = True
 
     def drop(self) -> None:
-        """Forget the gradients of this window."""
+        """Drop the gradients of this window."""
         self._completing, self._num_exchanged = [], 0
         for layer in self.layers:
             layer.window.clear()
@@ -547,7 +542,7 @@ class Gradients:
         self.d2h.synchronize()  # wait: copies before the engine is dropped
 
     def _finish(self, layer: LayerGradient) -> None:
-        """A layer has all its gradients of this micro-batch: start what the module's table says."""
+        """Called when a layer has all its gradients of this micro-batch: start the operations of the module's table."""
         if layer.received and not layer.at_end_only:
             self._gather(layer)
         if (tracing := trace.active()) is not None:
@@ -565,7 +560,8 @@ class Gradients:
             self._exchange_in_order(self._exchange)
 
     def _take_in(self, layer: LayerGradient, first: set[int], again: set[int]) -> None:
-        """Send a micro-batch's gradient to RAM, or add it to the window: of the views `first` to begin with."""
+        """Send a micro-batch's gradient to RAM, or accumulate it. It is the window's first gradient for the views in
+        `first`."""
         if not layer.received:
             return
         if self._accumulation == 1:
@@ -585,7 +581,7 @@ class Gradients:
             self._release(layer, self._accumulate_in_ram(layer, layer.bucket, ranges))
 
     def _exchange_in_order(self, exchange: GradientExchange) -> None:
-        """Exchange the layers whose turn it is."""
+        """Exchange complete layers in order, up to the first incomplete layer."""
         while self._num_exchanged < len(self.order):
             layer = self.layers[self.order[self._num_exchanged]]
             if not layer.complete:
@@ -598,7 +594,7 @@ class Gradients:
                 self._exchange_sum(exchange, layer, set(range(len(layer.layer.views))) - layer.window)
 
     def _exchange_layer(self, exchange: GradientExchange, layer: LayerGradient) -> None:
-        """Bring a micro-batch's gradient to the ranks that own it, and add up what this one owns."""
+        """Exchange a micro-batch's gradient, and add all ranks' gradients of the range that this rank owns."""
         if not layer.received:
             self._open(layer, set())
         for index, place in enumerate(layer.places()):
@@ -627,22 +623,22 @@ class Gradients:
     def _accumulate_in_ram(
         self, layer: LayerGradient, source: torch.Tensor, ranges: Sequence[tuple[int, int, int, bool]]
     ) -> Event:
-        """Copy `source` to a staging buffer, from where the stepping thread adds it to the gradient in RAM.
+        """Copy `source` to a staging buffer; the stepping thread adds it to the gradient in RAM.
 
         Args:
             source: 1-D, in the bucket's dtype; the D2H stream has waited for it.
-            ranges: (start in `source`, start in the gradient, length, whether to add; else it is copied).
+            ranges: (start in `source`, start in the gradient, length, True to add or False to overwrite).
 
         Returns:
             The end of the copy.
         """
-        staged: list[torch.Tensor] = []  # the staging buffer, until it is given back
+        staged: list[torch.Tensor] = []  # the staging buffer, until it is returned
         try:
-            # If all are in use, this waits until the stepping thread gives one back.
+            # If all are in use, this waits until the stepping thread returns a buffer.
             with self._waits.blocking() if self._staging.empty() else nullcontext():
                 staged.append(self._staging.get())
             return self._accumulate_through(staged, layer, source, ranges)
-        except BaseException:  # also an interrupt: else later micro-batches would wait for the buffer for ever
+        except BaseException:  # including an interrupt; otherwise later micro-batches would wait for the buffer forever
             self._give_back_staging(staged)
             raise
 
@@ -670,7 +666,7 @@ class Gradients:
         return arrived
 
     def _give_back_staging(self, staged: list[torch.Tensor]) -> None:
-        with suppress(IndexError):  # the other thread has given it back already
+        with suppress(IndexError):  # the other thread has already returned it
             self._staging.put(staged.pop())
 
     def _send(self, layer: LayerGradient) -> None:
@@ -682,9 +678,9 @@ class Gradients:
         self._release(layer, layer.sent)
 
     def _take_buffer(self, layer: LayerGradient) -> torch.Tensor:
-        """The bucket of a micro-batch's gradient: a buffer of the pool, or the layer's own.
+        """The buffer for a micro-batch's gradient: from the pool, or the layer's own.
 
-        A layer has its own if it is small or has tied weights, or if the gradient stays there until the boundary.
+        A layer has its own buffer if it is small, has tied weights, or keeps its gradient there until the boundary.
         """
         if layer in self._pooled:
             return self._pool.take()
@@ -698,7 +694,7 @@ class Gradients:
             layer.buffer = None
 
     def _reopen(self, layer: LayerGradient) -> None:
-        """A gradient came after its layer was sent: the layer is used twice. Send it at the end of backward instead."""
+        """A gradient arrived after the layer was sent, so the layer is used twice: send it at the end of backward."""
         if self._exchange is not None and (layer.is_exchanged or not layer.exchanges_sums):
             raise EngineStateError(
                 f"a parameter of {layer.layer.name!r} got a second gradient after the layer's were sent to the other "
@@ -717,7 +713,7 @@ class Gradients:
 
 
 def _without_the_engine(view: ParameterView) -> EngineStateError:
-    """The error for a gradient that comes while the engine runs no backward."""
+    """The error for a gradient that arrives outside `engine.backward`."""
     return EngineStateError(
         f"a gradient of {view.name!r} came outside of engine.backward(): call engine.backward(loss) instead of "
         "loss.backward(). With several losses, add them first. The engine scales fp16's loss itself. Where another "

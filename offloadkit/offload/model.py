@@ -1,4 +1,4 @@
-"""A model whose parts lie where the plan says, the hooks that keep it so while it runs, and moving to another plan."""
+"""`PlacedModel`: places a model's flat layers by a plan, installs the hooks, and moves layers to another plan."""
 
 from __future__ import annotations
 
@@ -55,17 +55,14 @@ from offloadkit.planner.phases import READ_AHEAD_BYTES
 
 
 class PlacedModel:
-    """A module's flat layers in their places; its parameters are views of them.
+    """A module whose trained parameters are views of flat layers, placed by a plan.
 
     Attributes:
         states: the flat layers, in definition order.
-        plan: by which the model was placed: the plan given, or a leaner one if the GPU was full.
-        is_whole: whether what layers share is there. It is not if a move failed twice.
-        gradients: what backward brings.
-        forward_hooks: what forward waits for.
-        outside: what others do to the weights.
-        caching: configs that say whether keys and values are cached.
-        pinning_seconds: how long RAM took to be populated and pinned.
+        plan: the plan in use: the plan given, or a leaner one if the GPU was full.
+        is_whole: the model can be trained on. False after a move failed and could not rebuild the shared buffers.
+        caching: configs that turn the key/value cache on and off.
+        pinning_seconds: seconds spent populating and pinning RAM.
     """
 
     def __init__(
@@ -84,17 +81,17 @@ class PlacedModel:
     ) -> None:
         """
         Args:
-            ranks: those that train together. All get rank 0's weights.
+            ranks: the ranks that train together. Rank 0's weights are broadcast to all.
             ram_watch: checked while RAM fills.
             step_thread: adds up gradients in RAM.
             settle: called before the whole model's weights are saved or loaded.
-            undo: told how to let go of the module.
+            undo: receives the callbacks that release the module.
 
         Raises:
-            OffloadkitError: not enough RAM, or a disk that will not do.
+            OffloadkitError: not enough RAM, or the disk cannot be used.
             torch.OutOfMemoryError: the GPU is full, and no plan is leaner.
-            ConfigError: checkpointing of a model without repeated blocks, or ranks whose weights are in different
-                places, or on several hosts and in RAM.
+            ConfigError: the model has no repeated blocks to checkpoint; or a layer's weights are in different places
+                on different ranks, or in RAM on several hosts.
         """
         self.module, self._device, self._config = module, device, config
         self._shapes, self._accumulation = plan.layers, config.gradient_accumulation
@@ -117,7 +114,7 @@ class PlacedModel:
         shared = self._begin(layers, ram_watch)
         for buffer in module.buffers():
             ranks.broadcast(buffer)
-        undo.callback(self._bind_to_ram)  # however the engine ends, what is in RAM is what the model has
+        undo.callback(self._bind_to_ram)  # the model must keep the weights that live in RAM, however the engine ends
         self._offloaded = OffloadedInputs(device, self._waits)
         self.caching = caching_configs(module)
         if config.compile_blocks:
@@ -155,45 +152,46 @@ class PlacedModel:
                     raise
 
     def _lean(self) -> bool:
-        """The GPU was full while the model was placed: go on by a plan with less in VRAM. Returns whether there is one.
+        """Out of VRAM while placing: switch to a plan with less in VRAM. Returns whether such a plan exists.
 
-        Several ranks go on by the plan that they have.
+        Several ranks keep their plan.
         """
         leaner = with_less_vram(self.plan, self._device) if self._ranks.size == 1 else None
         self.plan = leaner or self.plan
         return leaner is not None
 
     def _begin(self, layers: Sequence[FlatLayer], ram_watch: RamWatch) -> list[HostSlab]:
-        """Bring all of the module to its places; returns the RAM that layers share.
+        """Place the whole module; returns the RAM buffers that layers share.
 
-        A layer that finds the GPU full is as it was. Those before it move to a leaner plan then, and it goes on.
+        If the GPU is full, the layer being placed is restored, the layers before it move to a leaner plan, and placing
+        continues.
         """
         trained = {view.parameter for layer in layers for view in layer.views}
         while True:
             try:
-                for at, where in self._changes(self.plan.placements):  # with several ranks no plan is leaner here
+                for at, where in self._changes(self.plan.placements):  # several ranks keep their plan: no changes
                     self.states[at] = self._elsewhere(self.states[at], where)
                 shared = self._allocate(layers, self.plan, ram_watch)
                 move_rest(self.module, trained, self._device, self._config.working_dtype, self._make_real)
                 return shared
             except torch.OutOfMemoryError as error:
-                traceback.clear_frames(error.__traceback__)  # what the layer had begun to take
+                traceback.clear_frames(error.__traceback__)  # frees memory that the failed layer had allocated
                 if not self._lean():
                     raise
 
     def _give_back(self) -> None:
-        """If building failed, have the parameters as they were: whoever tries again trains the same numbers."""
+        """If the build failed, restore the parameters, so that another attempt trains the same numbers."""
         while self.states and self._given:
             self.states.pop().give_back(self._given)
 
     def _allocate(self, layers: Sequence[FlatLayer], plan: Plan, ram_watch: RamWatch) -> list[HostSlab]:
-        """Make the states of the layers that have none, each in RAM of its own; returns the RAM that layers share."""
+        """Make the missing states, each with a slab in RAM; returns the RAM buffers that layers share."""
         placements = plan.placements
         placed = list(zip(layers, self._shapes, placements, strict=True))[len(self.states) :]
         sizes = [self._own_bytes(shape, where) for _, shape, where in placed]
         shared = self._shared_sizes(placements)
         started = time.perf_counter()
-        gc.collect()  # an engine that an exception left behind may be held by cycles only
+        gc.collect()  # an engine that an exception left behind may be held by reference cycles only
         in_ram = [(layer, shape) for layer, shape, where in placed if where.weights == "ram"]
         of_weights = [] if self._ranks.size > 1 else [shape.weight_bytes() for _, shape in in_ram]
         slabs = iter(host_memory.allocate([*sizes, *shared, *of_weights], self._device, "the optimizer states"))
@@ -222,7 +220,7 @@ class PlacedModel:
                 sums_slab=sums_slabs.get(layer),
             )
             state.take_parameters()
-            trim_heap()  # else holes of the size of matrices stay, which the next layer's do not fit into
+            trim_heap()  # otherwise freed holes of one matrix's size remain, and the next layer's matrices do not fit
             self.states.append(state)
             ram_watch.check()
         if self._device.type == "cuda":
@@ -230,7 +228,7 @@ class PlacedModel:
         return buffers
 
     def _make_real(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Read or draw those of `parameters` that are unread. With several ranks all get rank 0's numbers."""
+        """Read or draw the parameters that are still on the meta device, and broadcast rank 0's numbers."""
         make_real(parameters)
         for parameter in parameters:
             if not parameter.is_meta:
@@ -239,7 +237,7 @@ class PlacedModel:
     def _check_alike(self, placements: Sequence[Placement]) -> None:
         """
         Raises:
-            ConfigError: a layer's weights are in VRAM on some ranks, and in RAM on others; or sums that are exchanged.
+            ConfigError: a layer's weights, or exchanged gradient sums, are in VRAM on one rank and in RAM on another.
         """
         exchanged = [layer for layer in self._layers if exchanges_sums(layer, self._config)]
         for what in ("weights", *(["gradients"] if exchanged else [])):
@@ -253,23 +251,23 @@ class PlacedModel:
 
     @property
     def _bring(self) -> Callable[[LayerWeights], None] | None:
-        """With several ranks, brings what the others step of weights in VRAM."""
+        """Several ranks only: fetches weights in VRAM that another rank has stepped."""
         return None if self.gathers is None else self.gathers.bring
 
     def _share(self, sizes: Sequence[tuple[FlatLayer, int]], what: str) -> dict[FlatLayer, HostSlab]:
-        """With several ranks: RAM that they share, of so many bytes for each layer; all must ask for the same."""
+        """Several ranks only: allocate shared RAM, (layer, bytes). A collective: sizes must agree on all ranks."""
         if not isinstance(self._ranks, Group) or not sizes:
             return {}
         if not self._stepped:
             self._stepped = dict(zip(self._layers, self._ranks.stepped(len(self._layers)), strict=True))
         num_bytes = [size for _, size in sizes]
         files, part = self._ranks.share(num_bytes), (self._ranks.rank, self._ranks.size)
-        with self._ranks.together(f"taking RAM for {what}"):  # also: nobody writes to it before all have populated it
+        with self._ranks.together(f"taking RAM for {what}"):  # and no rank writes before all ranks have populated it
             slabs = host_memory.allocate_shared(files, num_bytes, self._device, f"the {what} in RAM", part)
         return dict(zip((layer for layer, _ in sizes), slabs, strict=True))
 
     def _share_sums(self, layers: Sequence[tuple[FlatLayer, LayerShape]]) -> dict[FlatLayer, HostSlab]:
-        """RAM for the sums of `layers` of all ranks, if these exchange them there."""
+        """Shared RAM for the gradient sums that ranks exchange in RAM."""
         return self._share(
             [
                 (layer, shape.num_ranks * shape.window_bytes(self._accumulation))
@@ -280,8 +278,7 @@ class PlacedModel:
         )
 
     def _own_bytes(self, shape: LayerShape, placement: Placement) -> int:
-        """RAM of a layer alone. The norm's sums, weights that live in RAM and sums that ranks exchange there have slabs
-        of their own."""
+        """RAM of a layer's own slab. Norm sums, weights in RAM and exchanged gradient sums have separate slabs."""
         total = sum(shape.ram_bytes(placement, self._accumulation).values()) - shape.sums_bytes()
         if shape.sums_whole(self._accumulation) and placement.gradients == "ram":
             total -= shape.window_bytes(self._accumulation)
@@ -289,11 +286,11 @@ class PlacedModel:
 
     @staticmethod
     def _weight_bytes(shape: LayerShape, placement: Placement) -> int:
-        """Of a layer's weights that live in RAM, which have a slab of their own."""
+        """Bytes of the separate slab for weights in RAM."""
         return shape.weight_bytes() if placement.weights == "ram" else 0
 
     def _shared_sizes(self, placements: Sequence[Placement]) -> list[int]:
-        """Bytes of the buffers in RAM that layers share: those of states on disk, then those for accumulation."""
+        """Bytes of the RAM buffers that layers share: for states on disk first, then staging for accumulation."""
         placed = list(zip(self._shapes, placements, strict=True))
         on_disk = [sum(shape.state_bytes().values()) for shape, placement in placed if placement.states == "disk"]
         through_ram = [
@@ -305,7 +302,7 @@ class PlacedModel:
         ] * num_staging
 
     def _take_disk(self, layers: Sequence[tuple[FlatLayer, LayerShape]]) -> None:
-        """Give each of `layers` a region of the disk, if it has none yet. It keeps it until the engine is closed."""
+        """Give each layer without one a region on disk. The layer keeps the region until the engine is closed."""
         new = [(layer, sum(shape.state_bytes().values())) for layer, shape in layers if layer not in self._regions]
         if not new:
             return
@@ -322,29 +319,29 @@ class PlacedModel:
 
     @property
     def is_busy(self) -> bool:
-        """Whether forward or backward runs."""
+        """Whether forward or backward is running."""
         return self._waits.phase is not None
 
     @property
     def recomputes_in_training(self) -> bool:
-        """Whether blocks are recomputed that transformers recomputes in training mode only."""
+        """Whether transformers' own checkpointing recomputes blocks, which it does in training mode only."""
         return any(getattr(block, "gradient_checkpointing", False) for block in self._recomputed or ())
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Where each layer is now."""
+        """Current placement of each layer."""
         return tuple(state.placement for state in self.states)
 
     @property
     def assigned(self) -> tuple[Placement, ...]:
-        """As `placements`, each with the processor that steps the layer next."""
+        """`placements`, with `step` set to the processor that steps the layer next."""
         return tuple(
             replace(state.placement, step="gpu" if state.on_gpu else "cpu") if state.switchable else state.placement
             for state in self.states
         )
 
     def _arrange(self, shared: Sequence[HostSlab]) -> None:
-        """Make what layers share for the places where they are: buffers, rings, and the blocks' recomputation."""
+        """Build everything that layers share for the current placements: buffers, rings, block recomputation."""
         placed = list(zip(self._shapes, self.placements, strict=True))
         num_disk = NUM_STATE_BUFFERS if any(where.states == "disk" for _, where in placed) else 0
         if self._disk is not None:
@@ -363,7 +360,7 @@ class PlacedModel:
         self.is_whole = True
 
     def _dismantle(self) -> None:
-        """Give back what layers share; all that they hold is where it lives then."""
+        """Release everything that layers share, after the rings have written back their contents."""
         self.is_whole = False
         self.gradients.forget_buffers()
         rings = {state.ring for state in self.states if state.ring is not None}
@@ -380,7 +377,7 @@ class PlacedModel:
     def check_movable(self, placements: Sequence[Placement]) -> None:
         """
         Raises:
-            EngineStateError: a tensor shares memory of a parameter that would move: it would silently part from it.
+            EngineStateError: another tensor shares the memory of a parameter that would move.
         """
         leaving = [
             state.weights
@@ -396,16 +393,15 @@ class PlacedModel:
             )
 
     def move(self, placements: Sequence[Placement], moved: Callable[[LayerState], None]) -> None:
-        """Bring each layer to its place in `placements`.
+        """Bring each layer to its place in `placements`. A collective.
 
-        All must be settled, and no gradient gathered. There are never two copies of more than one layer. What is taken
-        meanwhile is no more than before or after, but for two layers. If an error is raised, `placements` says what has
-        moved, and `is_whole` whether the model can be trained on.
-
-        With several ranks all must call it. If it fails on one of them, none is whole: their layers are apart.
+        Call it only when all updates are done and no gradient is pending. At most one layer exists twice at a time, and
+        memory use never exceeds its larger end by more than two layers. After an error, `self.placements` says which
+        layers have moved, and `is_whole` whether training can go on. If the move fails on one rank, `is_whole` is
+        False on all ranks.
 
         Args:
-            moved: called with each layer's new state, while the old one still exists.
+            moved: called with each new state, while the old state still exists.
 
         Raises:
             RankError: another rank's move failed.
@@ -439,15 +435,15 @@ class PlacedModel:
             trim_heap()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-            if all(state.weights.flat.numel() for state in self.states):  # else an interrupt came in mid-layer
+            if all(state.weights.flat.numel() for state in self.states):  # False if an interrupt came in mid-layer
                 sizes = self._shared_sizes(self.placements)
                 self._arrange(host_memory.allocate(sizes, self._device, "the buffers of gradients and states"))
 
     def _changes(self, placements: Sequence[Placement]) -> list[tuple[int, Placement]]:
-        """Which layers must go where, and in which order.
+        """The layers that must move, in order, as (index, new placement).
 
-        Those that take VRAM go as soon as no more is taken then than in the end. Until then those go that give some
-        back, for which RAM is taken. Those that go to the disk get a region of it.
+        A layer that takes VRAM moves as soon as the total does not exceed the final one. Until then, layers that free
+        VRAM move first; they take RAM. Layers that go to disk get a region here.
         """
 
         def vram(at: int, where: Placement) -> int:
@@ -474,7 +470,7 @@ class PlacedModel:
     def _shared_in(
         self, placements: Sequence[Placement]
     ) -> tuple[dict[FlatLayer, HostSlab], dict[FlatLayer, HostSlab]]:
-        """With several ranks: RAM that they share for weights, and for sums, that come to RAM. What is there stays."""
+        """Several ranks only: shared RAM for weights and for gradient sums that move from VRAM to RAM."""
         new = list(zip(self._layers, self._shapes, self.placements, placements, strict=True))
         weights = [
             (layer, shape.weight_bytes())
@@ -509,12 +505,12 @@ class PlacedModel:
         shared: HostSlab | None = None,
         sums: HostSlab | None = None,
     ) -> LayerState:
-        """The layer in another placement. If an error is raised, `old` is as it was; else it is only used if it is what
-        comes back.
+        """The layer's state in another placement, which may be `old` itself. After an error `old` is unchanged; after
+        a move `old` must not be used any more.
 
         Args:
-            shared: with several ranks, RAM for weights that come from VRAM. They stay where they are in RAM.
-            sums: the same for the sums of gradients.
+            shared: several ranks only: RAM for weights that come from VRAM.
+            sums: several ranks only: RAM for gradient sums that come from VRAM.
         """
         if _stays(old, placement):
             old.placement = placement
@@ -543,7 +539,7 @@ class PlacedModel:
         )
 
     def _recompute_blocks(self) -> None:
-        """Have backward recompute the blocks whose placement says so."""
+        """Recompute blocks in backward as their placements say."""
         choices: dict[nn.Module, Checkpoint] = {}
         self._weights_of.clear()
         for state in self.states:
@@ -570,7 +566,7 @@ class PlacedModel:
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
-        """While it is open, the module's forward builds a graph, and caches nothing."""
+        """While open: forward builds a graph and does not use the key/value cache."""
         saved_tensors = nullcontext() if self._ring is None else self._ring.saved_tensors()
         with self._waits.during("forward"), without_caches(self.caching), saved_tensors:
             try:
@@ -580,16 +576,16 @@ class PlacedModel:
                 raise
 
     def end_modules(self) -> None:
-        """No module runs any more: after an interrupt torch calls no forward hook that would see it."""
+        """Reset hooks after an interrupted forward or backward, because torch skips forward hooks then."""
         self._tied_uses.end()
         self.outside.watch_all()
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """While it is open, backward runs; at its end the micro-batch's gradients are on their way."""
+        """While open: backward runs. At the end, the micro-batch's gradients have been sent."""
         recomputing = nullcontext() if self._ring is None else self._ring.backward()
         if self.gathers is not None:
-            self.gathers.bring()  # before gradients are exchanged, on all ranks
+            self.gathers.bring()  # all ranks fetch weights before they exchange gradients
         try:
             with self._waits.during("backward"), self.outside.released(), recomputing:
                 yield
@@ -599,16 +595,16 @@ class PlacedModel:
             raise
 
     def settle(self) -> None:
-        """Have the newest weights where they live, the copies of an update that is done included."""
+        """Finish pending updates, including copies, so that the newest weights are in the tensors they live in."""
         if not self.is_whole:
-            return  # a move failed, before which all was settled
+            return  # a move failed; everything was settled before it
         for state in self.states:
             state.settle()
         if self._disk is not None:
             self._disk.synchronize()  # wait: the disk before states are read
 
     def take_over_outside_writes(self, *, keep_remainder: bool = False) -> None:
-        """Weights that were written in place from outside become the master weights."""
+        """Copy weights that the program wrote in place into the master weights."""
         for state in self.states:
             written = state.weights.written_outside()
             if written:
@@ -616,8 +612,8 @@ class PlacedModel:
                 state.take_over(written, keep_remainder=keep_remainder)
 
     def _finish_updates(self) -> None:
-        """Wait until no thread steps a layer or moves its states."""
-        if self._is_stepped:  # asked before every write of a parameter
+        """Wait until no thread steps a layer or moves optimizer states."""
+        if self._is_stepped:  # this method runs before every write of a parameter
             for pending in self.states:
                 pending.weights.wait()  # wait: updates before parameters are written
             self._is_stepped = False
@@ -625,9 +621,9 @@ class PlacedModel:
             self._disk.synchronize()  # wait: the disk before parameters are written
 
     def join_rest(self) -> None:
-        """This rank cannot finish its micro-batch: take part in what the other ranks still wait for in theirs.
+        """This rank cannot finish its micro-batch: take part in the collectives that the other ranks still wait for.
 
-        What is gathered then is worth nothing; all drop the window.
+        The gradients sent are meaningless; all ranks drop the window.
         """
         if self.gathers is not None:
             self.gathers.bring()
@@ -642,9 +638,10 @@ class PlacedModel:
     def start_update(
         self, order: Sequence[LayerState] | None = None
     ) -> list[tuple[LayerState, set[int], PendingUpdate]]:
-        """The window ends: what is to be stepped, in the order in which forward asks for it; it waits from here on.
+        """End the accumulation window. Returns the layers to step with their parameters' indices, in forward order;
+        forward waits for them from now on.
 
-        order: with several ranks, that which they agreed on.
+        order: several ranks only: the order that all ranks agreed on.
         """
         order = self._forward_order if order is None else order
         self._is_stepped = True
@@ -662,18 +659,19 @@ class PlacedModel:
     def agree(
         self, ranks: Ranks, window: tuple[int, int], wishes: Sequence[bool]
     ) -> tuple[NDArray[np.int64], list[LayerState]]:
-        """Make all ranks step the same parameters, in rank 0's order, and exchange gradients as rank 0 had them.
+        """A collective at the window's end: all ranks step the same parameters, in rank 0's layer order, and exchange
+        gradients in rank 0's order.
 
         Args:
-            window: (updates, micro-batches) so far, which all ranks must have in common.
-            wishes: what this rank wants all to know. The first says that it cannot finish the window: then this is all
-                that is agreed on.
+            window: (updates, micro-batches) so far; must be equal on all ranks.
+            wishes: flags that every rank gets to see. If the first one, "cannot finish the window", is set on any rank,
+                nothing else is agreed on.
 
         Returns:
             All ranks' wishes, [ranks, *], and the layers in the order in which they are stepped.
 
         Raises:
-            EngineStateError: they are not at the same step, or have other numbers of micro-batches.
+            EngineStateError: the ranks are at different steps or micro-batches.
         """
         order, head = self._forward_order, len(window) + len(wishes)
         at = {state: index for index, state in enumerate(self.states)}
@@ -704,12 +702,12 @@ class PlacedModel:
         return wished, [self.states[index] for index in told[0, :num].tolist()]
 
     def _share_writes(self, ranks: Ranks, parted: NDArray[np.int64]) -> None:
-        """Weights in RAM that all ranks have written since the last boundary, each in a copy of its own, are shared.
+        """Publish weights in RAM that all ranks wrote since the last boundary, each rank in its private copy.
 
-        parted: [ranks, layers], which these are. All ranks are between their backward and their step.
+        parted: [ranks, layers], 1 where a rank has a private copy. All ranks are between backward and step.
 
         Raises:
-            EngineStateError: a rank has not written what another one has.
+            EngineStateError: a rank has not written weights that another rank has.
         """
         for at in np.flatnonzero(parted.min(axis=0) != parted.max(axis=0)):
             wrote = ", ".join(map(str, np.flatnonzero(parted[:, at])))
@@ -727,7 +725,7 @@ class PlacedModel:
             weights.rejoin()
 
     def forget_pending(self) -> None:
-        """Let forward wait for no update."""
+        """Cancel the waits of forward for pending updates."""
         if self.gathers is not None:
             self.gathers.forget()
         for state in self.states:
@@ -735,10 +733,10 @@ class PlacedModel:
                 state.weights.pending.record(None)
 
     def abandon_ranks(self) -> bool:
-        """Wait for no other rank any more, once an update is done on this one.
+        """Stop waiting for other ranks, after this rank's update is done.
 
         Returns:
-            Whether weights lack what other ranks have stepped.
+            Whether weights lack updates of other ranks.
         """
         lacks = self.gathers is not None and self.gathers.has_any
         lacks |= any(not stepped.reached() for stepped in self._stepped.values())
@@ -746,53 +744,52 @@ class PlacedModel:
         return lacks
 
     def take_busy(self) -> list[tuple[str, BusyTime]]:
-        """Since the last call: the compute stream's waits by name, and the copies, "h2d" and "d2h"."""
+        """Since the last call: waits of the compute stream by name, and busy time of the "h2d" and "d2h" copies."""
         copies = [("d2h", self.gradients.d2h), ("d2h", self._offloaded.d2h), ("h2d", self._offloaded.h2d)]
         if self._ring is not None:
             copies.append(("h2d", self._ring.h2d))
         return [*self._waits.take().items(), *((name, stream.take_busy()) for name, stream in copies)]
 
     def forget_pages(self) -> None:
-        """Drop the pages of states on disk from RAM; they were mapped to be read or written between steps."""
+        """Drop the page cache of states on disk, which were mapped to be read or written between steps."""
         if self._disk is not None:
             self._disk.file.forget_pages()
 
     def views(self) -> Iterator[ParameterView]:
-        """Every trained parameter's place."""
+        """Views of all trained parameters."""
         for state in self.states:
             yield from state.layer.views
 
     def release(self) -> None:
-        """Give memory and disk back, once nothing steps or copies any more. The model keeps its weights.
+        """Free memory and disk after all steps and copies are done. The model keeps its weights.
 
-        States and gradients go first. Weights that live in RAM stay where they are, as ordinary memory. So no moment
-        takes more RAM than training did, unless VRAM holds more than that: a model with weights in RAM is in RAM as a
-        whole then.
+        If any weights live in RAM, they become ordinary memory in place, and the whole model moves to RAM. States and
+        gradients are freed first, so RAM use stays below training's unless VRAM holds more than they did.
         """
         if self._disk is not None:
             self._disk.file.close()
             self._disk = None
         slabs = [state.weights_slab for state in self.states if state.weights_slab is not None]
         self.states.clear()
-        self.gradients.forget_buffers()  # a loss that somebody keeps holds the hooks of tied weights, and these it
+        self.gradients.forget_buffers()  # a loss that the user keeps references the hooks of tied weights, and so it
         del self.gradients
         self._offloaded.release()
         if self._ring is not None:
             self._ring.synchronize()  # wait: fetches before weights are released
             self._ring.close()
-        if slabs:  # also where a move failed, and no ring is there
+        if slabs:  # also after a failed move, when there is no ring
             for slab in slabs:
                 slab.make_ordinary()
             self.module.to("cpu")
 
 
 def _stays(state: LayerState, placement: Placement) -> bool:
-    """Whether all that a layer holds is at `placement` already."""
+    """Whether the placements differ at most in `activations`."""
     return replace(state.placement, activations=placement.activations) == placement
 
 
 def _name_of_shared(weights: Sequence[LayerWeights]) -> str | None:
-    """The name of a parameter whose memory a tensor shares that nobody watches; None if there is none."""
+    """Name of a parameter whose memory is shared by a tensor unknown to the engine, or None."""
     ours = {id(tensor) for each in weights for tensor in each.own_tensors()}
     names = {
         tensor.untyped_storage()._cdata: view.name
@@ -804,25 +801,25 @@ def _name_of_shared(weights: Sequence[LayerWeights]) -> str | None:
 
     def found() -> str | None:
         objects = gc.get_objects()
-        known = ours | {id(each._plain) for each in objects if type(each) is Alias}  # using these is an error then
+        known = ours | {id(each._plain) for each in objects if type(each) is Alias}  # aliases raise when used later
         for each in objects:
             if type(each) in (torch.Tensor, nn.Parameter) and id(each) not in known and each.layout == torch.strided:
-                with suppress(RuntimeError):  # one without memory
+                with suppress(RuntimeError):  # a tensor without storage
                     if (name := names.get(each.untyped_storage()._cdata)) is not None:
                         return name
         return None
 
     if found() is None:
         return None
-    gc.collect()  # it may be one that nobody can reach any more
+    gc.collect()  # the tensor may be unreachable
     return found()
 
 
 def read_ahead_bytes(plan: Plan, device: torch.device, *, shared: bool) -> int:
-    """Most bytes of parameters to read or draw at once, of several layers, within the RAM that the plan leaves.
+    """Upper bound of bytes to read or draw at once, over several layers, within the RAM that the plan leaves free.
 
-    Where the plan does not count the framework, or several ranks share the parameters' pages (`shared`), the RAM that
-    is left is not known, and the most is `READ_AHEAD_BYTES`.
+    The free RAM is unknown if the plan does not count the framework or if several ranks share the parameters' pages
+    (`shared`): then the bound is `READ_AHEAD_BYTES`.
     """
     if device.type != "cuda":
         return 0
@@ -832,10 +829,9 @@ def read_ahead_bytes(plan: Plan, device: torch.device, *, shared: bool) -> int:
 
 
 def read_together(layers: Sequence[FlatLayer], most_bytes: int) -> dict[int, list[nn.Parameter]]:
-    """By the number of a layer: the parameters to make real before it is taken over.
+    """Group consecutive layers: {index of the group's first layer: parameters to make real before it is taken over}.
 
-    They are those of one layer, or of several that have at most `most_bytes` together: with several, all cores have
-    parameters to draw.
+    A group is one layer, or several layers of at most `most_bytes` together, so that all cores have parameters to draw.
     """
     found: dict[int, list[nn.Parameter]] = {}
     room, first = 0, 0

@@ -1,14 +1,14 @@
-"""What the program around the engine does to the weights: it reads the newest ones, and what it writes counts.
+"""Tracks reads and writes of the weights by the program around the engine.
 
-Between modules' forwards a trained parameter is *watched*: it is of a subclass whose `__torch_function__` sees every
-operation on it. Before such an operation the layer's update is waited for, and streamed weights are bound to RAM. While
-a module runs, and in backward, its parameters are plain ones, and torch does not call Python. In backward those of
-streamed blocks that are not in use are *guarded* (`weight_ring.py`).
+Between forwards, a trained parameter has a *watched* subclass whose `__torch_function__` sees every operation
+on it. Before an operation, the layer's update is finished and streamed weights are bound to RAM. While a module runs,
+and in backward, its parameters are plain, and torch does not call Python. In backward, parameters of streamed blocks
+that are not in use are *guarded* (`weight_ring.py`).
 
-`.data`, `.detach()` and views made between steps are watched too, and count as the parameter does: all share its
-version counter. A boundary finds by this counter which weights were written. Where an operation was seen here, weights
-whose bits it left alone keep what their master holds beyond them. Writes that Python's torch does not see (a raw
-pointer, a storage, DLPack) are not found; arrays of numpy are read-only.
+`.data`, `.detach()` and views taken between steps are watched too. They share the parameter's version counter, by which
+a step finds the weights that were written. If the write was seen here, weights whose bits did not change keep their
+master's lower bits. Writes that bypass Python's torch (raw pointers, storages, DLPack) are not found; numpy arrays are
+read-only.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import FlatLayer, ParameterView
 
 unwatched: Any = torch._C.DisableTorchFunctionSubclass
-"""A context in which the engine handles watched parameters as plain ones."""
+"""Context in which watched parameters behave as plain parameters."""
 _is_watching: Any = torch._C._is_torch_function_enabled
-"""Whether this thread is outside of it."""
+"""Whether this thread is outside `unwatched()`."""
 set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-"""`parameter.data = tensor`, also of a watched one, without a call of Python."""
+"""`parameter.data = tensor`, bypassing the Python property of watched parameters."""
 
 _detach: Any = torch.Tensor.detach
 _register_hook: Any = torch.Tensor.register_post_accumulate_grad_hook
@@ -42,30 +42,30 @@ _grad: Any = torch.Tensor.grad
 
 
 class WatchedLayer(Protocol):
-    """What is asked of a layer whose parameters are watched."""
+    """A layer whose parameters can be watched."""
 
     layer: FlatLayer
 
     def open(self) -> None:
-        """Have the newest weights where they live, for anyone."""
+        """Have the newest weights in the tensors that `home` returns."""
 
     def use(self) -> None:
         """Have the newest weights in VRAM, for a computation."""
 
     def home(self, view: ParameterView) -> torch.Tensor:
-        """Where a parameter's weights live, in its shape."""
+        """The tensor that holds the parameter's weights, in the parameter's shape."""
 
     def has_gradient(self, view: ParameterView) -> bool:
-        """Whether a gradient of the parameter was gathered that no step has taken yet."""
+        """Whether a gradient of the parameter is pending for the next step."""
 
     def for_graph(self, view: ParameterView) -> torch.Tensor:
-        """What stands for the parameter in an operation that autograd records."""
+        """The tensor to use instead of the parameter in an operation that autograd records."""
 
     def before_write(self, view: ParameterView) -> torch.Tensor | None:
-        """Called before an operation writes the parameter; the result is for `after_write`."""
+        """Called before an operation writes the parameter; the result is passed to `after_write`."""
 
     def after_write(self, view: ParameterView, before: torch.Tensor | None) -> None:
-        """Called after it."""
+        """Called after an operation has written the parameter."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,26 +74,25 @@ class _Place:
 
     outside: Outside
     layer: WatchedLayer | None
-    """None once the engine is closed."""
+    """None after the engine is closed."""
     view: ParameterView
     plain: type
     watched: type
     guarded: type
     memory: int
-    """Address of the storage in which the weights live; 0 where there are none."""
+    """Address of the weights' storage; 0 if it is empty."""
 
     def open(self) -> None:
-        """Have the newest weights where they live."""
         if self.layer is not None:
             self.layer.open()
 
 
 _Touched = dict[_Place, torch.Tensor | None]
-"""The parameters that an operation touches, each with the alias through which it does."""
+"""Parameters that an operation uses, with the alias through which it uses them."""
 
 
 class Outside:
-    """Watches the trained parameters of one engine, wherever their layers live now."""
+    """Watches the trained parameters of one engine, across moves of their layers."""
 
     def __init__(
         self,
@@ -104,9 +103,9 @@ class Outside:
     ) -> None:
         """
         Args:
-            finish_updates: waits until no layer is stepped; called before a write.
-            got_hook: called when somebody has registered a post-accumulate hook on a parameter.
-            device: where the model computes.
+            finish_updates: waits until no layer is being stepped; called before a write.
+            got_hook: called when a post-accumulate hook is registered on a parameter.
+            device: the compute device.
         """
         self._finish_updates, self._released, self.device = finish_updates, False, device
         self.got_hook = got_hook
@@ -125,24 +124,24 @@ class Outside:
         self.watch_all()
 
     def watch(self, layer: FlatLayer) -> None:
-        """Watch the layer's parameters: the module that used them has run."""
+        """Watch the layer's parameters, after the module that used them has run."""
         if not self._released:
             for place in self._of_layer[layer]:
                 place.view.parameter.__class__ = place.watched
 
     def release(self, layer: FlatLayer) -> None:
-        """Make the layer's parameters plain ones: its newest weights are there, and a module uses them next."""
+        """Make the layer's parameters plain, before a module uses them. Their newest weights must be ready."""
         for place in self._of_layer.get(layer, ()):
             place.view.parameter.__class__ = place.plain
 
     def guard(self, layer: FlatLayer) -> None:
-        """In backward: whoever computes with the layer's parameters has them brought to VRAM first, until `release`."""
+        """In backward: any computation with the layer's parameters fetches them to VRAM first, until `release`."""
         for place in self._of_layer.get(layer, ()):
             place.view.parameter.__class__ = place.guarded
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """While it is open, no parameter is watched. The engine sees to the waits."""
+        """While open, no parameter is watched, and the engine itself waits for updates."""
         before, self._released = self._released, True
         for layer in self._of_layer:
             self.release(layer)
@@ -153,12 +152,12 @@ class Outside:
             self.watch_all()
 
     def moved(self, layer: WatchedLayer) -> None:
-        """A layer lives elsewhere now. Aliases that were taken before are refused from here on."""
+        """Register a layer's new state after a move. Aliases taken before the move raise from now on."""
         for place in self._of_layer[layer.layer]:
             place.layer, place.memory = layer, _memory(layer.home(place.view))
 
     def close(self) -> None:
-        """Watch nothing any more. Tensors that were handed out stay what they are, and hold no layer."""
+        """Stop watching. Tensors that were handed out remain usable and hold no layer."""
         for layer in self._of_layer:
             self.release(layer)
         for place in self._places.values():
@@ -168,7 +167,7 @@ class Outside:
         del self._finish_updates, self.got_hook
 
     def watch_all(self) -> None:
-        """Watch all layers' parameters."""
+        """Watch the parameters of all layers."""
         for layer in self._of_layer:
             self.watch(layer)
 
@@ -176,13 +175,13 @@ class Outside:
         return self._places[id(parameter)]
 
     def finish_updates(self) -> None:
-        """Wait until no layer is stepped."""
+        """Wait until no layer is being stepped."""
         self._finish_updates()
 
     def check_gradient(self, parameter: Any) -> None:
         """
         Raises:
-            EngineStateError: somebody asks for the gradient while the engine has it.
+            EngineStateError: the engine holds the parameter's gradient, so `.grad` must not be used.
         """
         place = self._places[id(parameter)]
         if place.layer is not None and place.layer.has_gradient(place.view):
@@ -195,7 +194,7 @@ class Outside:
 
 
 class Watched:
-    """A trained parameter, as long as no module uses it and no backward runs."""
+    """A trained parameter while no module uses it and no backward runs."""
 
     __slots__ = ()
     outside: Outside
@@ -206,8 +205,8 @@ class Watched:
     ) -> Any:
         return _touch(func, args, kwargs or {})
 
-    # What trainers and averages ask of every parameter in every step: `__torch_function__` takes two to three times as
-    # long.
+    # Trainers and weight averages use these members on every parameter in every step, and `__torch_function__` takes
+    # two to three times as long.
 
     def numel(self) -> int:
         parameter: Any = self
@@ -227,7 +226,7 @@ class Watched:
     def grad(self) -> torch.Tensor | None:
         """
         Raises:
-            EngineStateError: the engine has gathered the gradient.
+            EngineStateError: the engine holds the gradient.
         """
         self.outside.check_gradient(self)
         with unwatched():
@@ -263,7 +262,7 @@ class Watched:
 
     @property
     def data(self) -> torch.Tensor:
-        """It counts writes, as `.detach()` does."""
+        """Shares the version counter, as `.detach()` does."""
         return self.detach() if _is_watching() else _get_data(self)
 
     @data.setter
@@ -282,18 +281,17 @@ class Watched:
         raise moved_or_cast(self.outside.place_of(parameter).view)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A plain parameter of its own."""
         with self._opened() as parameter:
             return deepcopy(parameter, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain parameter is pickled, with the newest weights."""
+        """Pickles a plain parameter with the newest weights."""
         with self._opened() as parameter:
             return parameter.__reduce_ex__(protocol)
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        """While it is open, the parameter is a plain one, and the newest weights are where it lives."""
+        """While open, the parameter is plain and has the newest weights."""
         parameter: Any = self
         place = self.outside.place_of(parameter)
         place.open()
@@ -305,9 +303,9 @@ class Watched:
 
 
 class Guarded:
-    """A trained parameter in backward, while its block is not the one in use.
+    """A trained parameter in backward, while its block is not in use.
 
-    Somebody else's recomputation (`torch.utils.checkpoint`) may use it: that runs no hook of the block.
+    A foreign recomputation (`torch.utils.checkpoint`) may use it, and runs no hook of the block.
     """
 
     __slots__ = ()
@@ -328,7 +326,6 @@ class Guarded:
 
 
 def _guarded_in(value: Any) -> Iterator[Any]:
-    """The guarded parameters in nested lists, tuples and dicts."""
     if isinstance(value, Guarded):
         yield value
     elif isinstance(value, list | tuple):
@@ -339,14 +336,14 @@ def _guarded_in(value: Any) -> Iterator[Any]:
 
 
 def _kind_of(seen: type, plain: type, outside: Outside) -> type:
-    """A subclass of `plain` that is `seen`, of the same name."""
+    """A subclass of `plain` and `seen`, with the name of `plain`."""
     body = {"outside": outside, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
     kind: type = type(plain)(plain.__name__, (seen, plain), body)
     return kind
 
 
 class Alias(torch.Tensor):
-    """What shares a watched parameter's memory: `.data`, `.detach()`, a view. It stands for the tensor `_plain`."""
+    """A tensor that shares a watched parameter's memory (`.data`, `.detach()`, a view); wraps the tensor `_plain`."""
 
     _place: _Place
     _plain: torch.Tensor
@@ -378,7 +375,7 @@ _IN_PLACE = {"__setitem__", *(f"__i{operator}__" for operator in _OPERATORS)}
 
 @cache
 def _kind(func: Any) -> str:
-    """What a function does with the weights: it tells a "fact" of them, "reads" or "writes" them."""
+    """The effect of a function on the weights: "fact" (neither reads nor writes), "reads" or "writes"."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__
@@ -392,7 +389,7 @@ def _kind(func: Any) -> str:
 
 
 def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on watched parameters and their aliases, with the newest weights, and take note of writes."""
+    """Run an operation on watched parameters and aliases with the newest weights, and record writes."""
     kind = _kind(func)
     first = args[0] if args else None
     if kind == "fact":
@@ -422,7 +419,7 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _recorded(func, args, kwargs, read) if read and not writes else None
         if result is None:
             result = func(*args, **kwargs)
-        if func is torch._has_compatible_shallow_copy_type and not result:  # `nn.Module.to` would exchange it
+        if func is torch._has_compatible_shallow_copy_type and not result:  # `nn.Module.to` would replace the parameter
             raise moved_or_cast(next(iter(read)).view)
         for layer, view, old in before:
             layer.after_write(view, old)
@@ -439,13 +436,13 @@ _UNRECORDED = frozenset(
         *("__reduce_ex__", "__deepcopy__", "_has_compatible_shallow_copy_type"),
     )
 )
-"""Functions that ask for the parameter itself, and that autograd does not record."""
+"""Functions that need the parameter itself and that autograd does not record."""
 
 
 def _recorded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: _Touched) -> Any:
-    """The result of an operation that autograd records on parameters whose memory backward will find exchanged.
+    """Run an operation that autograd records on parameters whose memory has other contents in backward.
 
-    None: it is no such operation.
+    Returns None if the operation is not such a case, and was not run.
     """
     if not torch.is_grad_enabled() or getattr(func, "__name__", "") in _UNRECORDED:
         return None
@@ -464,9 +461,9 @@ def _recorded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: _T
 
 
 def _copied(result: Any, copies: set[int], live: Callable[[], Any]) -> Any:
-    """`result`, with a `Copied` for each tensor in the memory of a copy of weights.
+    """`result`, with each tensor in the memory of a weight's copy wrapped in `Copied`.
 
-    live: gives the same views of the weights themselves.
+    live: returns the same views of the weights themselves.
     """
     results = result if isinstance(result, list | tuple) else [result]
     shares = [
@@ -484,7 +481,7 @@ def _copied(result: Any, copies: set[int], live: Callable[[], Any]) -> Any:
 
 
 class Read(torch.autograd.Function):
-    """A use of a streamed weight outside of its block: autograd saves `value`, whose numbers stay until backward."""
+    """A use of a streamed weight outside its block: autograd saves `value`, which does not change until backward."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -501,11 +498,11 @@ read: Any = Read.apply
 class Copied(torch.Tensor):
     """A view of a streamed weight that autograd records, on the compute device.
 
-    Operations that autograd records take the newest weights there. All others are those of `_live`.
+    Operations that autograd records use the newest weights on that device. All other operations run on `_live`.
     """
 
     _graph: torch.Tensor
-    """Its gradient is the weight's; its numbers are those at the time of the view."""
+    """Routes gradients to the weight; has the numbers of the time of the view."""
     _live: Alias
     """The same view of the weights where they live."""
 
@@ -536,7 +533,7 @@ class Copied(torch.Tensor):
             return _copied(result, {_memory(use) for use in uses.values()}, of_live)
 
     def _use(self) -> torch.Tensor:
-        """The newest numbers, on the compute device, with the gradient of the weight."""
+        """The newest numbers, on the compute device, connected to the weight's gradient."""
         with unwatched():
             _have_newest({self._live._place: self._live._plain})
             with torch.no_grad():
@@ -546,7 +543,7 @@ class Copied(torch.Tensor):
 
 
 def _find_copied(value: Any, found: dict[int, Copied]) -> None:
-    """Put what is `Copied` in nested lists, tuples and dicts into `found`, by id."""
+    """Collect `Copied` tensors from nested lists, tuples and dicts into `found`, by id."""
     if type(value) is Copied:
         found[id(value)] = value
     elif isinstance(value, list | tuple):
@@ -557,7 +554,7 @@ def _find_copied(value: Any, found: dict[int, Copied]) -> None:
 
 
 def _exchanged(value: Any, uses: dict[int, torch.Tensor]) -> Any:
-    """`value` with `uses` in the place of the parameters of these ids, in nested lists, tuples and dicts too."""
+    """`value` with the parameters in `uses` (by id) replaced, also in nested lists, tuples and dicts."""
     kind = type(value)
     if kind is list or kind is tuple:
         return kind([_exchanged(item, uses) for item in value])
@@ -567,10 +564,10 @@ def _exchanged(value: Any, uses: dict[int, torch.Tensor]) -> Any:
 
 
 def _have_newest(touched: _Touched) -> None:
-    """Have the newest weights of these parameters where they live.
+    """Open the layers of these parameters.
 
     Raises:
-        EngineStateError: an alias is of memory that the weights have left.
+        EngineStateError: an alias refers to memory that the weights have left.
     """
     opened = None
     for place, alias in touched.items():
@@ -588,7 +585,7 @@ def _have_newest(touched: _Touched) -> None:
 
 
 def _begin_writes(written: _Touched) -> list[tuple[WatchedLayer, ParameterView, torch.Tensor | None]]:
-    """Have no layer stepped while these parameters are written. Returns what `after_write` is called with."""
+    """Call before writes: wait until no layer is being stepped. Returns the arguments of `after_write`."""
     for outside in {place.outside for place in written if place.layer is not None}:
         outside.finish_updates()
     return [
@@ -597,7 +594,7 @@ def _begin_writes(written: _Touched) -> list[tuple[WatchedLayer, ParameterView, 
 
 
 def _plain(value: Any, places: _Touched) -> Any:
-    """`value` with plain tensors for aliases. The places of all watched tensors in it go to `places`."""
+    """`value` with aliases replaced by plain tensors. Adds the places of all watched tensors in it to `places`."""
     kind = type(value)
     if kind is Alias:
         places[value._place] = value._plain
@@ -618,8 +615,8 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _assignment(tensor: Any, value: Any, written: _Touched) -> tuple[Any, tuple[Any, ...]]:
-    """`tensor.data = value` as an operation: the numbers are copied, since the memory is the engine's. That the model
-    should be where it computes is no change, wherever its weights live.
+    """`tensor.data = value` as an operation. It copies, because the memory belongs to the engine. Assigning a tensor on
+    the compute device is allowed even if the weights live in RAM.
 
     Raises:
         EngineStateError: a parameter would get another shape, dtype or device.
@@ -635,7 +632,7 @@ def _assignment(tensor: Any, value: Any, written: _Touched) -> tuple[Any, tuple[
 
 
 def moved_or_cast(view: ParameterView) -> EngineStateError:
-    """The error for a parameter that others give other memory."""
+    """The error for an operation that would replace the parameter's memory."""
     return EngineStateError(
         f"parameter {view.name!r} would get other memory, and its memory is the engine's: model.to(), .half(), "
         "to_empty(), resize_token_embeddings(), share_memory() and the like need an engine that is closed. Call "
@@ -645,9 +642,9 @@ def moved_or_cast(view: ParameterView) -> EngineStateError:
 
 
 def refuse_to_empty(model: nn.Module) -> Callable[[], None]:
-    """Have `to_empty` of `model` and its parts refused; returns what ends that.
+    """Make `to_empty` of `model` and its submodules raise; returns a function that undoes this.
 
-    It exchanges a parameter for an empty one on the same device, and nothing else would notice that.
+    `to_empty` replaces a parameter by an empty one on the same device, which no other check notices.
     """
     modules = [module for module in model.modules() if "to_empty" not in vars(module)]
     for module in modules:
@@ -670,7 +667,7 @@ def _to_empty(module: nn.Module, *, device: Any, recurse: bool = True) -> nn.Mod
 
 
 def _aliased(result: Any, living: dict[int, _Place]) -> Any:
-    """`result`, with an alias for each tensor that shares the memory of a parameter; numpy's may not be written.
+    """`result`, with each tensor in a parameter's memory wrapped in `Alias`, and numpy arrays made read-only.
 
     living: the parameters by the address of their storage.
     """

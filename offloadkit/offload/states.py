@@ -1,4 +1,4 @@
-"""A flat layer's weights, states and gradient where the plan puts them, and its optimizer step on either processor."""
+"""A flat layer's weights, optimizer states and gradient, placed by the plan, and its step on the CPU or the GPU."""
 
 from __future__ import annotations
 
@@ -34,49 +34,48 @@ def _scalars(optimizer: Optimizer, options: GroupOptions, step: int) -> tuple[fl
 
 
 def exchanges_sums(layer: FlatLayer, config: OffloadConfig) -> bool:
-    """Whether several ranks each add up a window of the whole layer, and then exchange it."""
+    """Whether ranks accumulate the whole layer over a window and then exchange the sums."""
     return bool(layer.cuts) and config.exchange == "step" and config.gradient_accumulation > 1
 
 
 class Posting(NamedTuple):
-    """New weights of a layer on their way from the GPU to RAM that the ranks share."""
+    """A layer's new weights on their way from the GPU to RAM that the ranks share."""
 
     stepped: Stepped
     drained: Event | None
-    """The end of the copy; None where this rank owns nothing of the layer."""
+    """The end of the copy; None if this rank owns no part of the layer."""
 
     def done(self) -> bool:
-        """Whether they are there."""
+        """Whether the copy has finished."""
         return self.drained is None or self.drained.done()
 
     def post(self) -> None:
-        """Tell the other ranks, once they are there."""
+        """Wait for the copy, then notify the other ranks."""
         if self.drained is not None:
             self.drained.synchronize()  # wait: states in RAM before other ranks know
         self.stepped.post()
 
 
 _SPLIT = 1 << 22
-"""Elements of master weights that are split at a time. In VRAM there is room for few."""
+"""Master weights are split this many elements at a time, to limit temporary VRAM."""
 
 
 class LayerState:
-    """A flat layer as its step sees it.
+    """A flat layer as the optimizer step sees it.
 
-    With several ranks the states and the gradient are those of what this rank owns of it, its `shard`. Views, and their
-    indices, are the whole layer's.
+    With several ranks, the states and the gradient cover the part that this rank owns (`layer.shard`). Views and their
+    indices refer to the whole layer.
 
     Attributes:
-        flat: working weights and the arrays of `layer.states`: 1-D, where the placement puts them. Where the CPU can
-            step them, `flat.weights` are the streamed weights, or a copy in RAM of resident ones. Else they are the
-            resident weights. States on disk are mapped here; a step works on a copy in RAM.
-        on_gpu: whether the GPU steps it next. The stepping thread may change it where the layer is `switchable`.
-        switchable: whether both processors can step it and the user has not chosen one.
-        steps: fp32 [num_views of the whole layer], how often each parameter was stepped.
-        weights_slab: RAM of the weights alone, where they live in RAM. They stay there when the engine is closed.
-        gradient: its gradient on the way to the step.
-        uploaded: the end of the newest step. Then resident weights are new in VRAM, and a gradient in VRAM may be
-            written again. Streamed weights know by themselves when they may be fetched.
+        flat: 1-D working weights and the arrays of `layer.states`, placed by the plan. If the CPU can step the layer,
+            `flat.weights` are the streamed weights, or a copy in RAM of resident weights; else they are the resident
+            weights. States on disk are mapped here; a step works on a copy in RAM.
+        on_gpu: the GPU does the next step. The stepping thread may change it if the layer is `switchable`.
+        switchable: both processors can step the layer, and the user has not fixed the placement.
+        steps: fp32 [num_views of the whole layer], number of steps of each parameter.
+        weights_slab: RAM of weights that live in RAM, separate because it outlives the engine.
+        uploaded: the end of the newest step. After it, resident weights are up to date in VRAM, and a gradient in VRAM
+            may be overwritten. Streamed weights have their own events.
     """
 
     def __init__(
@@ -97,17 +96,17 @@ class LayerState:
     ) -> None:
         """
         Args:
-            slab: RAM for what `placement` puts there.
-            weights_slab: RAM for weights that live there; None where they live in VRAM.
-            region: disk for the states, where `placement` puts them there.
-            resident: weights that stay in VRAM as they are; None makes new ones.
-            bring: with several ranks, as for `LayerWeights`.
-            stepped: with several ranks and a `weights_slab`, which they share: who has stepped the layer.
-            sums_slab: with several ranks, RAM that they share for the sums that they exchange there.
+            slab: RAM for everything that `placement` puts in RAM, except weights.
+            weights_slab: RAM for the weights; None if they live in VRAM.
+            region: disk region for the states, if they live on disk.
+            resident: existing weights in VRAM to keep; None allocates new ones.
+            bring: as for `LayerWeights`.
+            stepped: several ranks with a shared `weights_slab` only: tracks which ranks have stepped the layer.
+            sums_slab: several ranks only: shared RAM for the gradient sums that they exchange in RAM.
         """
         self.shard = shard = layer.shard
         self._pieces = {shard.first_view + at: piece for at, piece in enumerate(shard.views)}
-        """What of a view (by index) this rank owns."""
+        """The piece of each view (by index) that this rank owns."""
         self.layer, self.placement, self._region = layer, placement, region
         self._config, self._device, self._waits = config, device, waits
         self.weights_slab, self.sums_slab = weights_slab, sums_slab
@@ -147,12 +146,12 @@ class LayerState:
         self.on_gpu, self.switchable = placement.step == "gpu", False
         self._copy_is_stale = False
         self._seen_writes: dict[ParameterView, int] = {}
-        """Version counters of parameters of which every write since the last boundary was seen by `after_write`."""
+        """Version counters of parameters whose writes since the last boundary all went through `after_write`."""
         self.steps = torch.zeros(len(layer.views), dtype=torch.float32)
         self.uploaded: Event | None = None
 
     def join(self, ring: StateRing | None) -> None:
-        """Have its states pass through `ring` when the GPU steps them; None where it steps none that are in RAM."""
+        """Pass the states through `ring` when the GPU steps them. None if the GPU steps no states that are in RAM."""
         placement, self.ring, self._passing = self.placement, ring, None
         if ring is not None and placement.states == "ram" and gpu_can_step(placement):
             passing_gradient = self.gradient.host if placement.gradients == "ram" else None
@@ -163,7 +162,7 @@ class LayerState:
         self.switchable = self._config.placement is None and by_either
 
     def leave_ring(self) -> None:
-        """Forget the ring, with all of a settled layer where it lives: the copy in RAM of weights in VRAM too."""
+        """Leave the ring. The layer is settled; the RAM copy of weights in VRAM is updated."""
         self._refresh_copy()
         self._wait_for_copies()
         self.ring = self._passing = self.uploaded = None
@@ -180,13 +179,13 @@ class LayerState:
         stepped: Stepped | None,
         sums_slab: HostSlab | None,
     ) -> LayerState:
-        """The layer, which has left its ring, in another placement. This object must not be used any more.
+        """A new object for the layer in another placement; this object must have left its ring and is dead afterwards.
 
-        If an error is raised (there is no room), this one is as it was. Weights that are in VRAM before and after stay
-        where they are: nobody who shares their memory is parted from them. With several ranks all write the same whole
-        weights to RAM that they share, so none has to wait for another one.
+        After an error (out of memory), this object is unchanged. Weights that stay in VRAM keep their memory, so other
+        tensors that share it stay connected. With several ranks, every rank writes the same whole weights to shared
+        RAM, so no rank has to wait.
 
-        Args: as for a new one. `weights_slab` and `sums_slab` may be those that the layer has.
+        Args: as for `__init__`. `weights_slab` and `sums_slab` may be the layer's present slabs.
         """
         resident = self.weights if self._streamed is None and placement.weights == "vram" else None
         args = self.layer, placement, slab, self._config, self._device, self._waits
@@ -218,11 +217,11 @@ class LayerState:
 
     @property
     def passes(self) -> bool:
-        """Whether its states pass through VRAM in the next step."""
+        """Whether the states pass through VRAM in the next step."""
         return self.on_gpu and self._passing is not None
 
     def take_parameters(self) -> None:
-        """Take the parameters' present values as master weights and bind the parameters to the flat buffer."""
+        """Take the parameters' values as master weights and bind the parameters to the flat buffer."""
         parameters = [view.parameter for view in self.layer.views]
         if any(parameter.is_meta for parameter in parameters):
             raise ModelError(
@@ -242,15 +241,15 @@ class LayerState:
                 if self.flat.remainder is not None and self.layer.dtype == torch.float16:
                     self.flat.remainder[piece.elements].copy_(own)
                 self.flat.weights[piece.elements].copy_(own)
-        if self._streamed is None and self.shard is self.layer:  # all at once, from pinned memory
+        if self._streamed is None and self.shard is self.layer:  # one copy for all views, from pinned memory
             self.weights.flat.copy_(self.flat.weights)
         self.weights.start()
         if self._region is not None:
             self._region.forget_pages()
 
     def give_back(self, given: Mapping[nn.Parameter, tuple[torch.device, torch.dtype]]) -> None:
-        """Undo `take_parameters` before any update: parameters in `given` have memory of their own there again, and the
-        numbers that they had. Several ranks keep those of the working weights."""
+        """Undo `take_parameters` before any update: the parameters in `given` get separate memory on their former
+        device, with their former numbers. With several ranks, these are rounded to the working dtype."""
         self._wait_for_copies()
         for view in self.layer.views:
             if view.parameter in given:
@@ -260,12 +259,12 @@ class LayerState:
                 view.parameter.data = numbers.to(device, dtype)
 
     def _owned(self, view: ParameterView | int) -> list[ParameterView]:
-        """What of a view, or of that at an index, this rank owns: one piece or none. With one rank it is the view."""
+        """The piece of a view (or of the view at an index) that this rank owns, or none. At world size 1: the view."""
         piece = self._pieces.get(view if isinstance(view, int) else self.layer.views.index(view))
         return [] if piece is None else [piece]
 
     def _take_split(self, master: torch.Tensor, start: int) -> None:
-        """Take fp32 master weights as bf16 weights and remainders, from element `start` on."""
+        """Split fp32 master weights into bf16 weights and remainders, from element `start` on."""
         remainder = self.flat.remainder
         assert remainder is not None
         for begin in range(0, master.numel(), _SPLIT):
@@ -274,29 +273,29 @@ class LayerState:
             split_into(part, self.flat.weights[elements], remainder[elements])
 
     def open(self) -> None:
-        """Have the newest weights where they live, so that anyone may read or write them."""
+        """Have the newest weights where they live, for reads and writes."""
         self.weights.open()
 
     def use(self) -> None:
-        """Have the newest weights in VRAM for the compute stream's next work."""
+        """Have the newest weights in VRAM for the compute stream."""
         self.weights.use()
 
     def for_graph(self, view: ParameterView) -> torch.Tensor:
         return self.weights.for_graph(view)
 
     def home(self, view: ParameterView) -> torch.Tensor:
-        """Where a parameter's weights live, in its shape."""
+        """The tensor that holds the parameter's weights, in the parameter's shape."""
         return self.weights.home(view)
 
     def has_gradient(self, view: ParameterView) -> bool:
-        """Whether a gradient of the parameter was gathered that no step has taken yet."""
+        """Whether the parameter has a pending gradient."""
         return self.layer.views.index(view) in self.gradient.window
 
     def before_write(self, view: ParameterView) -> torch.Tensor | None:
-        """Called before somebody writes a parameter. All updates are done.
+        """Called before a parameter is written from outside. All updates are done.
 
         Returns:
-            The weights that this rank owns, 1-D, where `after_write` needs them and nothing else keeps them.
+            1-D copy of the weights that this rank owns, if `after_write` needs it and no RAM copy exists.
         """
         split = self.flat.remainder is not None and self.layer.dtype == torch.bfloat16
         if split and self._keeps_copy:
@@ -314,7 +313,7 @@ class LayerState:
         return None
 
     def after_write(self, view: ParameterView, before: torch.Tensor | None) -> None:
-        """Called after it, with the result of `before_write`."""
+        """Called after the write, with the result of `before_write`."""
         self.weights.changed()
         with unwatched():
             version = view.parameter._version
@@ -325,13 +324,13 @@ class LayerState:
             self._forget_remainder(piece, before)
 
     def take_over(self, written: Mapping[ParameterView, int], *, keep_remainder: bool = False) -> None:
-        """Take weights that were written from outside as the master weights. Their update is recorded.
+        """Take weights that were written from outside as the master weights.
 
-        The remainder stays where the weight's bits do, if every write was seen; else it adds nothing. With
-        `keep_remainder` the caller sets it next.
+        The remainder is kept for weights whose bits did not change, if every write was seen; otherwise it is reset to
+        add nothing. With `keep_remainder` the caller sets the remainder next.
 
         Args:
-            written: the parameters, each with its version counter.
+            written: the parameters with their version counters.
         """
         self._wait_for_copies()
         if self._streamed is not None:
@@ -350,11 +349,11 @@ class LayerState:
 
     @property
     def _keeps_copy(self) -> bool:
-        """Whether RAM has a copy of weights that live in VRAM."""
+        """Whether RAM holds a copy of weights that live in VRAM."""
         return self.flat.weights is not self.weights.own
 
     def _drop_remainder(self, piece: ParameterView) -> None:
-        """The master weights are the working weights, and nothing more."""
+        """Make the master weights equal the working weights."""
         assert self.flat.remainder is not None
         remainder = self.flat.remainder[piece.elements]
         if self.layer.dtype == torch.float16:
@@ -363,7 +362,7 @@ class LayerState:
             remainder.zero_()
 
     def _forget_remainder(self, piece: ParameterView, before: torch.Tensor) -> None:
-        """As `_drop_remainder`, where the working weights have other bits than `before`, 1-D."""
+        """`_drop_remainder` for the elements whose working weights differ in bits from `before`, 1-D."""
         assert self.flat.remainder is not None
         remainder = self.flat.remainder[piece.elements]
         now = self.weights.own[piece.elements]
@@ -374,7 +373,7 @@ class LayerState:
             remainder.masked_fill_(changed, 0)
 
     def master(self, view: ParameterView) -> torch.Tensor:
-        """fp32 copy of a parameter's master weights, in its shape, in RAM; with several ranks what is owned, 1-D."""
+        """fp32 copy of a parameter's master weights in RAM, in its shape; with several ranks the owned part, 1-D."""
         for piece in self._owned(view):
             weights = self.weights.own[piece.elements].cpu()
             if self.flat.remainder is None:
@@ -385,17 +384,17 @@ class LayerState:
         return torch.empty(0)
 
     def _shaped(self, flat: torch.Tensor, piece: ParameterView) -> torch.Tensor:
-        """What belongs to a piece in its parameter's shape, where there is one rank."""
+        """`flat` in the parameter's shape at world size 1; unchanged otherwise."""
         return flat.view(piece.parameter.shape) if self.shard is self.layer else flat
 
     def step(self, views: set[int], options: Sequence[GroupOptions], grad_scale: float, stream: CopyStream) -> None:
-        """One optimizer step of the parameters at `views`, in place; the others keep all, their step count too.
+        """One in-place optimizer step of the parameters at `views`; other parameters keep everything.
 
-        The calling thread waits for a step on the CPU; one on the GPU is queued. Either way forward
-        may ask for the layer's working weights once `uploaded` is reached.
+        A step on the CPU blocks; a step on the GPU is queued. Forward may use the layer's weights after `uploaded`.
 
         Args:
-            stream: for the weights that the CPU steps, or for the GPU's kernels; it has waited for the compute stream.
+            stream: for the upload of weights that the CPU steps, or for the GPU's kernels. It has waited for the
+                compute stream.
         """
         segments = self._segments(views, options)
         self.weights.stepped_on_gpu = self.on_gpu
@@ -420,16 +419,16 @@ class LayerState:
 
     @property
     def _stepped(self) -> Stepped | None:
-        """With several ranks and weights in RAM: which ranks have stepped the layer."""
+        """Several ranks with weights in RAM only: tracks which ranks have stepped the layer."""
         return None if self._streamed is None or self._streamed.shared is None else self._streamed.shared.stepped
 
     def finish_reading(self) -> None:
-        """With several ranks: wait for copies of weights to VRAM. The other ranks may step the layer after that."""
+        """Several ranks: wait for copies of the weights to VRAM, before other ranks step the layer."""
         if self._streamed is not None:
             self._streamed.finish_reading()
 
     def posting(self) -> Posting | None:
-        """After a step on the GPU, with several ranks and weights in RAM: what the others wait for."""
+        """After a step on the GPU, several ranks with weights in RAM: the copy that the other ranks wait for."""
         if self._stepped is None:
             return None
         return Posting(self._stepped, None if self._passing is None else self._passing.drained)
@@ -453,23 +452,20 @@ class LayerState:
             streamed.written = passing.drained
 
     def step_bytes(self) -> int:
-        """Memory traffic of a step on the CPU: the gradient is read, weights and states are read and written."""
+        """Memory traffic of a step on the CPU: reads the gradient, reads and writes weights and states."""
         gradient = 0 if self.gradient.host is None else self.gradient.host.nbytes
         return gradient + 2 * sum(array.nbytes for array in (self.flat.weights, *self.flat.arrays.values()))
 
     def prefetch(self) -> None:
-        """Start fetching what the next `step` needs first.
-
-        That is states from disk, states from RAM that the GPU steps, or weights that the GPU stepped last and the CPU
-        steps next.
-        """
+        """Start fetching the inputs of the next `step`: states from disk, states in RAM for a step on the GPU, or
+        weights that the GPU stepped last for a step on the CPU."""
         if self._region is not None:
             self._region.prefetch()
         elif self.ring is not None and self._passing is not None:
             self.ring.fetch_ahead(self._passing) if self.on_gpu else self._refresh_copy()
 
     def _refresh_copy(self) -> None:
-        """Bring the weights that the GPU stepped to the copy in RAM."""
+        """Copy weights that the GPU stepped to the RAM copy."""
         if self._copy_is_stale:
             assert self.ring is not None
             assert self._passing is not None
@@ -477,12 +473,12 @@ class LayerState:
             self._copy_is_stale = False
 
     def settle(self) -> None:
-        """Wait for the copies of an update that is done: then all is where it lives and may be read or written."""
+        """Wait for the copies of a finished update; then all tensors may be read and written."""
         self.weights.settle()
         self._wait_for_copies()
 
     def _wait_for_copies(self) -> None:
-        """Wait for copies to and from RAM: until then it is neither read nor written."""
+        """Wait for copies to and from RAM, before RAM is read or written."""
         copied = None if self._streamed is None else self._streamed.copied
         drained = None if self._passing is None else self._passing.drained
         for event in (
@@ -495,13 +491,13 @@ class LayerState:
 
     def _segments(self, views: set[int], options: Sequence[GroupOptions]) -> list[Segment]:
         if len(views) == len(self.layer.views):
-            self.steps += 1  # a third of the time that an indexed addition takes
+            self.steps += 1  # takes a third of an indexed addition's time
         else:
             self.steps[list(views)] += 1
-        steps = [int(step) for step in self.steps.tolist()]  # at once: one by one a tensor's numbers take Python long
+        steps = [int(step) for step in self.steps.tolist()]  # tolist once: reading a tensor element by element is slow
         if self.layer.states.is_rounded:
             found = []
-            for index in sorted(views & self._pieces.keys()):  # one for each parameter, with random bits of its own
+            for index in sorted(views & self._pieces.keys()):  # one segment per parameter, with separate random bits
                 piece, step = self._pieces[index], steps[index]
                 scalars = _scalars(self.layer.states.optimizer, options[piece.group], step)
                 key = random_key(self._config.seed, piece.name, step)
@@ -520,9 +516,9 @@ class LayerState:
         ]
 
     def state_of(self, index: int) -> dict[str, torch.Tensor]:
-        """A parameter's states, as torch optimizers keep them: views, in its shape; block scales are 1-D.
+        """A parameter's states as torch optimizers keep them: views in the parameter's shape; block scales are 1-D.
 
-        With several ranks all are 1-D, and what this one owns.
+        With several ranks all are 1-D and cover the part that this rank owns.
         """
         arrays = {"step": self.steps[index]}
         for array in self.layer.states.arrays:
@@ -533,7 +529,7 @@ class LayerState:
         return arrays
 
     def ranges_of(self, index: int) -> dict[str, tuple[int, int]]:
-        """Where the arrays of `state_of` begin in those of the whole parameter, and how many elements these have."""
+        """(first element, number of elements of the whole parameter's array) for each array of `state_of`."""
         numel, ranges = self.layer.views[index].numel, {"step": (0, 1)}
         first = sum(piece.first for piece in self._owned(index))
         for array in self.layer.states.arrays:

@@ -1,7 +1,7 @@
-"""Working weights: the parameters as views of flat buffers, and the hooks that make forward wait for new weights.
+"""Working weights: parameters as views of flat buffers, and the hooks that make forward wait for new weights.
 
-Forward waits for a layer's pending update in two stages. On the host it waits until the stepping thread has recorded
-the event of the copy to the device (or of the GPU's step). Then the compute stream waits for that event.
+Forward waits for a layer's pending update in two stages. The host waits until the stepping thread has recorded the
+event of the upload (or of the GPU's step). Then the compute stream waits for that event.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from offloadkit.optim.table import DTYPES, Dtype
 
 
 class PendingUpdate:
-    """A layer's new weights, on their way. Once `recorded` is set, `arrived` is valid.
+    """An update of a layer's weights. `arrived` is valid once `recorded` is set.
 
     Attributes:
-        arrived: the event after which the compute stream may read the new weights. None: nothing to wait for.
+        arrived: the compute stream may read the new weights after this event. None: nothing to wait for.
     """
 
     def __init__(self) -> None:
@@ -37,20 +37,20 @@ class PendingUpdate:
         self.arrived: Event | None = None
 
     def record(self, arrived: Event | None) -> None:
-        """Set the event, and wake up who waits for it on the host."""
+        """Set the event, and wake up waiting host threads."""
         self.arrived = arrived
         self.recorded.set()
 
 
 class LayerWeights:
-    """The working weights of one flat layer, in VRAM. Its parameters are views of them.
+    """The working weights of one flat layer, in VRAM. The parameters are views of them.
 
     Attributes:
-        flat: 1-D tensor of `layer.numel` elements, where the weights live between steps.
-        own: the part of `flat` that this rank steps; with one rank it is `flat` itself.
-        pending: the update that forward has not waited for yet.
-        num_updates: how often the weights changed, by an update or by somebody else.
-        stepped_on_gpu: whether the GPU steps the layer. Else the CPU does, and its weights are copied to the device.
+        flat: 1-D, `layer.numel` elements: the weights between steps.
+        own: the part of `flat` that this rank steps; `flat` itself at world size 1.
+        pending: an update that forward has not waited for yet.
+        num_updates: number of changes, by updates or by the user.
+        stepped_on_gpu: the GPU steps the layer. Otherwise the CPU steps it, and the weights are copied to the device.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LayerWeights:
         waits: Waits,
         bring: Callable[[LayerWeights], None] | None = None,
     ) -> None:
-        """bring: with several ranks, has a pending update bring what the other ranks step."""
+        """bring: several ranks only: fetches the parts of a pending update that other ranks step."""
         self.layer, self.flat, self.device, self._bring = layer, flat, device, bring
         shard = layer.shard
         self.own = flat if shard is layer else flat[shard.begin : shard.begin + shard.numel]
@@ -75,10 +75,10 @@ class LayerWeights:
         self._versions: list[int] = []
 
     def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Every view's part of `flat` (1-D, `layer.numel` elements) in its parameter's shape.
+        """Views of `flat` (1-D, `layer.numel` elements) in the parameters' shapes.
 
-        Each has its own storage and version counter: code that saves models takes tensors of one storage for tied
-        weights, and pickles whole storages.
+        Each view has its own storage object and version counter, because code that saves models takes tensors of one
+        storage for tied weights, and pickles whole storages.
         """
         to_own: Any = dlpack
         parts = [to_own.from_dlpack(to_own.to_dlpack(flat[view.elements])) for view in self.layer.views]
@@ -86,14 +86,14 @@ class LayerWeights:
             return [part.view(view.parameter.shape) for part, view in zip(parts, self.layer.views, strict=True)]
 
     def bind(self, tensors: list[torch.Tensor]) -> None:
-        """Make each parameter share the memory of its tensor, one for each view."""
+        """Make each parameter share the memory of its tensor, one per view."""
         with unwatched():
             for view, tensor in zip(self.layer.views, tensors, strict=True):
                 set_data(view.parameter, tensor)
         self._bound = tensors
 
     def start(self) -> None:
-        """Bind the parameters to `flat` for the first time. Their old gradients are dropped."""
+        """Bind the parameters to `flat` for the first time, and drop their gradients."""
         for view in self.layer.views:
             view.parameter.grad = None
         self._home = self.tensors(self.flat)
@@ -102,7 +102,7 @@ class LayerWeights:
         self._versions = self._present_versions()
 
     def own_tensors(self) -> list[torch.Tensor]:
-        """The tensors and parameters that share the memory of settled weights by right: the tensors come first."""
+        """All known tensors that share the settled weights' memory: bound tensors first, then parameters."""
         bases = (tensor._base for tensor in self._bound)
         return [
             *self._bound,
@@ -111,7 +111,7 @@ class LayerWeights:
         ]
 
     def retire(self) -> None:
-        """Let go of the weights: the layer has others now. Whoever computes backward with these gets an error."""
+        """Release the weights, because the layer has new ones. Backward through a graph that saved them will raise."""
         torch.autograd.graph.increment_version([view.parameter for view in self.layer.views])
         self.num_updates += 1
         self.flat, self._bound, self._home, self._versions = torch.empty(0), [], [], []
@@ -126,14 +126,14 @@ class LayerWeights:
         return self._home[self.layer.views.index(view)]
 
     def known_version(self, view: ParameterView) -> int:
-        """The parameter's version counter after the newest write that was taken over."""
+        """The parameter's version counter after the last write that was taken over."""
         return self._versions[self.layer.views.index(view)]
 
     def wait(self) -> None:
         """Make the compute stream wait for the pending update before it uses the layer.
 
         Raises:
-            EngineStateError: this is a forked process, where nobody steps, and where pinned memory is not.
+            EngineStateError: in a forked process, which has neither the stepping thread nor pinned memory.
         """
         if os.getpid() != self._process:
             raise forked(f"the weights of {self.layer.name!r} were")
@@ -151,18 +151,18 @@ class LayerWeights:
         self.pending = None
 
     def _wait_for_ranks(self) -> None:
-        """Block until what other ranks step is there; in VRAM the gathers bring it."""
+        """Block until other ranks have stepped their parts. Weights in VRAM are gathered instead."""
 
     def use(self) -> None:
-        """Have the newest weights in VRAM for the compute stream's next work."""
+        """Have the newest weights in VRAM for the compute stream."""
         self.wait()
 
     def settle(self) -> None:
-        """Have the newest weights where they live, so that anyone may read or write the parameters."""
+        """Have the newest weights where they live, so that the parameters may be read and written."""
         self.wait()  # wait: an update before weights are read
 
     def open(self) -> None:
-        """`settle`, for somebody who touches a parameter outside of its module.
+        """`settle`, when a parameter is accessed outside its module.
 
         Raises:
             EngineStateError: the weights may not be moved now.
@@ -170,25 +170,25 @@ class LayerWeights:
         self.wait()  # wait: an update before weights are opened
 
     def for_graph(self, view: ParameterView) -> torch.Tensor:
-        """What stands for the parameter in an operation outside of its module that autograd records.
+        """The tensor to use instead of the parameter in an operation outside its module that autograd records.
 
-        It holds the weights on the compute device until backward, and its gradient is the parameter's. Where weights
-        are streamed, the parameter itself is bound to other memory by then.
+        It keeps the weights on the compute device until backward, and passes its gradient to the parameter. The
+        parameter itself may be bound to other memory in backward if the weights are streamed.
         """
         return view.parameter
 
     def begin_write(self) -> None:
-        """Somebody writes weights next, where they live. Their update is done."""
+        """Called before a write from outside, after the layer's update is done."""
 
     def changed(self) -> None:
-        """Somebody wrote weights: backward through what they computed before fails."""
+        """Called after a write: backward through results computed before it raises."""
         self.num_updates += 1
 
     def check_waited(self, views: Sequence[ParameterView]) -> None:
         """
         Raises:
-            EngineStateError: `views` were stepped before and have new gradients, but forward never waited for the
-                update. It may have read weights while they were stepped.
+            EngineStateError: `views` have new gradients, but forward never waited for their last update, so it may have
+                read weights while they were stepped.
         """
         if views and self.pending is not None:
             raise EngineStateError(
@@ -200,7 +200,7 @@ class LayerWeights:
     def check_seen(self, num_updates: int) -> None:
         """
         Raises:
-            EngineStateError: backward needs the weights that its forward saw, and they were updated since.
+            EngineStateError: the weights have changed since the forward to which this backward belongs.
         """
         if self.num_updates != num_updates:
             raise EngineStateError(
@@ -209,12 +209,12 @@ class LayerWeights:
             )
 
     def check_held(self, view: ParameterView) -> None:
-        """Called when a gradient of `view` arrives. Weights that stay in VRAM have nothing to check."""
+        """Called when a gradient of `view` arrives. Weights that stay in VRAM need no check."""
 
     def start_update(self, views: set[int]) -> PendingUpdate:
-        """Register a new update of `views` (indices). From here on forward waits for it.
+        """Register a new update of `views` (indices), for which forward waits from now on.
 
-        A graph that saved the old weights fails in backward, as after any torch optimizer's step.
+        A graph that saved the old weights raises in backward, as after a step of a torch optimizer.
         """
         torch.autograd.graph.increment_version([self.layer.views[index].parameter for index in views])
         self._versions = self._present_versions()
@@ -223,15 +223,15 @@ class LayerWeights:
         return self.pending
 
     def written_outside(self) -> dict[ParameterView, int]:
-        """Views whose parameters were written in place since the last call (a reloaded checkpoint, an EMA), each with
-        its version counter.
+        """Views whose parameters were written in place since the last call (a loaded checkpoint, an EMA), with their
+        version counters.
 
         Raises:
-            EngineStateError: a parameter has other memory now, so the model was moved or cast.
+            EngineStateError: a parameter has other memory, because the model was moved or cast.
         """
         written = {}
         with unwatched():
-            at_home = self._bound is self._home  # these may have left `flat` too, when others shared their memory
+            at_home = self._bound is self._home  # bound tensors may have left `flat` if other tensors shared its memory
             addresses = self._addresses if at_home else [bound.data_ptr() for bound in self._bound]
             for view, address, old in zip(self.layer.views, addresses, self._versions, strict=True):
                 if view.parameter.data_ptr() != address:
@@ -243,7 +243,7 @@ class LayerWeights:
 
 
 def forked(what: str) -> EngineStateError:
-    """The error for what is the engine's and was used in another process than the one that trains."""
+    """The error for a use of the engine in a forked process."""
     return EngineStateError(
         f"{what} used in a forked process, such as a DataLoader's worker: all that the engine has is in the process "
         "that trains. Copy what the worker needs before it starts (parameter.detach().clone()), or load the data with "
@@ -258,7 +258,7 @@ def _check_not_traced() -> None:
     """
     if torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling():
         untyped: Any = torch.compiler
-        untyped.disable(_refuse_compilation)()  # an error in a function that is traced would make dynamo give up only
+        untyped.disable(_refuse_compilation)()  # an error raised in a traced function would only make dynamo give up
 
 
 def _refuse_compilation() -> None:
@@ -270,15 +270,15 @@ def _refuse_compilation() -> None:
 
 
 class ForwardHooks:
-    """Hooks that wait for a layer's weights before a module uses them, and note the order in which layers are used.
+    """Hooks that wait for a layer's weights before a module uses them, and record the order in which layers are used.
 
     - The forward of a repeated block waits for the block's layers. Modules inside a block have no hook, unless the
       block is a list of modules, which has no forward.
     - The forward of a module outside the blocks waits for the module's own layer.
-    - The forward of the whole model waits for layers that nothing else waits for; without gradients it waits for all.
-    - `state_dict` and `load_state_dict` of any module wait for its layers. Those of the whole model also call `settle`,
+    - The forward of the whole model waits for layers that no other module waits for; without gradients, for all.
+    - `state_dict` and `load_state_dict` of any module wait for its layers. On the whole model they also call `settle`,
       which finishes all updates.
-    - While a module that waits runs, and while its weights are loaded, its parameters are not watched by `outside`.
+    - While such a module runs, and while its weights are loaded, `outside` does not watch its parameters.
     """
 
     def __init__(
@@ -312,7 +312,6 @@ class ForwardHooks:
             self._hooks.append(untyped.register_load_state_dict_post_hook(watch))
 
     def _hook_functions(self) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
-        """The hooks of the whole model's forward, of a module's forward, and of a module's state_dict."""
 
         def at_root(module: nn.Module, args: Any) -> None:
             _check_not_traced()
@@ -343,7 +342,7 @@ class ForwardHooks:
         return at_root, ask, wait
 
     def _loading(self, wait: Callable[..., None]) -> tuple[Callable[..., None], Callable[..., None]]:
-        """The hooks before a module's weights are loaded, and after that, and after its forward."""
+        """The hooks before loading a module's weights, and after loading or forward."""
 
         def load(module: nn.Module, *args: Any) -> None:
             wait(module)
@@ -358,20 +357,20 @@ class ForwardHooks:
         return load, watch
 
     def got_gradient(self, weight: LayerWeights, view: ParameterView) -> None:
-        """`view` got its first gradient, so it was used. If no hook waited for it, have the whole model's forward wait.
+        """Called on the first gradient of `view`. If no hook waited for it, the whole model's forward will wait.
 
-        That is so where neither its block nor all of its modules ran, as in `F.linear(x, self.embed.weight)`.
+        This happens if neither the block nor all owner modules ran, as in `F.linear(x, self.embed.weight)`.
         """
         if weight.layer.block not in self._ran and any(owner not in self._ran for owner, _ in view.owners):
             self._waited_at_root.add(weight)
 
     def forward_order(self) -> list[LayerWeights]:
-        """The layers in the order in which forward uses them. Those that the whole model waits for come first."""
+        """Layers in the order of use in forward. Layers that the whole model waits for come first."""
         asked = {weight: at for weight, at in self._order_of_use.items() if weight not in self._waited_at_root}
         return sorted(self._weights, key=lambda weight: asked.get(weight, -1))
 
     def exchange(self, old: LayerWeights, new: LayerWeights) -> None:
-        """From now on wait for `new` instead of `old`, weights of the same layer in another place."""
+        """Replace `old` by `new`, the weights of the same layer in another placement."""
         self._weights = [new if weight is old else weight for weight in self._weights]
         for table in (self._layers_of, self._waiting_for):
             for module in new.layer.modules:
@@ -384,7 +383,7 @@ class ForwardHooks:
             self._waited_at_root.add(new)
 
     def remove(self) -> None:
-        """Remove the hooks, and let go of the model."""
+        """Remove the hooks, and release the model."""
         for hook in self._hooks:
             hook.remove()
         self._layers_of.clear()
@@ -393,15 +392,15 @@ class ForwardHooks:
 
 
 def _first_to_run(layer: FlatLayer) -> Sequence[nn.Module]:
-    """The modules whose forward waits for the layer: its block if that has a forward, else each of its modules."""
+    """The modules whose forward waits for the layer: its block if that has a forward, otherwise its modules."""
     is_list = isinstance(layer.block, nn.ModuleList | nn.ModuleDict)
     return layer.modules if layer.block is None or is_list else [layer.block]
 
 
 class _Use(torch.autograd.Function):
-    """One use of a tied weight. Its gradient goes to `sink`: autograd would add it to the others in bf16.
+    """One use of a tied weight. Its gradient goes to `sink`, because autograd would add the uses' gradients in bf16.
 
-    Where the user has hooks on the weight by then, autograd adds it all the same: they are to see the sum.
+    If the user has hooks on the weight's gradient, autograd does add the gradients, because hooks must see the sum.
     """
 
     @staticmethod
@@ -422,15 +421,15 @@ _use: Any = _Use.apply
 
 
 def _has_hooks(parameter: Any) -> bool:
-    """Whether somebody beside the engine has hooks on the parameter's gradient."""
+    """Whether the user has hooks on the parameter's gradient."""
     return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 
 class TiedUses:
-    """Hooks that make every use of a tied weight hand over its own gradient.
+    """Hooks that pass the gradient of every use of a tied weight to `sink` separately.
 
-    While a module that holds a tied weight runs, the attribute is a `_Use` of the weight instead of the parameter.
-    `sink` takes the gradient of each use, in the parameter's shape.
+    While a module with a tied weight runs, its attribute is a `_Use` of the weight instead of the parameter. `sink`
+    receives each use's gradient in the parameter's shape.
     """
 
     def __init__(self, layers: Sequence[FlatLayer], sink: Callable[[ParameterView, torch.Tensor], None]) -> None:
@@ -458,13 +457,12 @@ class TiedUses:
         return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self.end()
 
     def end(self) -> None:
-        """Have modules hold the parameters again. An interrupt leaves uses of them: torch runs no forward hook then."""
+        """Restore the parameters as attributes. Needed after an interrupt, because torch skips forward hooks then."""
         for module, views in self._views_of.items():
             for attribute in views:
                 module.__dict__.pop(attribute, None)
@@ -477,11 +475,11 @@ def move_rest(
     working_dtype: Dtype | Literal["auto"],
     make_real: Callable[[Sequence[nn.Parameter]], None],
 ) -> None:
-    """Move frozen parameters and buffers to `device`. Frozen parameters are cast to the working dtype, if one is given.
+    """Move frozen parameters and buffers to `device`, and cast frozen parameters to the working dtype unless "auto".
 
     Args:
-        trained: the parameters that are in flat layers; they stay as they are.
-        make_real: reads parameters that are unread into RAM.
+        trained: the parameters in flat layers; they are left alone.
+        make_real: reads or draws parameters on the meta device.
     """
     dtype = None if working_dtype == "auto" else DTYPES[working_dtype]
     in_fp32 = stays_fp32(model) if dtype == torch.float16 else set()
