@@ -1,4 +1,4 @@
-"""What this machine has: the cores, RAM and VRAM that this process may use. `device.measure` finds how fast it is."""
+"""The cores, RAM and VRAM that this process may use. `device.measure` measures their rates."""
 
 from __future__ import annotations
 
@@ -27,31 +27,30 @@ _CPU_CACHES = Path("/sys/devices/system/cpu")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 _MAX_CONTEXT_BYTES = 3 << 29
 _highest_ram = 0
-"""What `process_peak_ram_bytes` was before the system's figure was started anew."""
+"""Peak RAM from before the system's counter was last reset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What a plan needs to know of a machine: its present sizes, and its rates as `device.measure` measured them.
+    """The sizes of a machine now, and its rates as measured by `device.measure`.
 
-    Without a GPU, its fields describe what replaces it: "VRAM" is the same RAM, a copy is a memmove, and the CPU
-    computes matmuls.
+    Without a GPU, "VRAM" is the same RAM, a copy is a memmove, and the CPU computes matmuls.
     """
 
     device: str
-    """"cuda:0", or "cpu"."""
+    """ "cuda:0" or "cpu"."""
     gpu_name: str | None
-    """None if there is no GPU."""
+    """None without a GPU."""
     compute_capability: tuple[int, int] | None
     supports_bf16: bool
-    """Whether bf16 is native. An emulation does not count."""
+    """Whether bf16 is native. Emulation does not count."""
     can_pin: bool
-    """Whether host memory can be pinned. If not, the rates of copies are those of pageable memory."""
+    """Whether host memory can be pinned. If not, the copy rates are for pageable memory."""
 
     vram_total_bytes: int
-    """What this process may use: torch's per-process memory fraction is a limit too."""
+    """VRAM that this process may use, limited by torch's per-process memory fraction."""
     vram_free_bytes: int
-    """What can still be allocated, including what torch's allocator holds without using it."""
+    """VRAM that can still be allocated, including unused memory of torch's allocator."""
     vram_context_bytes: int
     """VRAM of this process outside torch's allocator: the CUDA context, kernels and libraries."""
     ram_total_bytes: int
@@ -65,7 +64,7 @@ class Hardware:
     """Copies from RAM to VRAM, with nothing else on the bus."""
     d2h_bytes_per_second: float
     both_bytes_per_second: float
-    """Both directions at once, their rates added."""
+    """Sum of the rates of both directions at once."""
     dram_bytes_per_second: float
     """The triad a += s * b on the C kernel's threads: 12 bytes per element."""
     cpu_adamw_bytes_per_second: float
@@ -73,47 +72,48 @@ class Hardware:
     cpu_compact_bytes_per_second: float
     """The CPU step, `compact`: 18 bytes per parameter. With few cores it is bound by arithmetic, not by DRAM."""
     cpu_tiny_bytes_per_second: float
-    """The CPU step, `tiny`: 14 1/16 bytes per parameter. It is bound by arithmetic in the same way."""
+    """The CPU step, `tiny`: 14 1/16 bytes per parameter. Bound by arithmetic like `compact`."""
     cpu_and_bus_bytes_per_second: float
-    """The CPU step (`exact`) and copies both ways at once, their bytes added: DRAM serves all of them.
+    """Sum of the rates of the CPU step (`exact`) and of copies both ways at once, which share DRAM.
 
     If they cannot run at once (no GPU, no pinned memory), it is the higher of the two rates.
     """
     vram_bytes_per_second: float
-    """An in-place addition over a large array. Bytes read and written are added."""
+    """An in-place addition over a large array. Bytes read and bytes written both count."""
     launch_seconds: float
-    """Seconds from one small operation's launch to the next, as torch launches them."""
+    """Seconds from the launch of one small torch operation to the next."""
     bf16_flops_per_second: float
-    """A matmul of a transformer layer's size. A multiplication and an addition are two FLOPs."""
+    """A matmul of a transformer layer's size. A multiply-add is two FLOPs."""
     fp16_flops_per_second: float
     fp32_flops_per_second: float
 
     num_ranks: int = 1
-    """Ranks on this host that work at once. The cores, and the rates of processor, RAM and bus, are those that each has
-    then; RAM in bytes is the whole host's."""
+    """Ranks that work at once on this host. `num_cores` and the rates of processor, RAM and bus are one rank's share;
+    RAM in bytes is the whole host's."""
     link_bytes_per_second: float = 0.0
-    """What a rank receives from the others while all of them exchange. 0: there is one rank, or nobody knows."""
+    """Bytes per second that a rank receives while all ranks exchange. 0: one rank, or unknown."""
     most_ctas: int = 0
-    """Thread blocks of NCCL at once with which the link was measured. 0: as many as NCCL likes."""
+    """Most NCCL thread blocks at once when the link was measured. 0: NCCL's own choice."""
     few_ctas_link_bytes_per_second: float = 0.0
-    """The link with only a few, which leave more of the GPU to compute. 0: nobody knows, or the choice was made."""
+    """The link's rate with few thread blocks, which leave more of the GPU to compute. 0: unknown, or already chosen."""
     link_is_bus: bool = False
-    """Whether what GPUs of one host send each other goes over their buses, as their copies to and from RAM do."""
+    """Whether GPUs of one host exchange over the bus that also carries copies to and from RAM."""
     network_bytes_per_second: float = 0.0
-    """What it receives from other hosts then, where the link is only that of one host's ranks; else 0."""
+    """Bytes per second that a rank receives from other hosts while all ranks exchange, if `link_bytes_per_second` is
+    for the ranks of one host only; else 0."""
 
     disk_folder: str | None = None
-    """The folder in which the disk was measured. None: it was not, and the next three are zero."""
+    """Folder of the disk measurement. None: not measured, and the next three fields are zero."""
     disk_free_bytes: int = 0
     disk_read_bytes_per_second: float = 0.0
     disk_write_bytes_per_second: float = 0.0
 
     assumed: str = ""
-    """What of this was not measured, in a sentence. "": everything was, but for the link."""
+    """Sentence that names the assumed values. "": everything except the link was measured."""
     assumed_card: str = ""
-    """What stands in for a GPU that nobody named: "assumed card of 8 GiB". "": it is known which GPU this is."""
+    """Stand-in for an unnamed GPU, such as "assumed card of 8 GiB". "": the GPU is known."""
     link_assumed: str = ""
-    """How several ranks are taken to be linked, in a sentence. "": that was measured, or there is one rank."""
+    """Sentence that names the assumed link between ranks. "": measured, or one rank."""
 
 
 CPU_STEP_RATES: dict[Precision, str] = {
@@ -121,19 +121,19 @@ CPU_STEP_RATES: dict[Precision, str] = {
     "compact": "cpu_compact_bytes_per_second",
     "tiny": "cpu_tiny_bytes_per_second",
 }
-"""The field of `Hardware` that says how fast the CPU steps, by precision."""
+"""The field of `Hardware` with the CPU step's rate, by precision."""
 
 
 def busiest_device() -> torch.device:
-    """The CUDA device with most of this process's torch memory. The CPU if the process has not used CUDA yet."""
-    cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
+    """The CUDA device with most of this process's torch memory, or the CPU if the process has not used CUDA yet."""
+    cuda: Any = torch.cuda  # its signatures are typed in some releases of torch only
     if not cuda.is_initialized():
         return torch.device("cpu")
     return torch.device("cuda", max(range(cuda.device_count()), key=cuda.memory_reserved))
 
 
 def cores_near(device: torch.device) -> set[int]:
-    """The CPU cores of the NUMA node that a GPU is plugged into; none where the system does not say."""
+    """The CPU cores of the GPU's NUMA node; empty if the system does not tell."""
     if device.type != "cuda":
         return set()
     found: Any = torch.cuda.get_device_properties(device)
@@ -144,7 +144,7 @@ def cores_near(device: torch.device) -> set[int]:
 
 
 def _core_numbers(text: str) -> set[int]:
-    """Those of a list as the kernel writes it, such as "0-3,8"."""
+    """Core numbers of a kernel list such as "0-3,8"."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -153,12 +153,12 @@ def _core_numbers(text: str) -> set[int]:
 
 
 def own_cores() -> set[int]:
-    """The CPU cores that this thread may run on; none where the system does not say."""
+    """The CPU cores that this thread may run on; empty if the system does not tell."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
 def num_cores() -> int:
-    """CPU cores this process may use: its affinity, limited by the cgroup's CPU quota (v1 and v2). At least 1."""
+    """CPU cores that this process may use: its affinity, limited by the cgroup's CPU quota (v1 and v2). At least 1."""
     cores = len(own_cores()) or os.cpu_count() or 1
     quota = cpu_quota()
     return max(1, min(cores, round(quota) if quota else cores))
@@ -180,7 +180,7 @@ def last_level_cache_bytes(cores: Path = _CPU_CACHES) -> int:
 
 
 def text_of(path: Path) -> str:
-    """What a system file says, without white space around it. "" if it cannot be read."""
+    """The stripped content of a system file; "" if it cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:  # three times as fast as text mode
             return file.read().decode().strip()
@@ -189,7 +189,7 @@ def text_of(path: Path) -> str:
 
 
 def _cgroup_dirs(controller: str) -> tuple[Path, ...]:
-    """Folders of this process's cgroup and of those above it, innermost first: v2's tree, or v1's of one controller."""
+    """Folders of this process's cgroup and its parents, innermost first: the tree of v2, or of one controller of v1."""
     return _dirs_of(text_of(OWN_CGROUPS), controller, CGROUP)
 
 
@@ -199,7 +199,7 @@ def _dirs_of(own_cgroups: str, controller: str, mount: Path) -> tuple[Path, ...]
     for line in own_cgroups.splitlines():
         number, controllers, name = line.split(":", 2)
         if number == "0" or controller in controllers.split(","):
-            joint = mount / controllers  # "cpu,cpuacct", to which "cpu" is a link on most systems
+            joint = mount / controllers  # such as "cpu,cpuacct"; "cpu" is a link to it on most systems
             root = joint if number == "0" or joint.is_dir() else mount / controller
             inner = root / name.lstrip("/")
             dirs += [path for path in (inner, *inner.parents) if path == root or root in path.parents]
@@ -207,7 +207,7 @@ def _dirs_of(own_cgroups: str, controller: str, mount: Path) -> tuple[Path, ...]
 
 
 def cpu_quota() -> float | None:
-    """Cores whose time this process's cgroup may take, all of its processes together; None: as many as there are."""
+    """Cores' worth of CPU time that all processes of this cgroup may take together; None: unlimited."""
     quotas: list[float] = []
     for folder in _cgroup_dirs("cpu"):
         quota, _, period = text_of(folder / "cpu.max").partition(" ")
@@ -237,7 +237,7 @@ def _cgroup_ram() -> list[tuple[int, int]]:
 
 
 def ram_limit_bytes() -> int:
-    """RAM that this process may use in all, in bytes: the machine's, or its cgroups' limit if that is less."""
+    """Total RAM that this process may use, in bytes: the machine's, or its cgroups' limit if that is less."""
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroup_ram())])
 
 
@@ -255,7 +255,7 @@ def process_ram_bytes() -> int:
 def process_peak_ram_bytes() -> int:
     """Highest resident RAM of this process so far, in bytes. Pinned pages count.
 
-    It is VmHWM if the system has it: ru_maxrss may start at the size of the program that forked this one.
+    Read from VmHWM if possible, because ru_maxrss may start at the size of the program that forked this one.
     """
     high_water = _high_water_bytes()
     if high_water is None:
@@ -265,9 +265,9 @@ def process_peak_ram_bytes() -> int:
 
 
 def restart_peak_ram() -> int | None:
-    """Highest resident RAM since the last call, in bytes; from here on it is counted anew.
+    """Reset the peak counter and return the highest resident RAM since the last call, in bytes.
 
-    None if the system cannot do that. `process_peak_ram_bytes` is as if this had not been called.
+    None if the system cannot reset the counter. `process_peak_ram_bytes` is not affected.
     """
     global _highest_ram
     high_water = _high_water_bytes()
@@ -291,7 +291,7 @@ def _high_water_bytes() -> int | None:
 def vram_bytes(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes of `device` that this process may use; (0, 0) for the CPU.
 
-    What torch's allocator holds without using it counts as free. Its per-process memory fraction is a limit.
+    Unused memory of torch's allocator counts as free. torch's per-process memory fraction is a limit.
     """
     if device.type != "cuda":
         return 0, 0
@@ -305,11 +305,11 @@ def vram_bytes(device: torch.device) -> tuple[int, int]:
 
 
 library_bytes: Counter[int] = Counter()
-"""VRAM that communication libraries have taken in this process and not given back, by the GPU's index."""
+"""VRAM that communication libraries hold in this process, by GPU index."""
 
 
 def vram_outside_bytes(device: torch.device) -> int:
-    """VRAM of a GPU in use outside torch's allocator, in bytes, that of other processes too; 0 for the CPU."""
+    """VRAM in use outside torch's allocator, in bytes, including other processes; 0 for the CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -319,8 +319,8 @@ def vram_outside_bytes(device: torch.device) -> int:
 def vram_context_bytes(device: torch.device) -> int:
     """VRAM in use outside torch's allocator, in bytes: this process's CUDA context and libraries; 0 for the CPU.
 
-    But for `library_bytes` it is at most 1.5 GiB, which no context reaches: the VRAM of other processes cannot be told
-    apart everywhere.
+    Without `library_bytes` it is capped at 1.5 GiB, more than any context takes, because the VRAM of other processes
+    cannot be told apart everywhere.
     """
     if device.type != "cuda":
         return 0
@@ -329,7 +329,7 @@ def vram_context_bytes(device: torch.device) -> int:
 
 
 def supports_bf16(device: torch.device) -> bool:
-    """Whether `device` has native bf16. An emulation does not count. True for the CPU."""
+    """Whether `device` has native bf16; emulation does not count. True for the CPU."""
     return device.type != "cuda" or bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
@@ -339,10 +339,10 @@ def default_device() -> torch.device:
 
 
 def device_of(given: object) -> torch.device:
-    """The device that a user has given, as its tensors name it; None: `default_device`.
+    """The device that a user has given, with its index; None: `default_device`.
 
     Raises:
-        ConfigError: it is none, or is not here.
+        ConfigError: `given` names no device, or a CUDA device without a GPU.
     """
     if given is None:
         return default_device()
@@ -387,7 +387,7 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
 
 
 def trim_heap() -> None:
-    """Give freed heap pages back to the system, if the C library can (glibc)."""
+    """Return freed heap pages to the system, if the C library can (glibc)."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

@@ -1,8 +1,8 @@
-"""How long Python takes to start the operations of a model's blocks, timed with blocks of the model on its GPU.
+"""Python's time to start the operations of a model's blocks, timed with blocks of the model on its GPU.
 
-A bare launch says too little of it: modules, autograd and the model's own code take several times as long as a launch,
-by another factor on each host and for each model. A block of the model is built with memory, zeros for weights and few
-rows; Python's time depends on neither. It is timed once on a machine and kept beside the machine's rates.
+A bare launch underestimates it: modules, autograd and the model's own code take several times as long, by a factor that
+differs between hosts and models. A block is built with zeros for weights and few rows, because Python's time depends on
+neither. Blocks are timed once on a machine, and cached with the machine's rates.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from offloadkit.planner.seconds import weighed
 from offloadkit.planner.work import MicroBatch, Stage
 
 _MOST_KINDS = 2
-"""Kinds of blocks that are timed, the most frequent first: a T5 has an encoder's and a decoder's."""
+"""Kinds of blocks that are timed, the most frequent first: T5 has one kind in its encoder and one in its decoder."""
 _ROWS = 2
-"""Rows that a block is timed with. With one, kernels are others: Triton compiles another one for sizes of 1."""
+"""Rows of a timed block. One row would be different: Triton compiles another kernel for sizes of 1."""
 _BURST = 5
-"""Repetitions whose median is taken. The fastest burst counts: other work of the host makes some slower, and the first
-one loads what the block needs. Of all repetitions' median, two models with equal blocks came out 23 % apart."""
+"""Repetitions of a burst, whose median is taken. The fastest burst counts, because other work on the host slows some
+bursts, and the first burst loads what the block needs. With the median of all repetitions, two models with equal blocks
+came out 23 % apart."""
 _LEAST, _MOST = 2, 8
 _ENOUGH_SECONDS = 0.2
-"""Bursts of a kind: at least and at most so many, and none after so many seconds."""
+"""At least and at most this many bursts for a kind of block, and no new burst after this many seconds."""
 _SPARE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor without its memory, which the tracing counts."""
+    """A tensor's description; the tracing counts memory, so the tensor itself is not kept."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -55,7 +56,7 @@ class _Kind:
 
     block: nn.Module
     arguments: list[Any]
-    """The leaves of its arguments, tensors as `_Shape`."""
+    """The leaves of the arguments, with tensors as `_Shape`."""
     spec: Any
     names: list[str] = field(default_factory=list)
 
@@ -67,7 +68,7 @@ class Blocks:
         self._kinds: dict[Any, _Kind] = {}
 
     def called(self, name: str, block: nn.Module, arguments: Any) -> None:
-        """Remember a call of a block."""
+        """Record a call of a block."""
         leaves, spec = tree_flatten(arguments)
         shapes = [_described(leaf) for leaf in leaves]
         parts = (shape if isinstance(shape, _Shape) else type(shape) for shape in shapes)
@@ -76,12 +77,12 @@ class Blocks:
         self._kinds.setdefault(key, _Kind(block, shapes, spec)).names.append(name)
 
     def operation_seconds(self, work: MicroBatch, device: torch.device) -> tuple[float, float] | None:
-        """Seconds of Python for an operation of forward and of backward, an attention of ours weighed as the plan does.
+        """Seconds of Python for an operation of forward and of backward, with our attention weighted as in the plan.
 
-        It is the mean over the most frequent kinds of blocks. None if no block could be timed here.
+        The mean over the most frequent kinds of blocks. None if a block could not be timed here.
 
         Args:
-            work: the micro-batch in which the blocks were called.
+            work: the micro-batch of the recorded calls.
         """
         stages = {stage.block: stage for stage in work.stages}
         often = sorted(self._kinds.values(), key=lambda kind: -len(kind.names))[:_MOST_KINDS]
@@ -101,7 +102,7 @@ class Blocks:
 
 @contextmanager
 def blocks_called(model: nn.Module) -> Iterator[Blocks]:
-    """The repeated blocks that `model` calls inside this context."""
+    """Collects the repeated blocks that `model` calls inside this context."""
     found, hooks = Blocks(), []
     for name, block in repeated_blocks(model):
 
@@ -123,7 +124,7 @@ def _described(leaf: Any) -> Any:
 
 
 def _kept_seconds(kind: _Kind, stage: Stage, device: torch.device) -> tuple[float, float] | None:
-    """Seconds of Python in one forward and one backward, from the cache or else timed. None if it could not be."""
+    """Seconds of Python in one forward and one backward, cached or timed now. None if timing is impossible."""
     block, passes = type(kind.block), (stage.forward, stage.backward)
     dtypes = sorted({str(parameter.dtype) for parameter in kind.block.parameters()})
     size = sum(parameter.numel() for parameter in kind.block.parameters())
@@ -135,7 +136,7 @@ def _kept_seconds(kind: _Kind, stage: Stage, device: torch.device) -> tuple[floa
 
 
 def _timed_or_nothing(kind: _Kind, device: torch.device) -> dict[str, float]:
-    """{} where VRAM has no room, or where the block cannot run by itself."""
+    """{} if VRAM has no room, or if the block cannot run by itself."""
     num_bytes = sum(tensor.nbytes for tensor in (*kind.block.parameters(), *kind.block.buffers()))
     if device.type == "cuda" and hardware.vram_bytes(device)[0] < 4 * num_bytes + _SPARE_BYTES:
         return {}
@@ -143,7 +144,7 @@ def _timed_or_nothing(kind: _Kind, device: torch.device) -> dict[str, float]:
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             forward, backward = timed(kind, device)
-    except Exception:  # anybody's block: it may need what its model has, or more VRAM
+    except Exception:  # any block: it may need other parts of its model, or more VRAM
         return {}
     finally:
         random.setstate(states[0])
@@ -154,7 +155,7 @@ def _timed_or_nothing(kind: _Kind, device: torch.device) -> dict[str, float]:
 
 
 def timed(kind: _Kind, device: torch.device) -> tuple[float, float]:
-    """Seconds of Python in forward and backward. The device is waited for outside of what is timed."""
+    """Seconds of Python in forward and backward. Device synchronisation is not timed."""
     block = copy.deepcopy(kind.block).to_empty(device=device)
     with torch.no_grad():
         for tensor in (*block.parameters(), *block.buffers()):
@@ -170,7 +171,7 @@ def timed(kind: _Kind, device: torch.device) -> tuple[float, float]:
         output = block(*args, **kwargs)
         between = time.perf_counter()
         made = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        made = [leaf for leaf in made if leaf.grad_fn is not None]  # it may hand its inputs on
+        made = [leaf for leaf in made if leaf.grad_fn is not None]  # a block may return its inputs
         gradients = [torch.ones_like(leaf) for leaf in made]
         went_back = time.perf_counter()
         torch.autograd.backward(made, gradients)
@@ -189,6 +190,6 @@ def timed(kind: _Kind, device: torch.device) -> tuple[float, float]:
 
 
 def _made(shape: _Shape, rows: int, device: torch.device) -> torch.Tensor:
-    """Zeros of that shape, with fewer rows where it has one for each row of the micro-batch."""
+    """Zeros of that shape. A first size that equals the micro-batch's rows is reduced to `_ROWS`."""
     size = (min(rows, _ROWS), *shape.size[1:]) if shape.size[:1] == (rows,) else shape.size
     return torch.zeros(size, dtype=shape.dtype, device=device, requires_grad=shape.requires_grad)

@@ -1,9 +1,9 @@
-"""The planner: how many bytes of each kind a run needs, where they live, and how long a step takes. Pure arithmetic.
+"""The planner: bytes of each kind that a run needs, their places, and the seconds of a step. Pure arithmetic.
 
-`work`: what a micro-batch computes, as `tracing` counts it. `layout`: bytes of a layer and of a run. `seconds`: the
-time of a step. `phases`: what reading, saving and closing take. `search`: the fastest placements. `plan`: all of it as
-one `Plan`, and in words. `ranks`: one machine, as each of several ranks has it. `leaner`: another one for a run that is
-short of memory. `faster`: another one for a machine whose rates are not those that were planned with.
+`work`: the computation of a micro-batch, as counted by `tracing`. `layout`: bytes of a layer and of a run. `seconds`:
+the time of a step. `phases`: peak memory of reading, saving and closing. `search`: the fastest placements. `plan`: one
+`Plan`, and its words. `ranks`: a machine as one of several ranks has it. `leaner`: another plan for a run short of
+memory. `faster`: another plan for a machine whose rates differ from the plan.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Placements given by a few numbers (`Counts`), and the bytes of many of them at once.
+"""Placements described by a few numbers (`Counts`), and the bytes of many placements at once.
 
-A search compares hundreds of counts. Here their placements are rows of an array of codes, one column a layer, and each
-formula of `layout` and `phases` is computed for all rows together. `Search.bytes` computes the same one by one.
+A search compares hundreds of counts. Their placements are rows of an array of codes with one column for each layer, and
+every formula of `layout` and `phases` is computed for all rows together. `Search.bytes` computes the same one by one.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from offloadkit.planner.work import MicroBatch
 
 Ints = NDArray[np.int64]
 Codes = NDArray[np.intp]
-"""[number of counts, number of layers]: the place in `PLACEMENTS`, which leaves activations out."""
+"""[number of counts, number of layers]: index into `PLACEMENTS`, which ignores activations."""
 InVram = Literal["none", "gpu", "all"]
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many layers get each placement option. The counts fix which ones:
+    """How many layers get each placement option. The counts determine which layers:
 
     - The first blocks recompute, since backward needs the last blocks' activations first. The first of these offload.
-    - Streamed blocks are spread evenly, so that their copies hide behind the other blocks.
-    - Of the layers with weights in VRAM, those with states in VRAM are spread evenly. The first is one. So
-      backward sends gradients to RAM throughout, not all at once.
+    - Streamed blocks are spread evenly, so that their copies hide behind the resident blocks.
+    - Among the layers with weights in VRAM, layers with states in VRAM are spread evenly, starting with the first, so
+      that backward sends gradients to RAM throughout and not all at once.
     - The last layers have their states on disk.
-    - Of the layers with states in RAM, those that the GPU steps are spread evenly, so that CPU and GPU both advance
-      with forward.
+    - Among the layers with states in RAM, the layers that the GPU steps are spread evenly, so that CPU and GPU both
+      advance with forward.
     """
 
     recomputed: int
@@ -61,10 +61,8 @@ class Counts:
     gpu_steps: int = 0
     """Layers with states in RAM that the GPU steps."""
     gradients_in_vram: InVram = "none"
-    """Of the layers with states outside VRAM: which keep their gradients in VRAM, and add them there.
-
-    "none" of them, those that the "gpu" steps, or "all".
-    """
+    """Which layers with states outside VRAM keep and add their gradients in VRAM: "none", the layers that the "gpu"
+    steps, or "all"."""
 
 
 _STREAMED, _KEEPS, _ON_GPU, _ON_DISK, _IN_VRAM = 1, 2, 4, 8, 16
@@ -80,11 +78,10 @@ PLACEMENTS: tuple[Placement, ...] = (
     ),
     IN_VRAM,
 )
-"""By code."""
+"""Placements by code."""
 
 
 def where_of(code: int, recomputation: Literal["keep", "checkpoint", "offload"]) -> Placement:
-    """A layer's placement."""
     return _with_activations()[recomputation][code]
 
 
@@ -95,11 +92,11 @@ def _with_activations() -> dict[str, list[Placement]]:
 
 
 class Spread:
-    """The layers of one model, over which counts spread the options.
+    """The layers of one model, with the placements that counts assign to them.
 
     Attributes:
         blocks: the names of the repeated blocks.
-        block_of: for each layer, the number of its block; -1: none.
+        block_of: for each layer, the index of its block; -1: none.
     """
 
     def __init__(
@@ -114,9 +111,9 @@ class Spread:
     ) -> None:
         """
         Args:
-            one_host: whether all ranks are on one.
+            one_host: whether all ranks are on one host.
             frozen_bytes: VRAM of frozen parameters and buffers.
-            context_bytes: VRAM of the process that is not torch's.
+            context_bytes: VRAM of the process outside torch's allocator.
         """
         self._layers, self._work, self._accumulation = layers, work, accumulation
         self.blocks = list(dict.fromkeys(layer.name for layer in layers if layer.in_block))
@@ -135,7 +132,7 @@ class Spread:
         self._take_tables()
 
     def _take_tables(self) -> None:
-        """Bytes of each layer, and of each layer in each placement."""
+        """Compute the bytes of each layer, and of each layer in each placement."""
         layers, accumulation = self._layers, self._accumulation
 
         @cache
@@ -173,7 +170,7 @@ class Spread:
         )
 
     def codes(self, some: Sequence[Counts]) -> Codes:
-        """The placements of each of `some`, without activations."""
+        """The placements of `some`, without activations."""
 
         def column(name: str) -> Ints:
             return np.array([getattr(counts, name) for counts in some], dtype=np.int64)[:, None]
@@ -196,14 +193,14 @@ class Spread:
     # -- bytes
 
     def more_vram(self, some: Sequence[Counts]) -> list[Ints]:
-        """For each of `some`: the VRAM that the states of each layer with weights there take more if they are there."""
+        """For each of `some`: the additional VRAM of each layer with weights in VRAM if its states are in VRAM too."""
         codes = self.codes(some)
         more = self._vram[:, [_IN_VRAM]].T - self._vram[self._columns, codes]
         resident = ~each(codes, lambda where: where.weights == "ram")
         return [of[kept] for of, kept in zip(more, resident, strict=True)]
 
     def bytes(self, some: Sequence[Counts], codes: Codes) -> Ints:
-        """[number, 3] bytes of VRAM, RAM and disk that a plan needs. `codes` are those of `some`."""
+        """[number, 3] bytes of VRAM, RAM and disk that a plan needs. `codes` are the codes of `some`."""
         shared_vram, shared_ram, gradients = self._buffer_bytes(codes)
         held = np.array([self._activations(counts.recomputed, counts.offloaded) for counts in some], dtype=np.int64)
         vram = self._fixed_vram + self._vram[self._columns, codes].sum(1) + shared_vram
@@ -215,13 +212,14 @@ class Spread:
         return np.stack([vram, ram, self._disk[self._columns, codes].sum(1)], 1)
 
     def _activations_of(self, recomputed: int, offloaded: int) -> tuple[int, int]:
-        """VRAM of the activations; RAM that they, or the layer that is staged before them, take beside the slabs."""
+        """VRAM of the activations, and the RAM in addition to the slabs: the larger of activations and the layer staged
+        before."""
         placements = self.placements(Counts(recomputed, offloaded, 0, 0))
         held = activations(self._work, choices(self._layers, placements, self._work))
         return held.vram, ram_peak(0, held.ram, self._staged, 0)
 
     def _buffer_bytes(self, codes: Codes) -> tuple[Ints, Ints, Ints]:
-        """`layout.buffer_bytes`: VRAM in all, RAM in all, and the VRAM of gradients."""
+        """`layout.buffer_bytes`: total VRAM, total RAM, and the VRAM of gradients."""
         through_ram = each(codes, lambda where: where.gradients == "ram")
         has_bucket = np.ones_like(through_ram) if self._accumulation > 1 or self._exchanges else through_ram
         sizes = np.where(has_bucket & ~self._shared, self._bucket, 0)
@@ -250,13 +248,13 @@ def _recomputation(block: int, counts: Counts) -> Literal["keep", "checkpoint", 
 
 
 def _is_among(number: Ints, place: Any, total: Any) -> NDArray[np.bool_]:
-    """Whether `place` (0 to `total` - 1) is one of `number` places that are spread evenly. The last place always is."""
+    """Whether `place` (0 to `total` - 1) is one of `number` evenly spread places. The last place is included."""
     among: NDArray[np.bool_] = (place + 1) * number // total > place * number // total
     return among
 
 
 def each(codes: Codes, holds: Callable[[Placement], bool]) -> NDArray[np.bool_]:
-    """Of which layers it holds."""
+    """Whether each layer's placement satisfies `holds`, as an array like `codes`."""
     table: NDArray[np.bool_] = np.array([holds(where) for where in PLACEMENTS])[codes]
     return table
 

@@ -1,7 +1,7 @@
-"""A leaner plan for a run that is under way, where less memory is there than was planned with.
+"""Finds a leaner plan for a running training that has less memory than planned.
 
-A plan that knows its micro-batch and its GPU is searched again with smaller budgets. Any other goes down a few rungs:
-each moves one kind of numbers out of the tier that is short, for as many layers as are needed.
+A plan with a known micro-batch and GPU is searched again with smaller budgets. Any other plan goes down a few rungs: a
+rung moves one kind of data out of the tier that is short, for as many layers as needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from offloadkit.planner.plan import TIERS, Plan, placed, replanned, wishes
 from offloadkit.planner.seconds import IN_VRAM
 
 _SMALLER = 7 / 8
-"""The next budget that is tried, as a share of the last one."""
+"""Fraction of the last budget that is tried next."""
 
 _Rung = Callable[[Placement], Placement]
 
@@ -25,8 +25,8 @@ def leaner(plan: Plan, short: Literal["vram", "ram"], budgets: Mapping[str, int]
     """The fastest plan of the same run that takes less of the tier that is `short`.
 
     Args:
-        budgets: bytes that the plan may take, by tier; of a tier that is left out, what it takes now. If no plan takes
-            as little of `short`, it is the leanest one.
+        budgets: bytes that the plan may take, by tier; a missing tier has the plan's present bytes. If no plan fits the
+            budget of `short`, the leanest plan is returned.
 
     Returns:
         None if the user has chosen one placement for all layers, or no plan takes less.
@@ -69,7 +69,7 @@ def _down_the_rungs(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan 
                 where[at] = old
             elif rung not in _OF_ACTIVATIONS and found[short] <= budgets[short]:
                 return placed(plan, where)
-        if rung in _OF_ACTIVATIONS and where != before:  # how much that helps is not known
+        if rung in _OF_ACTIVATIONS and where != before:  # the saving is unknown
             return placed(plan, where)
         if _totals(plan, where)[short] >= _totals(plan, before)[short]:
             where = before
@@ -77,7 +77,7 @@ def _down_the_rungs(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan 
 
 
 def _totals(plan: Plan, placements: Sequence[Placement]) -> dict[str, int]:
-    """Bytes by tier of what placements change, but for activations."""
+    """Bytes by tier with these placements, with activations as planned."""
     tiers = tier_bytes(plan.layers, placements, plan.accumulation)
     now = tier_bytes(plan.layers, plan.placements, plan.accumulation)
     return {tier: plan.total_bytes(tier) + sum(tiers[tier].values()) - sum(now[tier].values()) for tier in TIERS}
@@ -123,7 +123,7 @@ _OF_ACTIVATIONS: tuple[_Rung, ...] = (_recompute, _inputs_to_ram)
 
 
 def _rungs(short: str, *, on_disk: bool) -> list[_Rung]:
-    """What is moved out of a tier, the cheapest first."""
+    """Moves out of the tier that is short, the cheapest first."""
     if short == "vram":
         return [_states_to_ram, _recompute, _step_by_cpu, _gradients_to_ram, _weights_to_ram, _inputs_to_ram]
     return [_all_to_vram, _step_by_gpu, *([_states_to_disk] if on_disk else [])]

@@ -17,7 +17,7 @@ from offloadkit.planner.seconds import FEW_CORES, StepModel
 
 
 class Phases(NamedTuple):
-    """What a search needs of a step's `Seconds`."""
+    """The part of a step's `Seconds` that a search needs."""
 
     update: float
     backward: float
@@ -31,7 +31,7 @@ class Phases(NamedTuple):
 
 
 class QuickSeconds:
-    """The step of one model on one machine, for the placements that counts stand for."""
+    """The step of one model on one machine, for the placements of counts."""
 
     def __init__(self, model: StepModel, spread: Spread, hardware: Hardware, accumulation: int) -> None:
         self._model, self._spread = model, spread
@@ -72,7 +72,7 @@ class QuickSeconds:
         }
 
     def of(self, some: Sequence[Counts]) -> list[Phases]:
-        """The seconds of each of `some`."""
+        """The seconds for each of `some`."""
         codes = self._spread.codes(some)[:, self._order]
         recomputed, offloaded = (
             np.array([getattr(counts, name) for counts in some], dtype=np.int64) for name in ("recomputed", "offloaded")

@@ -1,6 +1,6 @@
-"""One machine, as each of several ranks has it: what ranks of a host share, and the link between them.
+"""A machine's rates as one of several ranks has them: shares of the host, and the link between ranks.
 
-Rates that were measured while all ranks worked need none of this (`distributed.machine`).
+Rates that were measured while all ranks worked do not need this (`distributed.machine`).
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from offloadkit.hardware import CPU_STEP_RATES, Hardware
 from offloadkit.planner.cards import card_named
 
 GPUS_PER_HOST = 8
-"""Most GPUs that a host is taken to have; more are on several such hosts."""
+"""Most GPUs of an assumed host. More GPUs are on several such hosts."""
 NETWORK_BYTES_PER_SECOND = 40e9
-"""What a GPU receives from other hosts: 400 Gbit/s for each, of which four fifths are reached (assumed)."""
+"""Bytes per second that a GPU receives from other hosts: four fifths of 400 Gbit/s (assumed)."""
 
 _SHARED = (
     *(*CPU_STEP_RATES.values(), "dram_bytes_per_second", "cpu_and_bus_bytes_per_second"),
     *("disk_read_bytes_per_second", "disk_write_bytes_per_second"),
 )
-"""Rates that all ranks of a host have together."""
+"""Rates that all ranks of a host share."""
 _OF_BUS = ("h2d_bytes_per_second", "d2h_bytes_per_second", "both_bytes_per_second")
-"""Rates of a GPU's own bus, as far as RAM serves all of them."""
+"""Rates of a GPU's own bus, limited by the host's RAM."""
 
 
 def for_ranks(
     machine: Hardware, num_ranks: int, *, link: float = 0.0, network: float = NETWORK_BYTES_PER_SECOND
 ) -> Hardware:
-    """The machine as each of `num_ranks` ranks that work at once has it, with a GPU like the machine's.
+    """The machine as one of `num_ranks` concurrent ranks has it, with a GPU like the machine's.
 
-    A host's ranks share cores and DRAM evenly. Each GPU has a bus of its own, whose copies are DRAM's traffic too.
+    A host's ranks share cores and DRAM evenly. Every GPU has its own bus, whose copies use DRAM too.
 
     Args:
-        machine: of fewer ranks on one host, or of as many.
-        link: bytes per second that a rank receives while all of one host exchange; 0 takes what the machine knows, or
-            else its card's sheet.
+        machine: a machine of at most `num_ranks` ranks on one host.
+        link: bytes per second that a rank receives while all ranks of one host exchange; 0: the machine's link, or else
+            the link of its card's data sheet.
         network: bytes per second that a rank receives from other hosts.
     """
     if num_ranks == 1:
@@ -59,14 +59,14 @@ def for_ranks(
 
 
 def is_bus(link: float, machine: Hardware) -> bool:
-    """Whether a link of so many bytes per second is the GPUs' own buses: every NVLink is faster than they are, with as
-    many of NCCL's thread blocks as it likes."""
+    """Whether a link with this rate is the GPUs' own bus. Every NVLink is faster than the bus with NCCL's own number of
+    thread blocks."""
     return machine.device != "cpu" and link <= machine.h2d_bytes_per_second
 
 
 def _link(machine: Hardware) -> tuple[float, bool, str]:
-    """Bytes per second that a GPU receives from others of its host, whether over its bus, and where that is from if it
-    was not measured."""
+    """Bytes per second that a GPU receives from its host's other GPUs, whether they come over its bus, and the source
+    of the rate if it was not measured."""
     if machine.link_bytes_per_second:
         return machine.link_bytes_per_second, machine.link_is_bus, ""
     try:

@@ -1,4 +1,4 @@
-"""How a run grows with its GPUs: one plan made again for more of them, for more micro-batches and for slower links."""
+"""How a run scales: one plan made again for more GPUs, more micro-batches and slower links."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Grown:
     """A plan for more GPUs.
 
     Attributes:
-        efficiency: tokens/s, divided by those of one GPU with as many micro-batches, times the number of GPUs. More
-            than 1 means that less is offloaded.
-        otherwise: the plan that exchanges each micro-batch, if `plan` exchanges sums, or the other way round. None with
-            one GPU, or with one micro-batch, which is exchanged in both.
+        efficiency: tokens/s / (number of GPUs * tokens/s of one GPU with as many micro-batches). More than 1 means that
+            less is offloaded.
+        otherwise: `plan` with the other order of exchange (each micro-batch instead of sums, or the reverse). None with
+            one GPU or one micro-batch, where both orders are the same.
     """
 
     plan: Plan
@@ -27,14 +27,14 @@ class Grown:
 
     @property
     def received_bytes(self) -> int:
-        """What a GPU receives for each micro-batch."""
+        """Bytes that a GPU receives for each micro-batch."""
         return sum(self.plan.communicated.values()) // self.plan.accumulation
 
 
 def grown(
     plan: Plan, numbers: Sequence[int], accumulations: Sequence[int], network: float = NETWORK_BYTES_PER_SECOND
 ) -> Iterator[Grown]:
-    """`plan`, which is for one GPU, made for so many GPUs with so many micro-batches each.
+    """`plan`, which is for one GPU, made again for each number of GPUs and of micro-batches.
 
     Args:
         network: bytes per second that a GPU receives from other hosts.

@@ -1,4 +1,4 @@
-"""Choosing placements: the fastest predicted step among those that fit VRAM and RAM."""
+"""Searches the placements with the fastest predicted step that fits VRAM, RAM and disk."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from offloadkit.planner.seconds import StepModel
 from offloadkit.planner.work import MicroBatch
 
 GRID = 8
-"""Number of steps of each count's grid in the first, coarse search."""
+"""Steps of each count's grid in the first, coarse search."""
 MAX_SHARED = 12
-"""Most placements with steps shared between CPU and GPU that are tried before the best of them are refined."""
+"""Most placements with steps shared between CPU and GPU that are tried before the best are refined."""
 
 _CHANGES: list[dict[str, int]] = [
     *({name: by} for name in ("recomputed", "offloaded", "streamed", "states_in_vram") for by in (-4, -2, -1, 1, 2, 4)),
@@ -60,7 +60,7 @@ class _Tried:
     """Counts that were tried for one room.
 
     Attributes:
-        instead: in order, each with the fastest of those that fit instead of it; None where none do.
+        instead: in order of trial, the fastest counts that fit in place of each tried `Counts`; None if none fit.
     """
 
     def __init__(self, search: Search, room: _Room) -> None:
@@ -68,7 +68,7 @@ class _Tried:
         self.instead: dict[Counts, Counts | None] = {}
 
     def add(self, some: Iterable[Counts]) -> list[Counts]:
-        """Try some more; they come back as a list."""
+        """Try more counts. Returns `some` as a list."""
         given = list(some)
         new = [counts for counts in dict.fromkeys(given) if counts not in self.instead]
         fitting = self._search.fitting(new, self._room)
@@ -78,12 +78,12 @@ class _Tried:
         return given
 
     def step(self, counts: Counts) -> float:
-        """Seconds of a step; infinity where none fit."""
+        """Seconds of a step; infinity if nothing fits."""
         fits = self.instead[counts]
         return self._search.phases(fits).step if fits else float("inf")
 
     def ranked(self, cost: Callable[[Phases], float]) -> list[Counts]:
-        """Those that fit, by `cost`, least first."""
+        """The counts that fit, sorted by `cost`."""
         costs = {counts: cost(self._search.phases(fits)) for counts, fits in self.instead.items() if fits}
         return sorted(costs, key=lambda counts: costs[counts])
 
@@ -91,7 +91,7 @@ class _Tried:
 class Search:
     """Searches the placements of one model, with micro-batches of one shape, on one machine.
 
-    What it finds out about counts is kept, so that other budgets take less time.
+    Results for counts are cached, so searches with other budgets are faster.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class Search:
         self.placements, self.best = cache(self._spread.placements), cache(self._best)
         self._short_of_ram: set[_Room] = set()
 
-    # -- what is known of counts
+    # -- bytes and seconds of counts
 
     def bytes(self, placements: Sequence[Placement]) -> tuple[int, int, int]:
-        """Bytes of VRAM, RAM and disk that a plan needs: those of `layout.run_bytes` and `phases`.
+        """Bytes of VRAM, RAM and disk that a plan needs, as in `layout.run_bytes` and `phases`.
 
         `Spread` computes the same for many placements at once.
         """
@@ -148,38 +148,35 @@ class Search:
         return vram, FRAMEWORK_RAM_BYTES["cuda"] + ram_peak(slabs, held.ram, staged_bytes(self._layers), moved), disk
 
     def learn(self, some: Iterable[Counts]) -> None:
-        """Compute the bytes that each of `some` needs, all at once."""
+        """Compute and cache the bytes that `some` need, all at once."""
         if new := [counts for counts in dict.fromkeys(some) if counts not in self._needs]:
             found = self._spread.bytes(new, self._spread.codes(new)).tolist()
             self._needs |= {counts: _Room(*needs) for counts, needs in zip(new, found, strict=True)}
 
     def needs(self, counts: Counts) -> _Room:
-        """Bytes by tier."""
         self.learn([counts])
         return self._needs[counts]
 
     def simulate(self, some: Iterable[Counts]) -> None:
-        """Compute the seconds of each of `some`, all at once."""
+        """Compute and cache the seconds of `some`, all at once."""
         if new := [counts for counts in dict.fromkeys(some) if counts not in self._phases]:
             self._phases |= zip(new, self._quick.of(new), strict=True)
 
     def phases(self, counts: Counts) -> Phases:
-        """Seconds of a step."""
         self.simulate([counts])
         return self._phases[counts]
 
     # -- the search
 
     def _best(self, vram: int, ram: int, disk: int = 0) -> tuple[Placement, ...]:
-        """The fastest placements within these bytes. If none fit, those that lack the least (see `_leanest`).
+        """The fastest placements within these bytes. If none fit, the placements that lack the least (see `_leanest`).
 
-        1. If everything fits in VRAM, everything is there.
-        2. Else the numbers of recomputed, offloaded and streamed blocks and of states in VRAM are tried on a coarse
-           grid.
-        3. The two best are refined: one number, or two against each other, changes by 1, 2 or 4 while that makes the
-           step faster.
-        4. In the best of these, and in the most promising of step 2, the GPU steps its share of the layers with
-           states in RAM. The three best are refined in the same way.
+        1. If everything fits in VRAM, everything is in VRAM.
+        2. Else a coarse grid covers the numbers of recomputed, offloaded and streamed blocks and of states in VRAM.
+        3. The two best are refined: one number, or two against each other, changes by 1, 2 or 4 while the step gets
+           faster.
+        4. In the two best and in the most promising of step 2, the GPU steps its share of the layers with states in
+           RAM. The three best are refined in the same way.
         """
         recomputed = self._num_blocks if self._all_recomputed else 0
         (everything,) = self.fitting([Counts(recomputed, 0, 0, len(self._layers))], _Room(vram, ram, 0))
@@ -200,18 +197,18 @@ class Search:
         return self.placements(fastest) if fastest else self._leanest(room)
 
     def is_short_of_ram(self, vram: int, ram: int, disk: int = 0) -> bool:
-        """Whether `best` met placements that lack RAM. If not, it finds the same with more RAM."""
+        """Whether `best` met placements that lack RAM. If not, more RAM does not change its result."""
         self.best(vram, ram, disk)
         return not self._short_of_ram.isdisjoint({_Room(vram, ram, 0), _Room(vram, ram, disk)})
 
     def _promise(self, seconds: Phases) -> float:
-        """Estimate of a step's seconds after the GPU takes over its share of the CPU's steps."""
+        """Estimate of a step's seconds after the GPU takes over its share of the CPU steps."""
         return max(seconds.backward + seconds.busy_forward, seconds.step - self.model.gpu_share() * seconds.busy_cpu)
 
     def _shared(self, counts: Counts, room: _Room) -> Iterator[Counts]:
         """`counts` with the GPU stepping its share of the layers, with and without their gradients in VRAM.
 
-        As many states are in VRAM as the buffers leave room for.
+        The rest of VRAM is filled with states.
         """
         share, number = self.model.gpu_share(), len(self._layers)
         for in_vram in dict.fromkeys((counts.gradients_in_vram, _at_least_gpu(counts))):
@@ -221,7 +218,7 @@ class Search:
                 yield replace(shared, states_in_vram=most, gpu_steps=max(1, round(share * (number - most))))
 
     def _coarse(self, room: _Room) -> Iterator[Counts]:
-        """The counts of the coarse grid, those with the most in VRAM first. What cannot fit is left out."""
+        """The counts of the coarse grid that fit VRAM, the most in VRAM first."""
         num_blocks = self._num_blocks
         numbers, more = _grid(num_blocks), _grid(num_blocks)[1:]
         recomputed = [(number, 0) for number in (more[-1:] if self._all_recomputed else numbers)]
@@ -238,8 +235,8 @@ class Search:
                 yield replace(counts, states_in_vram=number)
 
     def _most_states(self, some: Sequence[Counts], room: _Room) -> list[int]:
-        """For each of `some`, which have no states in VRAM: the number of layers whose states it has room for besides
-        everything else in it. -1: not even that fits."""
+        """For each of `some`, which have no states in VRAM: the number of layers whose states fit in the rest of VRAM;
+        -1 if not even the counts without states fit."""
 
         def left(counts: Counts, number: int) -> int:
             return room.vram - self.needs(replace(counts, states_in_vram=number)).vram
@@ -262,7 +259,7 @@ class Search:
         return found
 
     def _refine(self, counts: Counts, tried: _Tried) -> None:
-        """Go to the best neighbour while it makes the step faster. `tried` keeps what it finds."""
+        """Move to the best neighbour in `tried` while the step gets faster."""
 
         def best_near() -> Counts:
             return min(tried.add(self._near(counts)), key=tried.step, default=counts)
@@ -283,11 +280,11 @@ class Search:
                 yield near
 
     def fitting(self, some: Sequence[Counts], room: _Room) -> list[list[Counts]]:
-        """For each of `some`: it alone if its placements fit, and none if they lack VRAM.
+        """For each of `some`: the counts alone if they fit, and an empty list if they lack VRAM.
 
-        Where only RAM is short, there are up to two others instead, each with as few changed layers as RAM allows. In
-        one the GPU steps more layers: these have neither gradients nor a copy of the weights in RAM. In the other more
-        states are on disk.
+        If only RAM is short, up to two variants replace them, with as few changed layers as RAM allows. In one variant
+        the GPU steps more layers, which then have neither gradients nor a copy of the weights in RAM. In the other
+        variant more states are on disk.
         """
         self.learn(some)
         enough = [counts for counts in some if self.needs(counts).vram <= room.vram]
@@ -305,11 +302,11 @@ class Search:
         return [found.get(counts, []) for counts in some]
 
     def _with_least(self, some: Sequence[Counts], name: str, room: _Room) -> dict[Counts, Counts]:
-        """By each of `some`: it with the smallest increase of that count that fits RAM. Left out are those for which
-        none is found, or VRAM or disk is too small.
+        """For each of `some`, the counts with the smallest increase of the count `name` that fits RAM. Counts are left
+        out if none is found, or if VRAM or disk is too small.
 
-        All are bisected at once: what their placements need is computed together. The layer that changes last may take
-        more RAM, as buffers for a large one do.
+        All are bisected together, so their bytes are computed at once. The last changed layer may need more RAM,
+        because a large layer needs large buffers.
         """
 
         def changed(numbers: dict[Counts, int]) -> list[tuple[Counts, Counts]]:
@@ -330,8 +327,8 @@ class Search:
     def _leanest(self, room: _Room) -> tuple[Placement, ...]:
         """If nothing fits: the placements that lack the least VRAM, since VRAM cannot be added to a card.
 
-        Among these: those that lack bytes in the fewest other tiers, then the fewest bytes. Free VRAM is filled with
-        states.
+        Ties are resolved by the number of other tiers that lack bytes, then by the lacking bytes. Free VRAM is filled
+        with states.
         """
         num_blocks, num_layers = self._num_blocks, len(self._layers)
         on_disk = num_layers if room.disk else 0

@@ -1,4 +1,4 @@
-"""What a micro-batch computes and how much memory that takes, as plain numbers. `tracing` counts them."""
+"""The computation and memory of a micro-batch in numbers, as counted by `tracing`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Pass:
     """Forward or backward of one stage."""
 
     flops: int = 0
-    """FLOPs of matmuls and attention. A multiplication and an addition are two."""
+    """FLOPs of matmuls and attention. A multiply-add is two FLOPs."""
     fused_attention_flops: int = 0
     """FLOPs of attention in our own kernels (not in `flops`)."""
     matmul_bytes: int = 0
@@ -21,7 +21,7 @@ class Pass:
     num_operations: int = 0
     """Number of kernels started."""
     num_attention: int = 0
-    """Number of them that are attention in our own kernels."""
+    """Number of kernels that are our own attention."""
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(*map(operator.add, vars(self).values(), vars(other).values()))
@@ -32,34 +32,34 @@ class Pass:
 
 @dataclass(frozen=True)
 class Stage:
-    """One repeated block, or what is computed between two blocks. Its bytes leave out weights and gradient buffers."""
+    """One repeated block, or the operations between two blocks. Its bytes exclude weights and gradient buffers."""
 
     block: str
     """The block's name in the model; "" between blocks."""
     forward: Pass
     backward: Pass
     kept_bytes: int
-    """Bytes made in forward and alive until backward: what autograd saves, and the outputs."""
+    """Bytes allocated in forward and alive until backward: tensors saved by autograd, and the outputs."""
     output_bytes: int
     """The outputs' part of `kept_bytes`: all that a checkpointed block keeps."""
     input_bytes: int
     """The first input (the hidden states), which waits in RAM if activations are offloaded."""
     shared_bytes: int
-    """Inputs that several blocks read (a position bias, an encoder's output). Each has a gradient in backward."""
+    """Inputs that several blocks read (a position bias, an encoder's output). They have gradients in backward."""
     forward_peak_bytes: int
-    """Peak of forward, beyond what was alive before it."""
+    """Peak of forward, beyond the bytes alive before it."""
     backward_peak_bytes: int
-    """Peak of backward, beyond what was alive when it began (which includes `kept_bytes`)."""
+    """Peak of backward, beyond the bytes alive before it (which include `kept_bytes`)."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The shape of a micro-batch: its rows, and the tokens of each."""
+    """The shape of a micro-batch of tokens."""
 
     batch_size: int
     input_length: int
     target_length: int | None
-    """Tokens of the decoder's row; None for a model that is not an encoder-decoder."""
+    """Tokens of the decoder's row; None without an encoder-decoder."""
 
     def __str__(self) -> str:
         """ "8 x (512+128)" or "8 x 512"."""
@@ -73,11 +73,11 @@ class MicroBatch:
 
     stages: tuple[Stage, ...]
     num_tokens: int
-    """Positions, padding included. For an encoder-decoder, those of both."""
+    """Positions, padding included; for an encoder-decoder, of encoder and decoder."""
     rows: Rows | None = None
-    """None if the shape is not known."""
+    """None if the shape is unknown."""
     evaluation: MicroBatch | None = None
-    """The largest one of evaluation, where it has more rows than this one. None: it is as this one."""
+    """The largest micro-batch of evaluation, if it has more rows than this one; else None."""
     operation_launches: tuple[float, float] | None = None
     """Python's time for an operation of forward and of backward, in launches of a bare kernel, as timed with the
     model's blocks. None: not timed."""
