@@ -1,8 +1,8 @@
-"""How fast this machine is: `measure` gives a `Hardware`. Rates are measured once and cached; sizes are always new.
+"""Measure the speed of this machine: `measure` returns a `Hardware`. Rates are cached; sizes are read every time.
 
-The cache is `$XDG_CACHE_HOME/offloadkit/hardware.json`, or else below ~/.cache. Its keys are host name, processor,
-cores, GPU, driver and versions, so a changed machine is measured again. Rates measured while other processes kept the
-machine busy are used in this process only.
+The cache is `$XDG_CACHE_HOME/offloadkit/hardware.json`, by default below ~/.cache. Its keys contain host name,
+processor, cores, GPU, driver and versions, so a changed machine is measured again. Rates that other processes disturbed
+are used in this process only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from offloadkit.optim.table import DTYPES, FlatState, Segment, state_table
 from offloadkit.threads import ThreadPool
 
 _VERSION = 6
-"""Raise it when what is measured changes: cached rates of another version are not used."""
+"""Version of the measurements. Raise it when they change, to invalidate cached rates."""
 DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
 RATES = {
     field.name
@@ -50,12 +50,11 @@ RATES = {
 } - {*DISK_RATES, "link_bytes_per_second", "few_ctas_link_bytes_per_second", "network_bytes_per_second"}
 _DRAM_RATES = ("dram_bytes_per_second", "cpu_and_bus_bytes_per_second")
 own_rates: dict[str, Any] = {}
-"""Rates by key that spare this process another measurement: of a busy machine, or what ranks have agreed that they
-know."""
+"""Rates by key, for this process only: rates of a busy machine, or cached rates that all ranks have agreed to use."""
 _BUSY = 0.1
-"""Other processes disturb a measurement if they use more than this fraction of the cores' time."""
+"""Fraction of the cores' time above which other processes disturb a measurement."""
 _COUNTING_SECONDS = 0.05
-"""Seconds that they may use besides, since the system counts in hundredths of seconds."""
+"""Tolerance in seconds, because the system counts CPU time in hundredths of a second."""
 _DRIVER = Path("/sys/module/nvidia/version")
 
 
@@ -67,15 +66,15 @@ def measure(
     num_ranks: int = 1,
     meet: Callable[[], object] | None = None,
 ) -> Hardware:
-    """Measure this machine, in under two seconds. Rates are cached on disk; sizes are always read anew.
+    """Measure this machine, in under two seconds. Rates are cached on disk; sizes are read every time.
 
     Args:
-        device: the device to measure. None: the current CUDA device if there is one, else the CPU.
-        folder: where to measure the disk, by writing and reading at most 64 MiB. None: the disk is not measured.
-        fresh: whether to measure again what is cached.
-        num_ranks: processes of this host that measure at the same time. What each finds then is cached for itself.
-        meet: called between groups of rates; it waits for the others, so that all measure the same at once. Rates of
-            RAM and bus are then the usual ones of a span in which all work, instead of the best.
+        device: the device to measure. None: the current CUDA device, or the CPU without one.
+        folder: measure the disk of this folder, by writing and reading at most 64 MiB. None: skip the disk.
+        fresh: ignore cached rates.
+        num_ranks: number of processes of this host that measure at the same time; the rates are cached per number.
+        meet: barrier of the ranks, called between groups of rates, so that all ranks measure the same rate at once.
+            Rates of RAM and bus are then medians instead of maxima.
 
     Raises:
         OutputError: `folder` is not a folder, or cannot be written.
@@ -102,32 +101,32 @@ def measure(
 
 
 def is_measured(device: torch.device, num_ranks: int) -> bool:
-    """Whether `measure` has the rates already that each of so many ranks of this host has. If so, it keeps them."""
+    """Whether `measure` would find cached rates for `num_ranks` ranks. If so, this process keeps them."""
     key = _machine_key(device, num_ranks)
     rates: dict[str, Any] = _known().get(key, {})
     if rates.keys() == RATES:
-        own_rates[key] = rates  # ranks rely on that, and other processes may replace the file
+        own_rates[key] = rates  # other processes may replace the file, and the ranks rely on these rates
     return rates.keys() == RATES
 
 
 def kept(
     device: torch.device, what: str, names: set[str], measured: Callable[[], dict[str, float]], *, num_ranks: int = 1
 ) -> dict[str, float]:
-    """Figures of something on `device`, by name: cached as the rates are, or else `measured` now.
+    """Return figures of `what` on `device` from the cache, or call `measured` and cache its result.
 
     Args:
-        what: the thing that is measured, in a few words.
-        names: of the figures.
-        measured: gives the figures, or {} if there are none, which is not cached.
+        what: a short description of the measured thing, part of the cache key.
+        names: names of the figures.
+        measured: returns the figures, or {} (not cached) without any.
         num_ranks: as for `measure`.
     """
-    key = f"{_machine_key(device, num_cores=os.cpu_count())} | {what}"  # ranks are bound to fewer for a while
+    key = f"{_machine_key(device, num_cores=os.cpu_count())} | {what}"  # ranks may be bound to fewer cores for now
     cached: dict[str, float] = _known().get(key, {})
     return cached if cached.keys() == names else _found(key, measured, num_ranks)
 
 
 def _found(key: str, measured: Callable[[], dict[str, Any]], num_ranks: int = 1) -> dict[str, Any]:
-    """What `measured` gives now, cached on disk, or in this process if others disturbed it."""
+    """Measure and cache the result: on disk, or in this process if other processes disturbed the measurement."""
     began = time.perf_counter(), seconds_of_others()
     found = measured()
     if found and _disturbed(*began, num_ranks):
@@ -138,9 +137,9 @@ def _found(key: str, measured: Callable[[], dict[str, Any]], num_ranks: int = 1)
 
 
 def vram_rate(device: torch.device) -> float | None:
-    """Bytes per second of `device`'s memory, from the cache or else measured in a few hundredths of a second.
+    """Bytes per second of `device`'s memory, cached or measured within a few hundredths of a second.
 
-    None if there is no room for the array that is needed to measure it.
+    None if the array for the measurement does not fit.
     """
     device = hardware.indexed(device)
     cached = _known().get(_machine_key(device), {})
@@ -149,7 +148,7 @@ def vram_rate(device: torch.device) -> float | None:
 
 
 def host_rates() -> dict[str, float]:
-    """The rates of this machine's processor and RAM, by field of `Hardware`. {} if they were never measured."""
+    """Cached rates of this machine's processor and RAM, by field of `Hardware`; {} if never measured."""
     cached = _known()
     for device in (hardware.default_device(), torch.device("cpu")):
         rates = cached.get(_machine_key(device), {})
@@ -159,34 +158,34 @@ def host_rates() -> dict[str, float]:
 
 
 def _times_of_own_cores() -> list[Any]:
-    """CPU times of each core that this process may run on, as psutil gives them."""
+    """psutil's CPU times of every core that this process may run on."""
     cores = psutil.cpu_times(percpu=True)
     own = hardware.own_cores() or range(len(cores))
     return [times for core, times in enumerate(cores) if core in own]
 
 
 def seconds_of_others() -> float:
-    """Seconds that other processes and virtual machines have used of these cores since they started."""
+    """CPU seconds that other processes and virtual machines have used of these cores since boot."""
     uses = ("user", "nice", "system", "irq", "softirq", "steal")
     return sum(getattr(core, use, 0.0) for core in _times_of_own_cores() for use in uses) - time.process_time()
 
 
 def _disturbed(started: float, others: float, num_ranks: int = 1) -> bool:
-    """Whether others kept the cores busy since `started`, when `seconds_of_others` was `others`.
+    """Whether other processes kept the cores busy since `started`, when `seconds_of_others` was `others`.
 
-    The other ranks that measure at the same time may have their share.
+    The CPU time of the other measuring ranks is allowed for.
     """
     share = (_BUSY + 1 - 1 / num_ranks) * len(_times_of_own_cores()) * (time.perf_counter() - started)
     return seconds_of_others() - others > share + _COUNTING_SECONDS
 
 
 def _sizes(device: torch.device) -> dict[str, Any]:
-    """The fields of `Hardware` that are never cached."""
+    """Fields of `Hardware` that are never cached."""
     ram_total, ram_available = hardware.ram_limit_bytes(), hardware.ram_available_bytes()
     on_gpu = device.type == "cuda"
     vram_free, vram_total = hardware.vram_bytes(device) if on_gpu else (ram_available, ram_total)
     return {
-        "device": str(device) if on_gpu else "cpu",  # accelerate numbers CPUs
+        "device": str(device) if on_gpu else "cpu",  # accelerate numbers CPU devices
         "gpu_name": torch.cuda.get_device_name(device) if on_gpu else None,
         "compute_capability": torch.cuda.get_device_capability(device) if on_gpu else None,
         "supports_bf16": hardware.supports_bf16(device),
@@ -211,13 +210,13 @@ def _machine_key(device: torch.device, num_ranks: int = 1, num_cores: int | None
 
 
 def cache_file() -> Path:
-    """Where measured rates are cached."""
+    """Path of the cache of measured rates."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "offloadkit" / "hardware.json"
 
 
 def _read_cache() -> dict[str, Any]:
-    """The cached rates, by machine and disk. {} if the file is missing or damaged."""
+    """Cached rates by machine and disk; {} if the file is missing or damaged."""
     try:
         cached = json.loads(cache_file().read_text())
     except (OSError, ValueError):
@@ -227,18 +226,17 @@ def _read_cache() -> dict[str, Any]:
 
 
 def _known() -> dict[str, Any]:
-    """The rates that need not be measured again."""
     return own_rates | _read_cache()
 
 
 def _store(key: str, rates: dict[str, Any]) -> None:
-    """Add rates to the cache, by replacing the whole file. If it cannot be written, the next process measures again."""
+    """Add rates to the cache by replacing the file. If it cannot be written, the next process measures again."""
     path = cache_file()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             with suppress(OSError):  # not every file system has locks
-                fcntl.flock(lock, fcntl.LOCK_EX)  # several ranks add theirs at once
+                fcntl.flock(lock, fcntl.LOCK_EX)  # several ranks write at once
             with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
                 json.dump(_read_cache() | {key: rates}, file, indent=1)
             os.replace(file.name, path)
@@ -246,23 +244,23 @@ def _store(key: str, rates: dict[str, Any]) -> None:
 
 # ---- rates of processor, RAM, bus and GPU ------------------------------------------------------------------------
 
-_cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
+_cuda: Any = torch.cuda  # typed in some releases of torch only
 _NUM_REPETITIONS = 3
 _ENOUGH_SECONDS = 0.02
-"""Total seconds of at least three repetitions. So one of the quick ones runs while no other process has the cores."""
+"""Total seconds of the three or more repetitions, long enough for a quick one to run undisturbed."""
 _SLOW_SECONDS = 0.05
-"""Total seconds after which there are no more repetitions. A matmul that would take longer is not tried."""
+"""Repeating stops after these total seconds. Matmuls that would take longer are skipped."""
 
 _TOGETHER_SECONDS = 0.1
-"""So long several ranks measure each rate of RAM or bus at once."""
+"""Seconds spent by several ranks on every rate of RAM and bus, all ranks at once."""
 
 _COPY_BYTES = 64 << 20
 _COPY_PIECE_BYTES = 16 << 20
 _VRAM_BYTES = 256 << 20
 _QUICK_VRAM_BYTES, _QUICK_RAM_BYTES = 192 << 20, 32 << 20
-"""Sizes larger than the caches, also of GPUs with caches of 96 MiB."""
+"""Sizes larger than all caches, including GPU caches of 96 MiB."""
 _STATE_BYTES = 2 + 2 + 4 + 4 + 2
-"""Bytes of a parameter's bf16 weight, remainder, exp_avg, exp_avg_sq and bf16 gradient."""
+"""Bytes per parameter: bf16 weight, remainder, exp_avg, exp_avg_sq and bf16 gradient."""
 _TRIAD_TRAFFIC_BYTES = 3 * 4
 _MIN_PARAMETERS, _MAX_PARAMETERS = 8 << 20, 96 << 20
 _WITHOUT_KERNEL_PARAMETERS = 1 << 17
@@ -271,7 +269,7 @@ _NUM_LAUNCHES = 200
 
 
 def machine_rates(device: torch.device, meet: Callable[[], object] | None = None) -> dict[str, Any]:
-    """The measured fields of `Hardware`, without the disk's. `meet` as for `measure`."""
+    """Measure the fields of `Hardware` except the disk's. `meet` as for `measure`."""
     alone, meet = meet is None, meet or (lambda: None)
     seconds = best_seconds if alone else usual_seconds
     numel = numel_to_step()
@@ -308,7 +306,7 @@ def machine_rates(device: torch.device, meet: Callable[[], object] | None = None
 
 
 def best_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Least seconds of one `run`, of which `times` are enqueued at once. Quick ones are repeated more often."""
+    """Least seconds of one `run`, with `times` runs enqueued at once. Quick runs are repeated more often."""
     run()
     _wait(device)
     best, spent, repetitions = float("inf"), 0.0, 0
@@ -319,8 +317,11 @@ def best_seconds(run: Callable[[], object], device: torch.device, times: int = 1
 
 
 def usual_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """As `best_seconds`, of ranks that all begin now: the median over a span, so that whoever is late or early counts
-    little. The best one may be of a moment in which the others rested."""
+    """Median seconds of one `run` while all ranks run it at once.
+
+    A minimum would show a moment when the other ranks rested. The median is also robust to ranks that start late or
+    early.
+    """
     run()
     _wait(device)
     took: list[float] = []
@@ -331,7 +332,7 @@ def usual_seconds(run: Callable[[], object], device: torch.device, times: int = 
 
 
 def _timed(run: Callable[[], object], device: torch.device, times: int) -> float:
-    """Seconds of `times` runs that are enqueued at once."""
+    """Seconds of `times` runs enqueued at once."""
     started = time.perf_counter()
     for _ in range(times):
         run()
@@ -345,10 +346,10 @@ def _wait(device: torch.device) -> None:
 
 
 def numel_to_step() -> int:
-    """Number of parameters to step: all arrays together are four times the caches, but at most an eighth of free RAM.
+    """Parameters to step: four times the last-level cache in total bytes, but at most an eighth of free RAM.
 
-    Smaller arrays measure the caches. On an H200 host with 300 MiB of cache, a triad over arrays of 128 MiB each moved
-    435 GB/s; its DRAM moves 189 GB/s.
+    Smaller arrays measure the cache. On an H200 host with 300 MiB of cache, a triad over arrays of 128 MiB moved 435
+    GB/s; its DRAM moves 189 GB/s.
     """
     if not cpu.available():
         return _WITHOUT_KERNEL_PARAMETERS
@@ -357,9 +358,9 @@ def numel_to_step() -> int:
 
 
 def _state(slab: HostSlab, numel: int, precision: Precision = "exact") -> tuple[FlatState, Tensor]:
-    """bf16 weights, states and a bf16 gradient, cut from the beginning of the slab.
+    """Cut bf16 weights, optimizer states and a bf16 gradient from the start of the slab.
 
-    Their numbers are ordinary: zeros and denormals have other speeds on some processors.
+    Values are ordinary numbers, because zeros and denormals run at other speeds on some processors.
     """
     slab.clear()
     weights = slab.cut(numel, torch.bfloat16).fill_(0.02)
@@ -370,14 +371,14 @@ def _state(slab: HostSlab, numel: int, precision: Precision = "exact") -> tuple[
 
 
 def step_traffic_bytes(precision: Precision) -> float:
-    """DRAM traffic of a parameter's AdamW step: weight and states are read and written, the gradient is read."""
+    """DRAM bytes per parameter of an AdamW step: weight and states are read and written, the gradient is read."""
     numel = 1 << 20
     states = sum(state_table("adamw", precision, torch.bfloat16).num_bytes(numel).values()) / numel
     return 2 * (2 + states) + 2
 
 
 _Timing = Callable[..., float]
-"""`best_seconds`, or `usual_seconds`."""
+"""`best_seconds` or `usual_seconds`."""
 
 
 def _triad_rate(slab: HostSlab, numel: int, seconds: _Timing) -> float:
@@ -394,7 +395,7 @@ def _step(state: FlatState, gradient: Tensor) -> None:
 
 
 def _copy_rates(host: Tensor, device: torch.device, seconds: _Timing) -> dict[str, float]:
-    """host: uint8, the bytes of one copy."""
+    """host: uint8; its length is the bytes of one copy."""
     there, back = CopyStream(device, "H2D"), CopyStream(device, "D2H")
     half, num_bytes = host.numel() // 2, host.numel()
     buffer = torch.zeros_like(host, device=device)
@@ -413,10 +414,10 @@ def _copy_rates(host: Tensor, device: torch.device, seconds: _Timing) -> dict[st
 def step_beside_copies(
     slab: HostSlab, numel: int, rates: dict[str, Any], device: torch.device, meet: Callable[[], object]
 ) -> list[float]:
-    """Bytes per second of the CPU step and of copies beside it, together, of each repetition; 0 without pinned RAM.
+    """Combined bytes per second of the CPU step and concurrent copies, per repetition; [0] without pinned RAM.
 
-    The copies read and write the step's own arrays, so that they come from DRAM and not from a cache. Ranks meet before
-    each repetition: else one's step would soon run beside the others' copies alone, which last longer.
+    The copies read and write the step's arrays, so they reach DRAM instead of a cache. Ranks synchronize before every
+    repetition. Otherwise a rank's step would soon overlap only the longer copies of the other ranks.
     """
     if not rates["can_pin"]:
         for _ in range(_NUM_REPETITIONS):
@@ -433,7 +434,7 @@ def step_beside_copies(
     for _ in range(_NUM_REPETITIONS):
         meet()
         ends: list[tuple[Event, int]] = []
-        for index in range(max(2, int(bus_bytes / 2 / _COPY_PIECE_BYTES))):  # longer than the step takes
+        for index in range(max(2, int(bus_bytes / 2 / _COPY_PIECE_BYTES))):  # longer than the step
             piece, buffer = pieces[index % len(pieces)], buffers[index % 2]
             if index >= 2:
                 there.wait(ends[-2][0])
@@ -451,12 +452,12 @@ def step_beside_copies(
 
 
 def _done_bytes(ends: list[tuple[Event, int]]) -> int:
-    """Bytes that the finished copies have moved. Copies end in order."""
+    """Bytes moved by the finished copies. Copies finish in order."""
     return sum(num_bytes for _, num_bytes in takewhile(lambda end: end[0].done(), ends))
 
 
 def _room(device: torch.device) -> int:
-    """Free bytes of what stands for VRAM."""
+    """Free VRAM in bytes; free RAM if the device is the CPU."""
     return hardware.vram_bytes(device)[0] if device.type == "cuda" else hardware.ram_available_bytes()
 
 
@@ -467,22 +468,22 @@ def _vram_rate(device: torch.device) -> float:
 
 
 def quick_vram_rate(device: torch.device) -> float | None:
-    """As `vram_rate`, without the cache: it is measured with a smaller array than `measure` takes."""
+    """Measure `vram_rate` without the cache, on a smaller array than `measure` uses."""
     on_gpu = device.type == "cuda"
     large = _QUICK_VRAM_BYTES if on_gpu else _QUICK_RAM_BYTES
     if _room(device) < 2 * large:
         return None
     seconds = best_seconds(partial(torch.zeros(large // 4, device=device).add_, 1.0), device, 4 if on_gpu else 1)
     if on_gpu:
-        torch.cuda.empty_cache()  # else the array would count as memory of the training
+        torch.cuda.empty_cache()  # keeps the array out of the training's memory
     return 2 * large / seconds
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """Seconds to launch one small operation after the other, with too few to fill the device's queue.
+    """Seconds to launch one small operation, with too few launches to fill the device's queue.
 
-    It is repeated for `_SLOW_SECONDS`, since other work of the host takes the core for milliseconds. Measured for a few
-    milliseconds only, an H200 host came out at 1.7 times the seconds of another host that was really slower.
+    Repeats for `_SLOW_SECONDS`, because other work of the host takes the core for milliseconds. Over only a few
+    milliseconds, an H200 host measured 1.7 times the seconds of a host that is really slower.
     """
     array = torch.zeros(1, device=device)
     array.add_(1.0)
@@ -498,7 +499,7 @@ def _launch_seconds(device: torch.device) -> float:
 
 
 def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of the fastest square matmul, up to the size of a transformer layer's unless that is too slow here."""
+    """FLOP/s of the fastest square matmul, up to the size of transformer layers unless that is too slow here."""
     rate = 0.0
     for size in _MATMUL_SIZES:
         flops = 2 * size**3
@@ -516,16 +517,17 @@ _DISK_PIECE_BYTES = 4 << 20
 _MAX_DISK_PIECES = 16
 _NUM_DISK_THREADS = 4
 _MAX_PASS_SECONDS = 0.15
-"""Time limit of each of the three passes."""
+"""Time limit of one pass."""
 
 
 def disk_rates(folder: Path) -> dict[str, float]:
-    """Bytes per second of overwriting a file of at most 64 MiB and reading it back, four pieces of 4 MiB at a time.
+    """Bytes per second of overwriting a file of at most 64 MiB and reading it back, in four parallel pieces of 4 MiB.
 
-    It uses O_DIRECT if the file system takes it. Else pieces are flushed with fsync and dropped from the page cache.
+    Uses O_DIRECT if the file system supports it; otherwise fsync after writes, and dropping pages from the page cache
+    before reads.
 
     Raises:
-        OutputError: the folder cannot be written, or has no room.
+        OutputError: the folder cannot be written or is full.
     """
     free = shutil.disk_usage(folder).free
     num_pieces = min(_MAX_DISK_PIECES, free // 2 // _DISK_PIECE_BYTES)
@@ -536,8 +538,8 @@ def disk_rates(folder: Path) -> dict[str, float]:
         file, direct = unnamed_file(folder, num_pieces * _DISK_PIECE_BYTES)
     except OSError as error:
         raise OutputError(f"cannot write to {folder}: {error.strerror}; name a folder that can be written") from error
-    buffer = mmap.mmap(-1, _DISK_PIECE_BYTES)  # page-aligned, as O_DIRECT wants it
-    buffer.write(os.urandom(_DISK_PIECE_BYTES))  # random bytes, which no disk can compress
+    buffer = mmap.mmap(-1, _DISK_PIECE_BYTES)  # page-aligned for O_DIRECT
+    buffer.write(os.urandom(_DISK_PIECE_BYTES))  # random bytes defeat compression
     targets = [mmap.mmap(-1, _DISK_PIECE_BYTES) for _ in range(_NUM_DISK_THREADS)]
 
     def write(piece: int) -> None:
@@ -552,7 +554,7 @@ def disk_rates(folder: Path) -> dict[str, float]:
 
     try:
         with ThreadPool(_NUM_DISK_THREADS) as pool:
-            num_written, _ = _pass(pool, write, num_pieces)  # the first write of a new file has another speed
+            num_written, _ = _pass(pool, write, num_pieces)  # the first write of a new file runs at another speed
             return {
                 "disk_write_bytes_per_second": _pass(pool, write, num_written)[1],
                 "disk_read_bytes_per_second": _pass(pool, read, num_written)[1],
@@ -565,7 +567,7 @@ def disk_rates(folder: Path) -> dict[str, float]:
 
 
 def _pass(pool: ThreadPool, work: Callable[[int], None], num_pieces: int) -> tuple[int, float]:
-    """(pieces done, bytes per second) of `work`, a few pieces at a time, until all are done or the time is up."""
+    """Run `work`, a few pieces at a time, until done or out of time; returns (pieces done, bytes per second)."""
     started, done = time.perf_counter(), 0
     while done < num_pieces and (done == 0 or time.perf_counter() - started < _MAX_PASS_SECONDS):
         some = range(done, min(done + _NUM_DISK_THREADS, num_pieces))

@@ -1,4 +1,4 @@
-"""The machine as each of several ranks has it: all measure it while all of them work, and the slowest counts."""
+"""Measurement of the machine by several ranks that work at the same time; the slowest rank counts."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from offloadkit.planner.fitted import FEW_CTAS
 from offloadkit.planner.ranks import is_bus
 
 _SENT_BYTES = {"cuda": 256 << 20, "cpu": 2 << 20}
-"""What each rank sends to measure the link, an equal part to each."""
+"""Bytes that every rank sends to measure the link, spread over all ranks."""
 _LINK, _FEW_CTAS_LINK = "link_bytes_per_second", "few_ctas_link_bytes_per_second"
 _NUM_EXCHANGES = 4
-"""The fastest one counts."""
+"""Number of exchanges; the fastest one counts."""
 _OF_CTAS = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS")
-"""Variables of the environment that say how many thread blocks NCCL runs, whatever the plan says."""
+"""Environment variables that override the plan's number of NCCL thread blocks."""
 _MOST_CORES = 4096
-"""Of a host. Ranks are not bound to cores beyond."""
+"""Ranks are not bound to cores of a host beyond this number."""
 
 
 @contextmanager
 def planning_ranks(device: torch.device) -> Iterator[Solo | Group]:
-    """The ranks, for as long as they plan together. All ranks must come here."""
+    """Open the ranks for planning together. All ranks must call this."""
     ranks = joined_ranks(device)
     try:
         yield ranks
@@ -46,10 +46,9 @@ def planning_ranks(device: torch.device) -> Iterator[Solo | Group]:
 
 
 def cores_of_rank(ranks: Ranks) -> tuple[int, int]:
-    """How many ranks are on this host, and how many cores each has.
+    """Return the number of ranks on this host and the number of cores for this rank.
 
-    Ranks that may run on the same cores share them evenly; a rank that was bound to cores of its own has these. All
-    ranks of a host share what a container may take.
+    Ranks with the same CPU affinity share its cores evenly. All ranks of a host share a container's CPU quota.
     """
     own = [host(), zlib.crc32(repr(sorted(hardware.own_cores())).encode())]
     told = ranks.agree(np.array(own))
@@ -62,10 +61,10 @@ def cores_of_rank(ranks: Ranks) -> tuple[int, int]:
 
 @contextmanager
 def shared_cores(ranks: Ranks, device: torch.device) -> Iterator[tuple[int, int]]:
-    """While it is open, the C kernels of this process take its share of the host's cores (`cores_of_rank`).
+    """Limit the C kernels of this process to its share of the host's cores (`cores_of_rank`) in the body.
 
-    Where every rank of the host can have as many cores as before on the NUMA node of its GPU, each one is bound to
-    them: RAM that it populates is then next to its GPU, too.
+    If every rank of the host keeps as many cores on the NUMA node of its GPU, ranks are bound to these cores. RAM that
+    a rank populates is then also near its GPU.
     """
     threads, cores = cpu.num_threads(), hardware.own_cores()
     near = _near_cores(ranks, device) or cores
@@ -80,17 +79,17 @@ def shared_cores(ranks: Ranks, device: torch.device) -> Iterator[tuple[int, int]
 
 
 def _near_cores(ranks: Ranks, device: torch.device) -> set[int]:
-    """The cores that this process is to be bound to; none if it stays where it is."""
+    """Cores near the GPU to bind this process to; empty if it stays unbound."""
     own = hardware.own_cores()
     near = own & hardware.cores_near(device)
     told = ranks.agree(np.concatenate([[host()], _as_bits(own), _as_bits(near)]))
     now, then = np.split(told[told[:, 0] == host(), 1:], 2, axis=1)
-    apart = ((then[:, None] == then).all(2) >= (then[:, None] & then).any(2)).all()  # equal, or nothing in common
+    apart = ((then[:, None] == then).all(2) >= (then[:, None] & then).any(2)).all()  # equal or disjoint
     return near if apart and (_share(then) >= _share(now)).all() else set()
 
 
 def _share(masks: NDArray[np.int64]) -> NDArray[np.float64]:
-    """How many cores each rank has, fp64 [ranks], by the cores that each may run on: those of equal masks share."""
+    """Cores per rank, fp64 [ranks], from affinity bit masks: ranks with equal masks share the cores."""
     sharing = (masks[:, None] == masks).all(2).sum(1)
     found: NDArray[np.float64] = np.unpackbits(np.ascontiguousarray(masks).view(np.uint8), axis=1).sum(1) / sharing
     return found
@@ -103,23 +102,23 @@ def _as_bits(cores: set[int]) -> NDArray[np.int64]:
 
 
 def _bind(before: set[int], cores: set[int]) -> None:
-    """Have the threads of this process that may run on the cores of `before` run on these."""
+    """Set the affinity of this process's threads to `cores` if it is `before`."""
     for thread in os.listdir("/proc/self/task") if before != cores else ():
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             if os.sched_getaffinity(int(thread)) == before:
                 os.sched_setaffinity(int(thread), cores)
 
 
 def measured_by(ranks: Solo | Group, device: torch.device, folder: str | Path | None = None) -> Hardware:
-    """The machine as the ranks have it: `measure` of one alone, `measured_together` of several."""
+    """Call `measure` for world size 1, `measured_together` for larger ones."""
     return measured_together(ranks, device, folder) if isinstance(ranks, Group) else measure(device, folder=folder)
 
 
 def measured_together(ranks: Group, device: torch.device, folder: str | Path | None = None) -> Hardware:
-    """The machine of one of the ranks while all of them work, the same on all ranks but for the names of its parts.
+    """Measure one rank's machine while all ranks work; equal on all ranks except for names of parts.
 
-    Rates and sizes are the slowest and the smallest of any rank: all of them wait for it. The link is measured by an
-    exchange between all ranks.
+    Rates and sizes are the minimum over all ranks, because the ranks wait for the slowest one. The link is measured by
+    an exchange between all ranks.
 
     Args:
         folder: as for `measure`.
@@ -141,29 +140,31 @@ def measured_together(ranks: Group, device: torch.device, folder: str | Path | N
         is_cost = name in ("launch_seconds", "vram_context_bytes", "num_ranks")
         agreed[name] = type(getattr(own, name))(high if is_cost else low)
     together = replace(own, **agreed)
-    one_host = together.num_ranks == ranks.size  # else the link is a network's
+    one_host = together.num_ranks == ranks.size  # otherwise the link is a network
     return replace(together, link_is_bus=one_host and is_bus(together.link_bytes_per_second, together))
 
 
 def _of_all(ranks: Ranks, own: Sequence[float]) -> NDArray[np.float64]:
-    """The numbers of all ranks: fp64 [ranks, numbers]."""
+    """All-gather numbers: fp64 [ranks, numbers]."""
     return ranks.agree(np.array(own, dtype=np.float64).view(np.int64)).view(np.float64)
 
 
 def known_links(device: torch.device, num_ranks: int) -> dict[str, float]:
-    """What `measured_together` found before for so many ranks with GPUs like `device`, by field of `Hardware`; {} if
-    nothing."""
+    """Cached link rates for `num_ranks` ranks on GPUs like `device`, by field of `Hardware`; {} if not measured."""
     return kept(device, _link_of(num_ranks), {_LINK, _FEW_CTAS_LINK}, dict)
 
 
 def _link_of(num_ranks: int) -> str:
     apart = [f", {name}={os.environ[name]}" for name in (*_OF_CTAS, "NCCL_P2P_DISABLE") if name in os.environ]
-    return f"link of {num_ranks} ranks{''.join(apart)}"  # these make it another one
+    return f"link of {num_ranks} ranks{''.join(apart)}"  # these variables change the link's rate
 
 
 def _links(ranks: Group, device: torch.device, num_ranks: int) -> dict[str, float]:
-    """Bytes per second that the slowest rank receives while all of them exchange: with as many thread blocks as NCCL
-    likes, and, on GPUs, with few, unless the environment has chosen already."""
+    """Bytes per second that the slowest rank receives while all ranks exchange.
+
+    Measured with NCCL's default number of thread blocks and, on GPUs, with few thread blocks, unless the environment
+    sets the number.
+    """
     known = known_links(device, ranks.size)
     can_choose = device.type == "cuda" and not any(name in os.environ for name in _OF_CTAS)
     all_know, all_can_choose = ranks.agree(np.array([bool(known), can_choose], dtype=np.int64)).min(0).tolist()
@@ -177,12 +178,12 @@ def _links(ranks: Group, device: torch.device, num_ranks: int) -> dict[str, floa
 
 def _exchange_rate(ranks: Group, device: torch.device, most_ctas: int) -> float:
     ranks.connect(most_ctas)
-    piece = max(1, _SENT_BYTES[device.type] // ranks.size // NORM_BLOCK) * NORM_BLOCK  # layers are cut there too
+    piece = max(1, _SENT_BYTES[device.type] // ranks.size // NORM_BLOCK) * NORM_BLOCK  # as layers are cut
     sent = torch.zeros(ranks.size * piece, dtype=torch.uint8, device=device)
     received, cuts = torch.empty_like(sent), [at * piece for at in range(ranks.size + 1)]
     best = float("inf")
     for _ in range(_NUM_EXCHANGES):
-        ranks.agree(np.array([0]))  # they begin together
+        ranks.agree(np.array([0]))  # start together
         began = time.perf_counter()
         ranks.exchange(received, sent, cuts)
         if device.type == "cuda":

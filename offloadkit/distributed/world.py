@@ -1,7 +1,7 @@
-"""The processes that a launcher has started together: joining their group, and what the first of them does for all.
+"""Joining the process group of a launcher, and running work on rank 0 for all ranks.
 
-`torchrun`, `accelerate launch` and the `deepspeed` launcher tell each process in its environment who it is. All doors
-come here before anything else; what an engine's ranks do together is in `ranks.py`.
+`torchrun`, `accelerate launch` and the `deepspeed` launcher set the environment variables. All entry points call this
+module first; `ranks.py` has the operations of an engine's ranks.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ _T = TypeVar("_T")
 
 
 def join(timeout: float | None = None) -> None:
-    """Join the group of the processes that were started together with this one, unless it has joined one already.
+    """Join the launcher's process group, unless the process has joined a group already.
 
-    If the process computes on the first GPU, the one of LOCAL_RANK becomes its own. Nothing happens where it was
-    started alone.
+    If the current device is the first GPU, it becomes the GPU of LOCAL_RANK. No effect without a launcher.
 
     Args:
-        timeout: seconds that an operation may wait for the other ranks, also in a group that it has joined already.
-            None leaves it as it is; a new group has torch's then.
+        timeout: longest wait of an operation for the other ranks in seconds, also in a group joined earlier. None keeps
+            the present timeout, or torch's default for a new group.
 
     Raises:
-        RankError: the others cannot be reached.
+        RankError: the other ranks cannot be reached.
     """
     limit = None if timeout is None else timedelta(seconds=timeout)
     if limit is not None and dist.is_available() and dist.is_initialized():
@@ -54,24 +53,24 @@ def join(timeout: float | None = None) -> None:
 
 
 def rank() -> int:
-    """This process's number in torch.distributed's default group; 0 without one."""
+    """Rank in torch.distributed's default group; 0 without a group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def size() -> int:
-    """How many processes there are in it; 1 without one."""
+    """World size of torch.distributed's default group; 1 without a group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def from_first(what: str, run: Callable[[], _T]) -> _T:
-    """What `run()` gives on rank 0, on all ranks. Only rank 0 calls it; all ranks must come here together.
+    """Call `run` on rank 0 and broadcast its result. All ranks must call this together.
 
     Args:
-        what: is done, for an error that cannot be sent.
+        what: description of the work for error messages.
 
     Raises:
-        BaseException: what `run()` raised.
-        RankError: it cannot be sent to other ranks; they get this in its place. Or another rank never comes here.
+        BaseException: the error that `run()` raised.
+        RankError: the error cannot be pickled for the other ranks, or a rank never arrives.
     """
     if size() == 1:
         return run()
@@ -95,12 +94,12 @@ def from_first(what: str, run: Callable[[], _T]) -> _T:
 
 
 def _sendable(what: str, error: BaseException) -> BaseException:
-    """The error, without what it holds; a `RankError` where it cannot be pickled."""
+    """Return the error if it can be pickled, else a `RankError`."""
     try:
         if isinstance(error, Exception):
             copy = pickle.loads(pickle.dumps(error))
             if type(copy) is type(error) and str(copy) == str(error):
                 return error
-    except Exception:  # anybody's exception
+    except Exception:  # user exceptions may raise anything
         pass
     return RankError(f"{what} failed on rank 0: {type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
-"""Triton kernels on CUDA: the optimizer step and the gradient norm's block sums, with the bits of their references.
+"""Triton kernels on CUDA, bit-equal to their references: the optimizer step and the gradient norm's block sums.
 
-Where Triton is missing or cannot compile, torch operations do the same, slower.
+Without Triton, or if it cannot compile, slower torch operations are used.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ except ImportError:
     gpu_triton = None  # type: ignore[assignment]
 
 BLOCKS_AT_ONCE = 1024
-"""Blocks of one launch: their pieces' rows take 8 MiB between the two kernels."""
+"""Blocks per launch; the intermediate rows between the two kernels take 8 MiB."""
 
 
 @cache
 def available() -> bool:
-    """Whether the kernels run on this machine's current CUDA device; warns once where Triton is there but fails."""
+    """Whether the kernels run on the current CUDA device; warns once if Triton is installed but fails."""
     if gpu_triton is None or not torch.cuda.is_available():
         return False
-    gradient = torch.zeros(32, dtype=torch.bfloat16, device="cuda")  # the dtype that older devices lack
+    gradient = torch.zeros(32, dtype=torch.bfloat16, device="cuda")  # older devices lack bf16
     try:
         block_sums(gradient, torch.tensor([[0, 32]], device="cuda"), torch.empty(1, dtype=torch.float64, device="cuda"))
-    except torch.OutOfMemoryError:  # says nothing of the kernel
+    except torch.OutOfMemoryError:  # not the kernel's fault
         raise
-    except Exception as error:  # the compiler, its driver and the C compiler it calls raise many types
+    except Exception as error:  # the compiler, its driver and the C compiler raise many types
         warnings.warn(
             f"Triton could not build the gradient norm's kernel, so slower torch operations are used: {error}",
             stacklevel=2,
@@ -47,7 +47,7 @@ def available() -> bool:
 
 
 def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
-    """`dispatch.block_sums`, which checks its arguments, on the gradient's device and current stream."""
+    """`dispatch.block_sums` on the gradient's device and current stream; `dispatch` checks the arguments."""
     pieces, at_once = gpu_triton.PIECES, gpu_triton.PIECES_AT_ONCE
     kernels: Any = gpu_triton
     with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
@@ -60,10 +60,9 @@ def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
 
 
 def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
-    """One step of the table's optimizer, in place, over CUDA arrays, on the current stream, without a host
-    synchronisation.
+    """One optimizer step in place, on CUDA arrays and the current stream, without host synchronization.
 
-    What `step_reference` does, bit for bit. Raises as `check_state` does.
+    Bit-equal to `step_reference`. Raises as `check_state` does.
     """
     check_state(state, gradient, segments)
     if step_compiles(state.table, gradient.dtype):
@@ -74,14 +73,14 @@ def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segmen
 
 @cache
 def step_compiles(table: StateTable, gradient: torch.dtype) -> bool:
-    """Whether there is a kernel for such arrays that Triton builds; warns once where it does not."""
+    """Whether Triton can build the step kernel for these dtypes; warns once if not."""
     if gpu_triton is None:
         _warn_without_step("Triton is not installed")
         return False
     if not hasattr(gpu_triton, table.optimizer.name) or table.precision not in gpu_triton.PRECISIONS:
         _warn_without_step(f"{table.optimizer.name} with {table.precision!r} moments has none")
         return False
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # the CPU: in Triton's interpreter
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # "cpu" for Triton's interpreter
 
     def zeros(length: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(length, dtype=dtype, device=device)
@@ -91,9 +90,9 @@ def step_compiles(table: StateTable, gradient: torch.dtype) -> bool:
     segment = Segment(0, BLOCK, table.optimizer.scalars(**options, step=1))
     try:
         launch_step(state, zeros(BLOCK, gradient), [segment], 0.0)
-    except torch.OutOfMemoryError:  # says nothing of the kernel
+    except torch.OutOfMemoryError:  # not the kernel's fault
         raise
-    except Exception as error:  # the compiler, its driver and the C compiler it calls raise many types
+    except Exception as error:  # the compiler, its driver and the C compiler raise many types
         _warn_without_step(f"{type(error).__name__}: {error}")
         return False
     return True
@@ -108,10 +107,10 @@ def _warn_without_step(reason: str) -> None:
 
 
 def launch_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
-    """The step by its kernel, which raises what the compiler raises.
+    """Launch the step's kernel. Raises the compiler's errors.
 
-    Kernels take weights, remainder, gradient, the moments and their scales; an array that is not there is the
-    weights again, which the kernel does not read in its place.
+    Kernels take weights, remainder, gradient, moments and scales. Missing arrays are passed as the weights, and the
+    kernel does not read them.
     """
     names = [moment.name for moment in state.table.optimizer.moments]
     kernel: Any = getattr(gpu_triton, state.table.optimizer.name)
@@ -135,5 +134,5 @@ def launch_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment],
 
 
 def _signed(bits: int) -> int:
-    """The lower 32 bits as int32, so that Triton sees one type whatever the value."""
+    """Lower 32 bits as a signed number, so that Triton specializes for one type."""
     return (bits & 0xFFFFFFFF ^ 0x80000000) - 0x80000000

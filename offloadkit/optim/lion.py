@@ -1,7 +1,7 @@
-"""Lion: the scalars of a step and its formula over fp32 numbers, in torch operations.
+"""Lion: the scalars of a step and its fp32 formula in torch operations.
 
-The C kernel (kernels/cpu_lion.h) and the Triton kernel do these operations in this order, each rounded once to fp32,
-and give the same bits.
+The C kernel (kernels/cpu_lion.h) and the Triton kernel perform these operations in this order, each rounded once to
+fp32, so the results are bit-equal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class LionScalars(NamedTuple):
-    """What one step needs to know beside the arrays; each value is a float that fp32 holds exactly."""
+    """Scalars of one step. fp32 represents every value exactly."""
 
     beta1: float
     beta2: float
@@ -26,7 +26,7 @@ class LionScalars(NamedTuple):
 
 
 def lion_scalars(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int) -> LionScalars:
-    """The scalars of a step, computed in fp64 and rounded once to fp32. Lion has no `eps`, and all steps are alike.
+    """Compute the scalars of a step in fp64 and round once to fp32. Lion ignores `eps` and `step`.
 
     Formula: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675), algorithm 2.
     """
@@ -36,9 +36,9 @@ def lion_scalars(*, lr: float, betas: tuple[float, float], eps: float, weight_de
 
 
 def lion_update(weights: Tensor, gradient: Tensor, moments: Sequence[Tensor], scalars: Sequence[float]) -> None:
-    """One step in place. All tensors are fp32 and of one shape; moments: exp_avg; scalars: `LionScalars`.
+    """One step in place on fp32 tensors of one shape; moments: exp_avg; scalars: `LionScalars`.
 
-    The direction is the sign of a mean of exp_avg and the gradient; where that mean is zero or NaN, it is zero.
+    The direction is the sign of a mean of exp_avg and the gradient; zero if the mean is zero or NaN.
     """
     s, g = LionScalars(*scalars), gradient
     (m,) = moments

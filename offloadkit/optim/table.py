@@ -1,8 +1,8 @@
-"""The declared table: which arrays an optimizer step reads and writes, by optimizer, precision and working dtype.
+"""The arrays that an optimizer step reads and writes, by optimizer, precision and dtype of the working weights.
 
-The plan, the allocation, the ring of states, checkpoints and kernels all read it. A precision is one entry of
-`PRECISIONS`, an element-wise optimizer one of `OPTIMIZERS`; each has its kernels beside it, in C and in Triton. Where a
-kernel is missing, `reference` does the step.
+The plan, allocation, state ring, checkpoints and kernels read this table. To add a precision, add an entry to
+`PRECISIONS`; to add an element-wise optimizer, add an entry to `OPTIMIZERS`. Kernels in C and Triton are optional:
+`reference` steps without them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offloadkit.optim.adamw import adamw_scalars, adamw_update
 from offloadkit.optim.lion import lion_scalars, lion_update
 
 Dtype = Literal["bf16", "fp16", "fp32"]
-"""Of working weights, as a plan names it."""
+"""Names of working-weight dtypes in a plan."""
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 REMAINDER_DTYPES: dict[torch.dtype, torch.dtype | None] = {
@@ -32,18 +32,17 @@ REMAINDER_DTYPES: dict[torch.dtype, torch.dtype | None] = {
     torch.float16: torch.float32,
     torch.float32: None,
 }
-"""What the master weights hold beyond working weights of a dtype: the low half of a split master weight, all of an fp32
-number, or nothing."""
+"""dtype of the remainder by working dtype: the low half of a split master weight, a full fp32 number, or None."""
 
 MASTER_WEIGHTS, MOMENTS = "master weights", "moments"
 """Categories that a plan shows."""
 
 ALIGNMENT = 256
-"""Bytes. Arrays that share a buffer start at multiples of it."""
+"""Alignment in bytes of the arrays in a shared buffer."""
 
 
 def aligned(num_bytes: int) -> int:
-    """`num_bytes` rounded up to where the next array of a buffer starts."""
+    """Round `num_bytes` up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -55,42 +54,44 @@ class StateArray:
     dtype: torch.dtype
     category: str
     block: int = 1
-    """Elements of the layer that share one element of the array."""
+    """Elements of the layer per element of the array."""
 
     def numel(self, layer_numel: int) -> int:
-        """Its elements in a layer of `layer_numel`."""
+        """Elements of the array for a layer of `layer_numel` elements."""
         return layer_numel if self.block == 1 else -(-layer_numel // self.block)
 
     def num_bytes(self, layer_numel: int) -> int:
-        """Its bytes in a layer of `layer_numel`, padded to where the next array starts."""
+        """Aligned bytes of the array for a layer of `layer_numel` elements."""
         return aligned(self.numel(layer_numel) * self.dtype.itemsize)
 
     def part(self, start: int, stop: int) -> slice:
-        """Where the layer's elements start .. stop are in it; `start` is a multiple of `block`."""
+        """Slice of the array for elements start .. stop of the layer; `start` is a multiple of `block`."""
         return slice(start // self.block, -(-stop // self.block))
 
 
 class Moment(NamedTuple):
-    """A moving average that an optimizer keeps, one number for each element."""
+    """A moving average of an optimizer, one number per element."""
 
     name: str
     is_signed: bool = True
-    """False: it is never negative, which saves an 8-bit code its sign. The kernels round a signed moment with the lower
-    random bits and one without a sign with the upper ones, so the signed one comes first."""
+    """False: never negative, which frees the sign bit of an 8-bit code. Signed moments come first, because kernels
+    round them with the lower random bits and unsigned moments with the upper bits.
+    """
 
 
 @dataclass(frozen=True)
 class MomentPrecision:
-    """How moments are kept between steps. A step computes in fp32 and rounds only what it stores."""
+    """Storage format of moments between steps. A step computes in fp32 and rounds only the stored result."""
 
     dtype: torch.dtype
     block: int | None = None
-    """Elements that share one fp32 scale."""
+    """Elements per fp32 scale."""
     encode: Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]] | None = None
-    """(fp32 values, random integers of 0 .. 65535, is_signed) -> (what is stored, scales). None: fp32 is stored as it
-    is. What has an encoding is rounded stochastically, with random bits for two moments."""
+    """(fp32 values, random integers of 0 .. 65535, is_signed) -> (stored values, scales). None stores fp32 unchanged.
+    Encodings round stochastically, with random bits for at most two moments.
+    """
     decode: Callable[[Tensor, Tensor | None, bool], Tensor] | None = None
-    """(what is stored, scales, is_signed) -> fp32 values."""
+    """(stored values, scales, is_signed) -> fp32 values."""
 
 
 PRECISIONS: dict[Precision, MomentPrecision] = {
@@ -104,14 +105,16 @@ _OFF: dict[str, Any] = {
     "amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True, "momentum": 0,
     "dampening": 0, "nesterov": False, "centered": False, "bias_correction": True,
 }  # fmt: skip
-"""Options of other optimizers that change the step, and the value at which they do not. (`foreach`, `fused` and
-`capturable` choose an implementation, and names that no optimizer has are the user's own.)"""
+"""Options of torch optimizers that would change the step, and their neutral values. (`foreach`, `fused` and
+`capturable` only choose an implementation; unknown names belong to the user.)
+"""
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    """
+    """Check that a parameter group has no unsupported options.
+
     Raises:
-        ConfigError: a parameter group has an option of a torch optimizer that would change the step and is not built.
+        ConfigError: an option of a torch optimizer is unsupported and would change the step.
     """
     for name, off in _OFF.items():
         if name == "decoupled_weight_decay" and not group.get("weight_decay"):
@@ -125,7 +128,7 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """One parameter group's options at the time of `step()`: what a scheduler may change between steps."""
+    """Options of one parameter group at the time of `step()`; a scheduler may change them between steps."""
 
     lr: float
     betas: tuple[float, float]
@@ -134,11 +137,10 @@ class GroupOptions:
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> GroupOptions:
-        """The present options of one of the optimizer's param_groups.
+        """Read the present options of one of the optimizer's param_groups.
 
         Raises:
-            ConfigError: the group has an option of a torch optimizer that would change the step and is not built, or a
-                value that is no number.
+            ConfigError: an option is unsupported and would change the step, or a value is not a finite number.
         """
         lr, eps, weight_decay = (_number(group.get(name), name) for name in ("lr", "eps", "weight_decay"))
         betas = group.get("betas")
@@ -152,7 +154,7 @@ class GroupOptions:
 
 
 def _number(value: Any, name: str) -> float:
-    """An option of a parameter group, as a float. Raises `ConfigError` for what is none, or not finite."""
+    """Convert an option to float. Raises `ConfigError` if it is not a finite number."""
     is_one = isinstance(value, Real) and not isinstance(value, bool)
     if is_one or (isinstance(value, Tensor) and value.numel() == 1):
         try:
@@ -165,23 +167,23 @@ def _number(value: Any, name: str) -> float:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An element-wise optimizer: a layer may be stepped in chunks, on any processor.
+    """An element-wise optimizer: a layer may be stepped in chunks, on the CPU or GPU.
 
-    The kernels bear its name: `offloadkit_NAME` in C, `NAME` in Triton.
+    Its kernels are named `offloadkit_NAME` in C and `NAME` in Triton.
     """
 
     name: str
     moments: tuple[Moment, ...]
     precisions: tuple[Precision, ...]
-    """The largest first: a plan proposes those after the chosen one."""
+    """Supported precisions, largest first: a plan proposes the precisions after the chosen one."""
     scalars: Callable[..., tuple[float, ...]]
-    """(lr, betas, eps, weight_decay, step) -> at most 8 floats that fp32 holds exactly. `step` counts from 1."""
+    """(lr, betas, eps, weight_decay, step) -> at most 8 floats that fp32 represents exactly. `step` counts from 1."""
     update: Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[float]], None]
-    """(master weights, gradient, moments, scalars): one step in place over fp32 tensors of one shape."""
+    """(master weights, gradient, moments, scalars): one step in place on fp32 tensors of one shape."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Where none are given."""
+    """Default betas."""
     trainer_names: tuple[str, ...] = ()
-    """What `TrainingArguments.optim` calls it, where that is another name."""
+    """Names of this optimizer in `TrainingArguments.optim`, if different."""
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -205,18 +207,19 @@ NEED_WHOLE_MATRICES = {
     "shampoo": "it multiplies each whole matrix by preconditioners",
     "soap": "it rotates each whole matrix into a basis of its own",
 }
-"""Optimizers that cannot be cut into chunks of elements, and why."""
+"""Optimizers that cannot step chunks of elements, with the reason."""
 
 
 def trainer_names() -> dict[str, str]:
-    """The optimizers by the names that `TrainingArguments.optim` has for them."""
+    """Optimizer names by their names in `TrainingArguments.optim`."""
     return {known: optimizer.name for optimizer in OPTIMIZERS.values() for known in optimizer.trainer_names}
 
 
 def optimizer_named(name: str) -> Optimizer:
-    """
+    """Look up an optimizer.
+
     Raises:
-        ConfigError: there is no such optimizer, or it cannot be cut.
+        ConfigError: the optimizer is unknown or needs whole matrices.
     """
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
@@ -232,9 +235,9 @@ def optimizer_named(name: str) -> Optimizer:
 
 @dataclass(frozen=True, eq=False)
 class StateTable:
-    """The optimizer states of a flat layer: its arrays beside working weights and gradient, in the order in memory.
+    """The optimizer states of a flat layer, in the order in memory, without working weights and gradient.
 
-    Compared and hashed by identity: `state_table` makes each one once, and a step looks its kernel up by it.
+    Compared and hashed by identity, because `state_table` caches its results and kernels are looked up by table.
     """
 
     optimizer: Optimizer
@@ -247,11 +250,11 @@ class StateTable:
 
     @cached_property
     def is_rounded(self) -> bool:
-        """Whether moments are rounded stochastically: then each parameter has random bits of its own."""
+        """Whether moments are rounded stochastically, with separate random bits for every parameter."""
         return PRECISIONS[self.precision].encode is not None
 
     def num_bytes(self, layer_numel: int) -> dict[str, int]:
-        """Bytes of a layer of `layer_numel` elements, by category."""
+        """Bytes by category for a layer of `layer_numel` elements."""
         found = {MASTER_WEIGHTS: 0, MOMENTS: 0}
         for array in self.arrays:
             found[array.category] += array.num_bytes(layer_numel)
@@ -260,10 +263,10 @@ class StateTable:
 
 @cache
 def state_table(optimizer: str, precision: Precision, weights_dtype: torch.dtype) -> StateTable:
-    """The states of working weights in bf16, fp16 or fp32.
+    """Return the (cached) states of bf16, fp16 or fp32 working weights.
 
     Raises:
-        ConfigError: there is no such optimizer, or it does not keep its moments in that precision.
+        ConfigError: the optimizer is unknown or does not support the precision.
     """
     chosen, kept = optimizer_named(optimizer), PRECISIONS[precision]
     if precision not in chosen.precisions:
@@ -282,7 +285,7 @@ def state_table(optimizer: str, precision: Precision, weights_dtype: torch.dtype
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How the parameters of a flat layer are trained. The plan, the buffers, the states and the checkpoint read it.
+    """How a flat layer's parameters are trained. The plan, buffers, states and checkpoint read it.
 
     Parameters of different kinds are in different flat layers.
     """
@@ -300,17 +303,17 @@ class LayerKind:
 
     @property
     def states(self) -> StateTable:
-        """The arrays of the optimizer states. Raises `ConfigError` as `state_table` does."""
+        """The optimizer states. Raises `ConfigError` as `state_table` does."""
         return state_table(self.optimizer, self.precision, self.weights_dtype)
 
 
 @dataclass(slots=True)
 class FlatState:
-    """The arrays of one flat layer that a step reads and writes: 1-D, contiguous, on one device."""
+    """Arrays of one flat layer that a step reads and writes: 1-D, contiguous, on one device."""
 
     table: StateTable
     weights: Tensor
-    """Working weights: bf16, fp16 or fp32 (then they are the master weights too)."""
+    """Working weights in bf16, fp16 or fp32. fp32 weights are the master weights."""
     arrays: dict[str, Tensor]
     """The table's arrays, by name."""
 
@@ -319,12 +322,12 @@ class FlatState:
 
     @property
     def remainder(self) -> Tensor | None:
-        """What the master weights hold beyond the working weights; None for fp32 weights."""
+        """Part of the master weights that the working weights do not hold; None for fp32 weights."""
         return self.arrays.get("remainder")
 
     @classmethod
     def cut(cls, table: StateTable, weights: Tensor, cut: Callable[[int, torch.dtype], Tensor]) -> FlatState:
-        """The states of `weights`, one after the other from `cut`, which gives the next so many elements of a dtype."""
+        """Cut states for `weights`: `cut(numel, dtype)` returns the next elements of a buffer."""
         numel = weights.numel()
         return cls(table, weights, {array.name: cut(array.numel(numel), array.dtype) for array in table.arrays})
 
@@ -332,22 +335,27 @@ class FlatState:
 class Segment(NamedTuple):
     """Elements start .. start + length of a flat layer, stepped with one set of scalars.
 
-    Where moments are rounded they belong to one parameter; else they may be several neighbours.
+    With stochastic rounding a segment belongs to one parameter; otherwise it may span neighbouring parameters.
     """
 
     start: int
-    """A multiple of 256 where moments have scales."""
+    """A multiple of 256 if moments have scales."""
     length: int
     scalars: tuple[float, ...]
-    """The optimizer's, of this step."""
+    """The optimizer's scalars for this step."""
     random_key: int = 0
-    """`moments.random_key` of the step and the parameter; unused where nothing is rounded."""
+    """`moments.random_key` of the step and parameter; unused without stochastic rounding."""
     offset: int = 0
-    """Elements of the parameter that come before the segment, where it is cut: a multiple of 256."""
+    """Elements of the parameter before the segment, a multiple of 256."""
 
 
 def check_state(state: FlatState, gradient: Tensor, segments: Sequence[Segment]) -> None:
-    """Raises TypeError for a dtype and ValueError for a length, layout or device that a step cannot work with."""
+    """Check arrays and segments of a step.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong length, layout, device or segment.
+    """
     table, weights = state.table, state.weights
     numel, device = weights.numel(), weights.device
     if weights.dtype != table.weights_dtype:
