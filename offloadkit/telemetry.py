@@ -1,4 +1,4 @@
-"""What happened in each step, as plain records. Widgets draw them, the demo sums them up, a log holds them as JSON."""
+"""Per-step records for widgets, reports and the JSON-lines log."""
 
 from __future__ import annotations
 
@@ -16,88 +16,87 @@ from offloadkit.errors import OutputError
 from offloadkit.files import path_of
 
 Peaks = dict[str, dict[str, int]]
-"""Highest bytes that the process had, by phase of a run (see `planner.phases`) and tier, "ram" and "vram"."""
+"""Peak bytes of the process by phase (see `planner.phases`) and tier ("ram", "vram")."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, read after it has happened.
+    """One optimizer step.
 
-    `seconds` has these phases. They overlap, so they do not add up to "step". One that did not occur is left out.
+    Phases in `seconds` overlap, so their sum is not "step". Phases that did not occur are missing.
 
     - "step": wall time from one update to the next.
     - "forward", "backward": on the device.
-    - "forward_wait", "backward_wait": parts of these in which the device waited for the CPU: for a layer that was not
-      stepped yet, or for room for gradients.
-    - "forward_bus_wait", "backward_bus_wait": parts in which it waited for a copy.
-    - "forward_gpu_step_wait": the part in which it waited for a layer that the GPU steps.
+    - "forward_wait", "backward_wait": device time inside the phase spent waiting for the CPU: for a layer's CPU step or
+      for room for gradients.
+    - "forward_bus_wait", "backward_bus_wait": device time inside the phase spent waiting for copies.
+    - "forward_gpu_step_wait": device time inside forward spent waiting for a layer's GPU step.
     - "gradient_wait": from step() until the last gradient was in RAM.
     - "gradient_tail": from the end of backward on the device until the last gradient was in RAM.
     - "norm": the gradient norm.
-    - "cpu_step": the optimizer step on the CPU, and sending the weights.
-    - "gpu_step": the optimizer step on the device, from the norm to the last kernel, with the copies it waits for.
-    - "h2d", "d2h": copies to and from the device, those of the last update included: they ran beside this forward.
-      Where several streams copied at the same time, it counts once.
+    - "cpu_step": the optimizer step on the CPU, including sending the weights.
+    - "gpu_step": the optimizer step on the device, from the norm to the last kernel, including waits for copies.
+    - "h2d", "d2h": copies to and from the device, including those of the last update, which overlap this forward. Time
+      during which several streams copy counts once.
     - "other": wall time between the end of backward and the next forward (data loading, logging).
     """
 
     step: int
     loss: float
-    """Sum of the micro-batches' losses, each divided by their number; of one rank's, where there are several."""
+    """Mean loss of this rank's micro-batches."""
     num_tokens: int | None
-    """Input and label positions, padding included; None if the batch has neither."""
+    """Number of input and label positions, including padding; None if the batch has neither."""
     grad_norm: float | None
     """Global norm before clipping; NaN or Inf if the step was skipped."""
     learning_rate: float
     skipped: bool
     seconds: dict[str, float]
     bytes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By tier ("vram", "ram") and category. Categories that begin with "process" are measured."""
+    """Bytes by tier ("vram", "ram") and category. Categories that begin with "process" are measured."""
     moved: dict[str, int] = field(default_factory=dict)
-    """Bytes that were copied in the seconds of "h2d" and "d2h", and the memory traffic of "cpu_step"."""
+    """Bytes copied during "h2d" and "d2h", and the memory traffic of "cpu_step"."""
     received: dict[str, int] = field(default_factory=dict)
-    """Bytes that this rank received from the others, by kind: "exchange" of gradients, "gather" of the last update's
-    new weights, sums of the "norm", and "agreement". {} with one rank."""
+    """Bytes this rank received by kind: "exchange" (gradients), "gather" (the last update's new weights), "norm", and
+    "agreement". Empty at world size 1."""
 
     def without_waits(self, phase: str) -> float:
-        """Seconds of "forward" or "backward" without those in which the device waited."""
+        """Seconds of "forward" or "backward" without device waits."""
         named = (number for name, number in self.seconds.items() if name.startswith(phase) and name.endswith("wait"))
         return max(0.0, self.seconds.get(phase, 0.0) - sum(named))
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens over the wall time of the step."""
         seconds = self.seconds.get("step")
         return self.num_tokens / seconds if self.num_tokens and seconds else None
 
 
 @dataclass(frozen=True)
 class Move:
-    """A change of the plan in mid-run."""
+    """A change of the plan during training."""
 
     step: int
-    """Updates before it."""
+    """Number of updates before the change."""
     why: str
     before: dict[str, int]
     """Planned bytes by tier."""
     after: dict[str, int]
     seconds: float
-    """How long training stood still."""
+    """Seconds during which training paused."""
 
 
 STEPS_FILE = "steps.jsonl"
-"""In a run's output folder: the record of each step, one JSON object a line."""
+"""Name of the log in an output folder: one JSON object per step and line."""
 
 
 class Telemetry:
-    """Keeps the newest records, hands each to its subscribers and appends it to a JSON-lines log.
+    """Keeps the newest records, passes each to subscribers and appends it to a JSON-lines log.
 
     Attributes:
-        records: of the newest steps.
-        plan: the engine's, which a move changes; None before there is an engine.
+        records: the newest steps.
+        plan: the engine's current plan; None before the engine exists.
         moves: changes of the plan.
-        peaks: measured peaks of memory by phase. To measure them, engine and Trainer let torch's peak statistics start
-            anew where a phase begins or ends.
+        peaks: measured memory peaks by phase. To measure them, the engine and the Trainer reset torch's peak statistics
+            at phase boundaries.
     """
 
     def __init__(self, log_path: str | Path | None = None, keep: int = 1_000) -> None:
@@ -127,21 +126,21 @@ class Telemetry:
             raise OutputError(why) from error
 
     def log_to(self, path: str | Path, *, anew: bool) -> None:
-        """Append every later record to a log, if there is none yet. It is opened by the first record.
+        """Append later records to a log, unless a log is set already. The first record opens the file.
 
         Args:
-            anew: whether that empties it.
+            anew: truncate the file first.
         """
         if self._log_path is None:
             self._log_path, self._empties_log = Path(path), anew
 
     def subscribe(self, listener: Callable[[StepRecord], None]) -> Callable[[], None]:
-        """Call `listener` with every later record, on the thread that trains. Returns a function that ends this."""
+        """Call `listener` with every later record on the training thread. Returns a function that unsubscribes it."""
         self._subscribers.append(listener)
         return lambda: self._subscribers.remove(listener) if listener in self._subscribers else None
 
     def add(self, record: StepRecord) -> None:
-        """Store the record of a finished step, log it and pass it to the subscribers."""
+        """Store, log and publish the record of a finished step."""
         self.records.append(record)
         self._log = self._log or self._opened()
         if self._log is not None:
@@ -155,7 +154,6 @@ class Telemetry:
             listener(record)
 
     def _give_up(self, error: OSError) -> None:
-        """End the log with a warning; training continues."""
         warnings.warn(
             f"the telemetry log {self._log_path} could not be written at step {self.records[-1].step} and ends there "
             f"({error.strerror}); training goes on",
@@ -164,12 +162,12 @@ class Telemetry:
         )
         self._log_path = None
         log, self._log = self._log, None
-        with suppress(OSError):  # closing writes what is left
+        with suppress(OSError):  # closing flushes the buffer
             if log is not None:
                 log.close()
 
     def close(self) -> None:
-        """Close the log; a later record opens it again. Where that fails, a warning says so."""
+        """Close the log; a later record reopens it. A failure only warns."""
         log, self._log = self._log, None
         if log is None:
             return
@@ -185,14 +183,14 @@ class Telemetry:
 
 
 def mean_seconds(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Mean seconds of a step by phase, without the first tenth of the steps, which warm up."""
+    """Mean seconds per step by phase, ignoring the first tenth of the steps as warm-up."""
     settled = records[len(records) // 10 :]
     phases = dict.fromkeys(phase for record in settled for phase in record.seconds)
     return {phase: sum(record.seconds.get(phase, 0.0) for record in settled) / len(settled) for phase in phases}
 
 
 def _finite(value: Any) -> Any:
-    """The value with null for NaN and Inf, which strict JSON does not have."""
+    """Replace NaN and Inf with None, because strict JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Files of safetensors, written and read piece by piece: beside the arrays themselves only one piece is in RAM."""
+"""Read and write safetensors files in pieces, so that only one piece needs extra RAM."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from offloadkit.errors import ModelError, shown
 from offloadkit.threads import ThreadPool
 
 PIECE_BYTES = 64 * 2**20
-"""What is read or written at once."""
+"""Bytes read or written at a time."""
 PART_BYTES, _NUM_READERS = 8 * 2**20, 8
-"""Of a piece, for each of several threads: one thread copies 5 GiB/s from the page cache."""
+"""Bytes of a piece per reader thread. Several threads read because one copies only 5 GiB/s from the page cache."""
 _HEADER_LENGTH = struct.Struct("<Q")
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -44,19 +44,19 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 class Between:
-    """Has something done each time a few pieces were read or written, such as dropping pages of mapped memory."""
+    """Calls a function after every few pieces, for example to drop pages of mapped memory."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act, self._every, self._since = act, 4 * PIECE_BYTES, 0
 
     def moved(self, num_bytes: int) -> None:
-        """So many more bytes were read or written."""
+        """Count bytes that were read or written."""
         self._since += num_bytes
         if self._since >= self._every:
             self.finish()
 
     def finish(self) -> None:
-        """Have it done now."""
+        """Call the function now."""
         self._since = 0
         self._act()
 
@@ -72,13 +72,13 @@ def write_arrays(
     metadata: Mapping[str, str] | None = None,
     between: Between | None = None,
 ) -> None:
-    """Write `arrays`, of any device, into a file of safetensors. It has its name when it is complete.
+    """Write arrays of any device into a safetensors file, atomically.
 
     Raises:
-        ModelError: safetensors has no name for an array's dtype.
-        OSError: it could not be written. A file of that name is as it was.
+        ModelError: safetensors does not support an array's dtype.
+        OSError: writing fails. An existing file is unchanged.
     """
-    # The larger elements come first: so each array starts at a multiple of its element's size, as readers want it.
+    # Larger elements come first, so every array starts at a multiple of its element size, as readers require.
     ordered = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata or {})}
     end = 0
@@ -107,7 +107,7 @@ def write_arrays(
 
 @dataclass(frozen=True)
 class SavedArray:
-    """An array's dtype and shape, and its first and last byte in the file."""
+    """An array's dtype, shape and byte range [start, end) in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -116,14 +116,14 @@ class SavedArray:
 
 
 def _array(name: str, entry: Any, first: int, size: int) -> SavedArray:
-    """What an entry of a header says.
+    """Parse a header entry.
 
     Args:
-        first: byte of the file that offsets are counted from.
+        first: byte of the file that offsets are relative to.
         size: of the file.
 
     Raises:
-        ValueError: no array can be so.
+        ValueError: the entry is invalid.
     """
     of, given, shape = (entry.get(key) for key in _ENTRY) if isinstance(entry, dict) else (None, None, None)
     offsets, lengths = _whole_numbers(given), _whole_numbers(shape)
@@ -140,24 +140,24 @@ _ENTRY = ("dtype", "data_offsets", "shape")
 
 
 def _whole_numbers(given: Any) -> tuple[int, ...] | None:
-    """The numbers of a list; None where it is none, or one is below 0."""
+    """Return the list as a tuple; None if it is no list of integers >= 0."""
     fine = isinstance(given, list) and all(type(each) is int and each >= 0 for each in given)
     return tuple(given) if fine else None
 
 
 class ArrayFile:
-    """A file of safetensors that is open for reading.
+    """A safetensors file that is open for reading.
 
     Attributes:
         path: the file.
-        arrays: what is in it, by name.
-        metadata: the file's own texts, by name.
+        arrays: dtype, shape and byte range by name.
+        metadata: strings from the header's `__metadata__`.
     """
 
     def __init__(self, path: Path) -> None:
         """
         Raises:
-            ModelError: the file is missing, cut, or not one of safetensors.
+            ModelError: the file is missing, truncated or not a safetensors file.
         """
         self.path = path
         if (other := files.why_not_plain(path)) is not None:
@@ -189,7 +189,7 @@ class ArrayFile:
         return {name: _array(name, entry, first, size) for name, entry in header.items()}, metadata
 
     def read(self, name: str, into: torch.Tensor, between: Between | None = None, *, first: int = 0) -> None:
-        """Read an array's elements from `first` on into 1-D contiguous `into`, on any device, until that is full.
+        """Fill the 1-D contiguous tensor `into`, on any device, with an array's elements from `first` on.
 
         Raises:
             ModelError: the file ends early, or the disk fails.
@@ -209,13 +209,13 @@ class ArrayFile:
     def pieces(
         self, name: str, *, pinned: bool = False, first: int = 0, numel: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """An array's (first element, 1-D piece in RAM) one after the other; each piece takes the memory of the last.
+        """Yield pairs of first element and 1-D CPU tensor. All tensors share one buffer, so use each before the next.
 
         Args:
-            first, numel: of a part of the array, from whose beginning elements are counted then; None: to its end.
+            first, numel: yield a part of the array, with elements counted from `first`. None: up to the end.
 
         Raises:
-            ModelError: as `read`.
+            ModelError: see `read`.
         """
         array = self.arrays[name]
         if self._staging is None or self._staging.is_pinned() != pinned:

@@ -1,4 +1,4 @@
-"""What an earlier `finetune` left in an output folder. It is replaced only where the user says so."""
+"""Results of an earlier `finetune` in an output folder, replaced only with the user's permission."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from offloadkit.files import path_of, why_no_name
 
 @dataclass
 class EarlierRun:
-    """What an output folder held before a new run, and the new run is to replace."""
+    """Checkpoints of an earlier run that a new run will replace."""
 
     checkpoints: list[Path]
-    """Those not removed yet. The earlier model is none of these: it stays until the new one takes its place."""
+    """Checkpoints not removed yet. The earlier model is kept until the new model replaces it."""
 
     def remove_checkpoints(self) -> None:
-        """Remove them, once: the new run is ready to write its own, which may have the same names.
+        """Remove the checkpoints; call this before the new run writes checkpoints, which may have the same names.
 
         Raises:
-            OutputError: one cannot be removed.
+            OutputError: a checkpoint cannot be removed.
         """
         while self.checkpoints:
             folder = self.checkpoints[0].parent
@@ -39,9 +39,9 @@ class EarlierRun:
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """While it is open, a kill leaves the checkpoints as ones that a new run was to replace: nothing resumes them.
+        """Mark the checkpoints as being replaced, so that none is resumed if the process is killed inside the context.
 
-        An error before they are removed leaves them as they were.
+        The mark is removed at the end, also after an error.
         """
         if not self.checkpoints:
             yield
@@ -58,19 +58,19 @@ class EarlierRun:
 def earlier_run(
     folder: str | os.PathLike[str], *, resume: bool, overwrite: bool, in_use: Iterable[object] = ()
 ) -> EarlierRun:
-    """What is to be replaced in `folder`, once it is clear that it may be. Nothing is changed here.
+    """Check whether `folder` may be used, and return what the new run will replace. Changes nothing.
 
     Args:
-        folder: need not exist.
-        resume: go on with what is there: nothing is to be replaced.
-        overwrite: the user allows it.
-        in_use: what the new run reads: folders and files, names, and anything else, which is passed over.
+        folder: may be missing.
+        resume: continue the earlier run, so replace nothing.
+        overwrite: permission to replace an earlier run.
+        in_use: inputs of the new run: paths, names and other objects, which are ignored.
 
     Raises:
-        ConfigError: both are wanted, or an earlier run is there and neither is. Also if the new run reads a checkpoint
-            that it would remove.
-        OutputError: `model` in it is no saved model, so it is not replaced; or it cannot be: a link, a mount point, or
-            not writable. Or another run is there.
+        ConfigError: both flags are set; the folder holds an earlier run and neither is set; or the new run reads a
+            checkpoint that it would remove.
+        OutputError: `model` is not a saved model, is a link or a mount point, or is not writable; or another run uses
+            the folder.
     """
     if resume and overwrite:
         raise ConfigError("resume=True goes on with the run in output_dir and overwrite=True replaces it: pass one")
@@ -78,7 +78,7 @@ def earlier_run(
     if not os.fspath(folder):
         return EarlierRun([])  # `writable` refuses it
     if (path / CLAIM).exists():
-        with one_run(path):  # another run there is named before what it has written
+        with one_run(path):  # report a running process before its files
             pass
     _check_replaceable(path / "model")
     models = [model for name in ("model", ".model-old") if (model := path / name).exists()]  # see `put_in_place`
@@ -106,7 +106,7 @@ def earlier_run(
         )
     for used in in_use:
         name = os.fspath(used) if isinstance(used, str | os.PathLike) else ""
-        is_path = bool(name) and why_no_name(name) is None  # others are refused where they are read
+        is_path = bool(name) and why_no_name(name) is None  # invalid names are rejected where they are read
         read = Path(os.path.realpath(os.path.expanduser(name))) if is_path else None
         for checkpoint in checkpoints:
             if read is not None and read.is_relative_to(checkpoint.resolve()):
@@ -118,7 +118,7 @@ def earlier_run(
 
 
 def _check_replaceable(model: Path) -> None:
-    """Raise `OutputError` where a trained model could not take the place of the folder `model` at the end."""
+    """Raise `OutputError` if a trained model could not replace the folder `model`."""
     if model.is_symlink():
         why = f"is a link to {os.readlink(model)}, which a saved model cannot replace"
     elif model.exists() and os.path.ismount(model):
@@ -131,6 +131,5 @@ def _check_replaceable(model: Path) -> None:
 
 
 def _free_beside(folder: Path) -> Path:
-    """A folder of a similar name that is not there."""
     named = folder if folder.name else folder.resolve() / "run"
     return next(path for number in count(2) if not (path := named.with_name(f"{named.name}-{number}")).exists())

@@ -1,9 +1,9 @@
-"""The output folder: checked before any work, its checkpoints checked before resuming, folders saved in one move.
+"""The output folder and its checkpoints: check the folder, verify checkpoints, save folders atomically.
 
-A checkpoint's `manifest.json` names its files, their sizes and checksums, and the run that wrote them. It is written
-last, so a folder that has one was whole. It also counts the checkpoints that were saved in the output folder: so they
-have an order, whatever runs wrote them, and however they were copied since. Checkpoints of transformers' own Trainer
-have no manifest. They are known by their `optimizer.pt`, and come before all of ours.
+`manifest.json` lists a checkpoint's files, their sizes and checksums, and the run that wrote them. It is written last,
+so a folder with a manifest is complete. It also numbers the checkpoints of an output folder, which keeps their order
+when they are copied. Checkpoints of transformers' own Trainer have no manifest: they are recognized by `optimizer.pt`
+and sort before all of ours.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from offloadkit.threads import ThreadPool
 
 MANIFEST = "manifest.json"
 REPLACED = ".offloadkit-replaced.json"
-"""In an output folder: the checkpoints that the run there is to replace, until its first step is done."""
+"""File in an output folder that lists the checkpoints the run will replace once its first step is done."""
 _PROBE = ".offloadkit-probe-"
 _VERSION = 4
 PIECE_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
-"""What a thread reads at once, into the same memory: it is summed while it is in the core's cache."""
+"""Bytes a thread reads at a time into one buffer, small enough that hashing finds them in the core's cache."""
 _CHECKSUM_THREADS = 8
 _NAMES_READ = re.compile(
     r"(states-.*|random.*|order|run|config|trainer_state|weights|(model|adapter_model|pytorch_model).*)"
     r"\.(json|safetensors|bin)"
 )
-"""Names of files that are read in resuming. Others may be put beside them."""
+"""Names of files that resuming reads. Users may add files with other names."""
 _NAMES_OF_OURS = re.compile(r"(run|random.*|order)\.json|(states-.*|weights|losses)\.safetensors")
-"""Names of files that say whose they are."""
+"""Names of files that record their origin."""
 
 
 def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
-    """The folder, created if it is missing, and checked to be writable.
+    """Create the folder if it is missing and check that it is writable.
 
     Args:
-        resume: whether it must have a complete checkpoint. If it has none, the folder is not created.
+        resume: require a complete checkpoint. Without one the folder is not created.
 
     Raises:
-        ConfigError: its name is empty, or `resume` finds no complete checkpoint.
-        OutputError: it cannot be created, or as `check_saving`.
+        ConfigError: the name is empty, or `resume` finds no complete checkpoint.
+        OutputError: the folder cannot be created, or `check_saving` fails.
     """
     path = path_of(folder, "output_dir")
     if not os.fspath(folder):
@@ -74,16 +74,16 @@ def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
 
 
 def check_saving(folder: Path) -> None:
-    """Do once what saving does in an output folder: new files and folders take the place of older ones.
+    """Try every operation that saving needs: create, replace and rename files and folders.
 
     Raises:
-        OutputError: it cannot be done there.
+        OutputError: one of the operations fails.
     """
     is_written, probe = False, None
     try:
         for left in folder.glob(f"{_PROBE}*"):
             process = left.name.removeprefix(_PROBE).partition("-")[0]
-            if process.isdecimal() and not psutil.pid_exists(int(process)):  # it was killed here
+            if process.isdecimal() and not psutil.pid_exists(int(process)):  # the process was killed during this check
                 shutil.rmtree(left, ignore_errors=True)
         probe = Path(tempfile.mkdtemp(prefix=f"{_PROBE}{os.getpid()}-", dir=folder))
         (new := probe / "new").mkdir()
@@ -115,17 +115,17 @@ def _not_writable(folder: Path, error: OSError) -> OutputError:
 
 
 def newest_checkpoint(folder: Path, *, verify: bool = True, recut: bool = False) -> Path:
-    """The newest checkpoint of the Trainer that has all bytes that were written. A line names each newer broken one.
+    """Return the Trainer's newest complete checkpoint and print a line for each newer broken one.
 
-    It is the one written last, not the one with the highest step: an earlier, longer run may have left such a one.
+    The newest checkpoint is the one written last. An earlier, longer run may have left a higher step number.
 
     Args:
-        verify: read all files and compare their checksums; else the one whose files were all written is taken.
-        recut: as for `check_readable`.
+        verify: read all files and compare checksums; False checks only that all files exist.
+        recut: see `check_readable`.
 
     Raises:
-        ConfigError: there is no complete checkpoint.
-        ModelError: all are broken, or the newest one's weights were cut into other files since.
+        ConfigError: no checkpoint is complete.
+        ModelError: all are broken, or the newest one's weights were split into different files since.
     """
     whole = _complete_checkpoints(folder)
     if whole and not verify:
@@ -142,10 +142,10 @@ def newest_checkpoint(folder: Path, *, verify: bool = True, recut: bool = False)
 
 
 def readable_or_before(checkpoint: Path) -> Path:
-    """`checkpoint`, or the newest one of those saved into folders beside it before. A line names each broken one.
+    """Return `checkpoint`, or the newest readable earlier checkpoint next to it, and print a line for each broken one.
 
     Raises:
-        ModelError: there is none, or all are broken.
+        ModelError: no checkpoint is readable.
     """
     put_back(checkpoint)
     others = [path.parent for path in checkpoint.parent.glob("*/" + MANIFEST) if path.parent != checkpoint]
@@ -156,9 +156,9 @@ def readable_or_before(checkpoint: Path) -> Path:
 
 
 def _first_readable(checkpoints: Sequence[Path], then: str, *, recut: bool = False) -> Path:
-    """The first whose files all have the bytes that were written; a line names each before it. Raises `ModelError`.
+    """Return the first readable checkpoint and print a line for each broken one before it.
 
-    Those of another run than the first one's are passed over.
+    Checkpoints of a different run than the first checkpoint's are skipped. Raises `ModelError` if none is readable.
     """
     broken: list[str] = []
     others: list[str] = []
@@ -178,7 +178,7 @@ def _first_readable(checkpoints: Sequence[Path], then: str, *, recut: bool = Fal
 
 
 def _run_of(checkpoint: Path) -> str | None:
-    """The run that wrote it; None: nothing says it."""
+    """The id of the run that wrote the checkpoint; None if unknown."""
     manifest = _manifest(checkpoint)
     if not isinstance(manifest, str):
         return manifest.origin.run
@@ -187,35 +187,37 @@ def _run_of(checkpoint: Path) -> str | None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """The Trainer's, in the order in which they were saved; those that do not say it come first, by their steps."""
+    """The Trainer's checkpoints in the order they were saved; those without a sequence number first, by step."""
     found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     return sorted(found, key=lambda path: (_sequence(path), int(path.name.removeprefix("checkpoint-"))))
 
 
 def _sequence(checkpoint: Path) -> int:
-    """How many checkpoints were saved in its folder up to this one; 0: it does not say it."""
+    """The checkpoint's sequence number in its folder, counted from 1; 0 if it has none."""
     manifest = _manifest(checkpoint)
     return 0 if isinstance(manifest, str) else manifest.sequence
 
 
 def _complete_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints that were written completely, the newest last."""
     _put_back(folder)
     return [path for path in _checkpoints(folder) if why_not_whole(path) is None]
 
 
 def skipped_checkpoints(folder: Path) -> list[tuple[Path, str]]:
-    """Checkpoints that a run cannot go on from, and why. Their bytes are not read."""
+    """Return checkpoints that cannot be resumed, with reasons. File contents are not read."""
     return [(path, why) for path in _checkpoints(folder) if (why := why_not_whole(path)) is not None]
 
 
 def rotate_checkpoints(folder: Path, limit: int | None, best: str | None) -> None:
-    """Remove the oldest checkpoints of `folder` beyond `limit` (None, 0: none), never the newest and the best one.
+    """Remove the oldest checkpoints of `folder` beyond `limit`, but never the newest or the best one.
 
-    Those that are incomplete, or were found broken by this process, do not count, and go.
+    Incomplete checkpoints, and those this process found broken, are not counted and are removed as well.
+
+    Args:
+        limit: None or 0 removes nothing.
 
     Raises:
-        OutputError: one cannot be removed.
+        OutputError: a checkpoint cannot be removed.
     """
     if limit is None or limit <= 0:
         return
@@ -232,7 +234,7 @@ def rotate_checkpoints(folder: Path, limit: int | None, best: str | None) -> Non
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Remove a checkpoint, its manifest first: what a kill leaves of it is none.
+    """Remove a checkpoint, its manifest first, so that a kill cannot leave a folder that looks complete.
 
     Raises:
         OSError: it cannot be removed.
@@ -243,7 +245,7 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
 
 def _is_usable(checkpoint: Path) -> bool:
-    """Whether it counts: weights alone do too, and so do checkpoints of transformers' Trainer."""
+    """Whether rotation counts the checkpoint. Weights-only and transformers' checkpoints count too."""
     if not (checkpoint / MANIFEST).is_file():
         return (checkpoint / "trainer_state.json").is_file() and not (checkpoint / "run.json").is_file()
     _, why = _verdicts.get(checkpoint.absolute(), (None, None))
@@ -251,7 +253,7 @@ def _is_usable(checkpoint: Path) -> bool:
 
 
 def why_not_whole(checkpoint: Path) -> str | None:
-    """Why a run cannot go on from the folder `checkpoint`. None if it was written completely, states included."""
+    """Return why the checkpoint cannot be resumed, or None if it is complete, optimizer states included."""
     if checkpoint.name in _replaced(checkpoint.parent):
         return "was to be replaced (overwrite=True) by a run that was killed before its first step"
     if (checkpoint / MANIFEST).is_file():
@@ -264,7 +266,7 @@ def why_not_whole(checkpoint: Path) -> str | None:
 
 
 def _replaced(folder: Path) -> list[str]:
-    """The names of checkpoints that a new run was about to replace when it was killed."""
+    """Names of checkpoints that a killed run was about to replace."""
     try:
         found = read_json(folder / REPLACED)
     except (OSError, ValueError):
@@ -273,7 +275,6 @@ def _replaced(folder: Path) -> list[str]:
 
 
 def _why_incomplete(checkpoint: Path) -> str | None:
-    """What the folder lacks of what its manifest names."""
     manifest = _manifest(checkpoint)
     if isinstance(manifest, str):
         return manifest
@@ -285,25 +286,22 @@ def _why_incomplete(checkpoint: Path) -> str | None:
 
 
 def _names(checkpoint: Path) -> set[str]:
-    """Its files but for the manifest."""
+    """Relative paths of all files except the manifest."""
     return {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()} - {MANIFEST}
 
 
 def write_manifest(checkpoint: Path, origin: Origin) -> None:
-    """Write the list of all files in the folder `checkpoint`, which is complete by that.
-
-    Args:
-        origin: of its numbers.
+    """Write the manifest, which marks the checkpoint as complete.
 
     Raises:
-        OSError: it could not be written, or a file's bytes did not reach the disk.
+        OSError: the manifest cannot be written, or a file's bytes did not reach the disk.
     """
     _verdicts.pop(checkpoint.absolute(), None)
     files = {}
     with ThreadPool(1, "offloadkit-sync") as beside_us:
         for name in sorted(_names(checkpoint)):
             with (path := checkpoint / name).open("rb") as file:
-                on_disk = beside_us.submit(os.fsync, file.fileno())  # before the manifest, which names it
+                on_disk = beside_us.submit(os.fsync, file.fileno())  # must finish before the manifest names the file
                 files[name] = {"size": path.stat().st_size, "xxh3": checksums(path, name)}
                 on_disk.result()
     beside = [path.parent for path in checkpoint.parent.glob("*/" + MANIFEST)]
@@ -321,10 +319,10 @@ def write_manifest(checkpoint: Path, origin: Origin) -> None:
 
 
 def checksums(path: Path, name: str) -> list[str]:
-    """The xxh3 (64 bits) of each piece of at most 64 MiB of a file, with the file's name and the piece's place in it.
+    """Return one 64-bit xxh3 per 64 MiB piece of a file, seeded with the file's name and the piece's offset.
 
     Args:
-        name: of the file in its checkpoint.
+        name: path relative to the checkpoint.
 
     Raises:
         OSError: the file cannot be read.
@@ -336,7 +334,7 @@ def checksums(path: Path, name: str) -> list[str]:
             found = xxhash.xxh3_64(f"{name} {start}".encode())
             end, memory = min(start + PIECE_BYTES, size), memoryview(bytearray(min(_READ_BYTES, size)))
             while start < end and (num_read := os.preadv(file.fileno(), [memory[: end - start]], start)):
-                found.update(memory[:num_read])  # without the GIL, as the reading
+                found.update(memory[:num_read])  # releases the GIL, as preadv does
                 start += num_read
             return found.hexdigest()
 
@@ -348,12 +346,12 @@ def checksums(path: Path, name: str) -> list[str]:
 
 
 def _checksum_of(manifest: dict[str, Any]) -> str:
-    """The xxh3 of a manifest's other values."""
+    """The xxh3 of a manifest without its own checksum."""
     return xxhash.xxh3_64_hexdigest(json.dumps({**manifest, "xxh3": ""}, sort_keys=True).encode())
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder reach the disk, where its file system can say so (some network drives cannot)."""
+    """Fsync a folder's entries. File systems that do not support this, such as some network drives, are ignored."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -365,14 +363,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_name(path: Path) -> None:
-    """Have the name of `path` reach the disk, and those of the folders above it: they may be as new."""
+    """Fsync the folders above `path`, because any of them may be new."""
     for folder in path.absolute().parents:
-        with suppress(PermissionError):  # of others: not made by this process
+        with suppress(PermissionError):  # folders of another user were not created by this process
             sync_folder(folder)
 
 
 class _Saved(NamedTuple):
-    """A file in a manifest."""
+    """Size and checksums of a file in a manifest."""
 
     size: int
     checksums: list[str]
@@ -385,7 +383,7 @@ class _Manifest(NamedTuple):
 
 
 def _manifest(checkpoint: Path) -> _Manifest | str:
-    """A checkpoint's manifest, or why it cannot be read."""
+    """Return the manifest, or a sentence that says why it cannot be read."""
     try:
         found = read_json(checkpoint / MANIFEST)
         if found["xxh3"] == _checksum_of(found):
@@ -402,10 +400,10 @@ def _manifest(checkpoint: Path) -> _Manifest | str:
 
 
 def origin_of(checkpoint: Path) -> Origin:
-    """Whose numbers the checkpoint holds.
+    """Return the run, attempt and update that wrote the checkpoint.
 
     Raises:
-        ModelError: its manifest cannot be read.
+        ModelError: the manifest cannot be read.
     """
     manifest = _manifest(checkpoint)
     if isinstance(manifest, str):
@@ -414,10 +412,10 @@ def origin_of(checkpoint: Path) -> Origin:
 
 
 def origin_from(checkpoint: Path) -> Origin:
-    """The origin of a run that goes on from `checkpoint` now: of the same run, in a later attempt than any beside it.
+    """Return the origin of a run that resumes from `checkpoint`: same run id, one attempt later than any in the folder.
 
     Raises:
-        ModelError: its manifest cannot be read.
+        ModelError: the manifest cannot be read.
     """
     own = origin_of(checkpoint)
     beside = [_manifest(path.parent) for path in checkpoint.parent.glob("*/" + MANIFEST)]
@@ -426,21 +424,21 @@ def origin_from(checkpoint: Path) -> Origin:
 
 
 _verdicts: dict[Path, tuple[object, str | None]] = {}
-"""What reading a checkpoint's files has shown: their times and sizes then, and why it cannot be read."""
+"""Cached results of reading a checkpoint: its files' times and sizes then, and why it is unreadable or None."""
 
 
 def check_readable(checkpoint: Path, *, recut: bool = False, weights_alone: bool = False) -> None:
-    """Check that the checkpoint is whole, and that every file has the bytes that were written.
+    """Check that the checkpoint is complete and every file has the bytes that were written.
 
-    All files are read, at the disk's rate; again only where they have changed since. Of a checkpoint of transformers'
-    Trainer, which has no checksums, only what names the contents of each file is read.
+    All files are read, but unchanged files only once per process. Files of transformers' checkpoints, which have no
+    checksums, are only opened.
 
     Args:
-        recut: whether weights may have been cut into other files since. Nothing then says that they are the same.
-        weights_alone: whether it need not have optimizer states.
+        recut: accept weights that were split into different files since; their bytes cannot be verified then.
+        weights_alone: accept a checkpoint without optimizer states.
 
     Raises:
-        ModelError: it is not whole, or a file is missing, cut, changed, was put there later, or cannot be opened.
+        ModelError: a file is missing, truncated, changed, added later or unreadable, or the checkpoint is incomplete.
     """
     why = _why_unreadable(checkpoint, recut=recut)
     if why is None and not weights_alone and (lacks := why_not_whole(checkpoint)) is not None:
@@ -450,11 +448,11 @@ def check_readable(checkpoint: Path, *, recut: bool = False, weights_alone: bool
 
 
 def _why_unreadable(checkpoint: Path, *, recut: bool) -> str | None:
-    """Why the checkpoint cannot be read. Raises `ModelError` where that is for the user to say."""
+    """Return why the checkpoint is unreadable. Raises `ModelError` if the user must decide what to do."""
     if not checkpoint.is_dir():
         raise ModelError(f"Can't find a valid checkpoint at {checkpoint}: it is no folder")
     has_manifest = (checkpoint / MANIFEST).is_file()
-    if not has_manifest and (why := why_not_whole(checkpoint)) is not None:  # any folder: not all of it is listed
+    if not has_manifest and (why := why_not_whole(checkpoint)) is not None:  # do not list an unrelated folder
         return f"training cannot go on from {checkpoint}: it {why}"
     names, saved, origin = _names(checkpoint), {}, None
     if has_manifest:
@@ -479,7 +477,7 @@ def _why_unreadable(checkpoint: Path, *, recut: bool) -> str | None:
 
 
 def _first_of_another(checkpoint: Path, names: set[str], origin: Origin) -> str | None:
-    """A sentence on the first file that says that it is of another run, attempt, update or rank. None: none does."""
+    """Return a sentence about the first file whose recorded origin differs from the manifest's, or None."""
     for name in sorted(filter(_NAMES_OF_OURS.fullmatch, names)):
         said, file = said_by(checkpoint / name) or (origin, name)
         if file != name:
@@ -497,12 +495,12 @@ def _first_of_another(checkpoint: Path, names: set[str], origin: Origin) -> str 
 
 
 def _first_broken(checkpoint: Path, names: set[str], saved: dict[str, _Saved], *, cut_anew: bool) -> str | None:
-    """A sentence on the first file that is not as it was written. None: all are.
+    """Return a sentence about the first missing, changed or added file, or None.
 
     Args:
-        names: of the files that are there.
-        saved: those that were written; empty for a checkpoint of transformers' Trainer.
-        cut_anew: whether `names` has other files for the weights.
+        names: files in the folder.
+        saved: files in the manifest; empty for a checkpoint of transformers' Trainer.
+        cut_anew: whether the weights were split into different files.
     """
     for name in (*sorted(saved.keys() - names), *sorted(names)):
         is_cut_anew = cut_anew and name.startswith("model")
@@ -521,7 +519,7 @@ def _first_broken(checkpoint: Path, names: set[str], saved: dict[str, _Saved], *
 
 
 def _why_changed(checkpoint: Path, name: str, saved: _Saved) -> str | None:
-    """Why a file is not the one that was written. None if it is."""
+    """Return why a file differs from the one in the manifest, or None."""
     path = checkpoint / name
     try:
         if (size := path.stat().st_size) != saved.size:
@@ -537,7 +535,7 @@ def _why_changed(checkpoint: Path, name: str, saved: _Saved) -> str | None:
 
 
 def _weights_cut_anew(checkpoint: Path, later: set[str]) -> bool:
-    """Whether the files that came `later` hold all weights: somebody has cut them into other files."""
+    """Whether the files added `later` contain all weights, split into different files."""
     if "model.safetensors" in later:
         return True
     index = checkpoint / "model.safetensors.index.json"
@@ -556,7 +554,7 @@ def _what_then(checkpoint: Path) -> str:
 
 
 def why_broken(path: Path) -> str | None:
-    """Why a file of JSON, of safetensors or of `torch.save` cannot be opened. None if it can."""
+    """Return why a JSON, safetensors or `torch.save` file cannot be opened, or None."""
     if (other := why_not_plain(path)) is not None:
         return f"it is {other}, not a file"
     try:
@@ -574,7 +572,7 @@ def why_broken(path: Path) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """What a file of JSON in a checkpoint holds. Raises `ModelError` where it cannot be read, or holds no object."""
+    """Read a JSON object. Raises `ModelError` if the file is unreadable or holds no object."""
     try:
         found = read_json(path)
     except (OSError, ValueError) as error:
@@ -585,23 +583,25 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this user may still write where `folder` is, or will be. `sys.maxsize`: the system does not say."""
+    """Return the bytes this user may write to the file system of `folder`; `sys.maxsize` if unknown."""
     try:
         found = shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each)))
     except OSError:
         return sys.maxsize
-    return found.free if found.total else sys.maxsize  # file systems in user space need not know it
+    return found.free if found.total else sys.maxsize  # FUSE file systems may report 0
 
 
 def check_room(folder: Path, num_bytes: int, what: str) -> None:
-    """Compare with what `statvfs` says. That knows of quotas of projects (XFS, ext4), of folders (CephFS) and of many
-    network drives. Of a user's it often does not: the write that goes over it fails, see `written_to`.
+    """Check that `folder`'s file system has room, by `statvfs`.
+
+    `statvfs` includes project quotas (XFS, ext4), CephFS folder quotas and quotas of many network drives, but often not
+    user quotas. A write beyond a user quota fails in `written_to` instead.
 
     Args:
-        what: takes so many bytes, for the message.
+        what: subject of the error message.
 
     Raises:
-        OutputError: so much is not free where `folder` is, or will be.
+        OutputError: fewer than `num_bytes` bytes are free.
     """
     if (free := free_bytes(folder)) < num_bytes:
         raise OutputError(
@@ -611,10 +611,10 @@ def check_room(folder: Path, num_bytes: int, what: str) -> None:
 
 
 def lost_with_runtime(folder: Path) -> str | None:
-    """A line where Colab's runtime takes what is in `folder` with it when it ends; None elsewhere."""
+    """Return a warning if `folder` is lost when its Colab runtime ends, else None."""
     path = Path(os.path.realpath(folder))
     mount = next(each for each in (path, *path.parents) if os.path.ismount(each))
-    if "COLAB_RELEASE_TAG" not in os.environ or str(mount) not in ("/", "/content"):  # Drive is a mount below
+    if "COLAB_RELEASE_TAG" not in os.environ or str(mount) not in ("/", "/content"):  # Drive is mounted below /content
         return None
     return (
         f"{folder} is on the disk of this Colab runtime and is lost with it: to keep it, run "
@@ -625,10 +625,10 @@ def lost_with_runtime(folder: Path) -> str | None:
 
 @contextmanager
 def written_to(folder: Path) -> Iterator[None]:
-    """A context that turns the error of a full disk or quota into an `OutputError`: each library raises its own.
+    """Turn errors of a full disk or quota, which differ by library, into `OutputError`.
 
     Raises:
-        OutputError: something could not be written.
+        OutputError: a write failed.
     """
     try:
         yield
@@ -648,9 +648,9 @@ def written_to(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[IO[bytes]]:
-    """A context with a new file that takes the name `path` at its end. Whoever has mapped the old one keeps it.
+    """Open a temporary file that is renamed to `path` at the end. Existing mappings of the old file stay valid.
 
-    After an error the new file is gone, and the old one is as it was.
+    On error the temporary file is removed and `path` is unchanged.
     """
     new = path.with_name(f".{path.name}-new")
     try:
@@ -664,9 +664,9 @@ def written_beside(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def set_aside(folder: Path) -> Iterator[None]:
-    """A context in which `folder` is written anew. After an error it is gone, or the old one is back."""
+    """Move `folder` aside while a new one is written. On error the old folder is restored."""
     old = _aside(folder)
-    put_back(folder)  # else the only whole one might be removed here
+    put_back(folder)  # otherwise the only complete checkpoint might be removed below
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -689,18 +689,16 @@ def _aside(folder: Path) -> Path:
 
 
 def _put_back(folder: Path) -> None:
-    """Give back the checkpoints that a run had set aside when it was killed, where no whole one took their place."""
+    """Restore checkpoints that a killed run had moved aside, unless a complete new one replaced them."""
     for old in folder.glob(".checkpoint-*-old"):
         put_back(old.with_name(old.name.removeprefix(".").removesuffix("-old")))
 
 
 def put_back(checkpoint: Path) -> None:
-    """Where saving was killed while it exchanged `checkpoint`: give it the name back that it had.
-
-    A new one that was complete comes before the old one.
+    """Rename the new or old folder back to `checkpoint` after a kill during saving. A complete new one is preferred.
 
     Raises:
-        OutputError: it cannot be renamed.
+        OutputError: the folder cannot be renamed.
     """
     if (checkpoint / MANIFEST).is_file() or not checkpoint.name:
         return
@@ -715,16 +713,15 @@ def put_back(checkpoint: Path) -> None:
 
 
 def put_in_place(folder: Path, save: Callable[[Path], None], marker: str = "") -> None:
-    """Have `save` fill a new folder beside `folder`, and rename it to `folder` when it is complete.
+    """Let `save` fill a temporary folder, then rename it to `folder`.
 
     Args:
-        marker: the name of a file. A folder without it is replaced only if it is empty. "": any folder is replaced.
+        marker: a non-empty `folder` is replaced only if it contains this file; "" replaces any folder.
 
     Raises:
-        OutputError: the folder could not be written (a full disk), or `folder` is a file, a device or a pipe, or lacks
-            `marker`. What `folder` was is unchanged.
+        OutputError: the disk is full, `folder` is not a folder, or it lacks `marker`. `folder` is unchanged then.
     """
-    if os.path.lexists(folder) and not folder.is_dir():  # it would be renamed: /dev/null, by root
+    if os.path.lexists(folder) and not folder.is_dir():  # root could rename /dev/null
         raise OutputError(f"{folder} exists and is no folder: pass the name of a new folder")
     if marker and folder.is_dir() and any(folder.iterdir()) and not (folder / marker).is_file():
         raise OutputError(
@@ -734,7 +731,7 @@ def put_in_place(folder: Path, save: Callable[[Path], None], marker: str = "") -
     try:
         with written_to(folder):
             put_back(folder)
-            if old.exists() and not folder.exists():  # a process was killed between the renames below
+            if old.exists() and not folder.exists():  # a kill came between the two renames below
                 old.rename(folder)
             for leftover in (new, old):
                 shutil.rmtree(leftover, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Whose numbers a checkpoint holds. Its manifest says it, and each of our files of itself, with its name."""
+"""The run, attempt and update that wrote a checkpoint, recorded in the manifest and in each file."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from safetensors import SafetensorError, safe_open
 from offloadkit.files import parse_json, read_json
 
 ORIGIN = "origin"
-"""In a file of JSON, or in the metadata of one of safetensors."""
+"""Key in a JSON file or in safetensors metadata."""
 
 
 class Origin(NamedTuple):
     """A run at one of its updates.
 
     Attributes:
-        run: drawn when a run begins, and kept by those that go on from its checkpoints.
-        attempt: 1, and one more each time that the run goes on from a checkpoint.
-        num_updates: so far.
+        run: random id of the run, kept when the run is resumed.
+        attempt: 1, and one more after each resume.
+        num_updates: updates so far.
     """
 
     run: str
@@ -30,15 +30,15 @@ class Origin(NamedTuple):
 
     @classmethod
     def of_new_run(cls) -> Origin:
-        """Of a run that begins. No generator of random numbers moves by it."""
+        """Create an origin without touching any random generator."""
         return cls(os.urandom(6).hex(), 1, 0)
 
     def of_file(self, name: str) -> dict[str, Any]:
-        """What the file `name` says of itself in JSON."""
+        """The origin entry of a JSON file called `name`."""
         return {**self._asdict(), "file": name}
 
     def of_arrays(self, name: str) -> dict[str, str]:
-        """As `of_file`, for the metadata of safetensors."""
+        """The origin entry of a safetensors file's metadata."""
         return {ORIGIN: json.dumps(self.of_file(name))}
 
     def __str__(self) -> str:
@@ -46,12 +46,12 @@ class Origin(NamedTuple):
 
 
 def parse_origin(found: Any) -> Origin:
-    """The origin in what was JSON. Raises `KeyError` or `TypeError` where there is none."""
+    """Parse an origin. Raises `KeyError` or `TypeError` if `found` has none."""
     return Origin(str(found["run"]), int(found["attempt"]), int(found["num_updates"]))
 
 
 def said_by(path: Path) -> tuple[Origin, str] | None:
-    """Whose a file says that it is, and what its name was. None: it does not say, or cannot be read."""
+    """Return the origin and name that a file records, or None if it has none or is unreadable."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:

@@ -1,15 +1,15 @@
-"""All numbers of a run by name, and the folder that a run goes on from.
+"""All numbers of a run by name, and the checkpoint folder that holds them.
 
 | File | Holds |
 |---|---|
 | `states-RANK-of-RANKS.safetensors` | optimizer states, by parameter name and range |
-| `run.json` | options by group, counts, loss scale, who adds gradients, scheduler, position in the data |
-| `random.json` | random states; those of rank 1 and later ones are in `random-RANK.json` |
-| `order.json` | under the Trainer: the random state that an epoch's order by length was drawn from |
-| `weights.safetensors` | weights and buffers; under the Trainer HuggingFace's own files hold them |
-| `manifest.json` | the run, its attempt and its update; all files, their sizes and checksums; written last |
+| `run.json` | options by group, counts, loss scale, gradient summation, scheduler, position in the data |
+| `random.json` | random states of rank 0; later ranks write `random-RANK.json` |
+| `order.json` | Trainer only: the random state that an epoch's order by length was drawn from |
+| `weights.safetensors` | weights and buffers; the Trainer writes HuggingFace's files instead |
+| `manifest.json` | run, attempt and update; all files, their sizes and checksums; written last |
 
-Each of the others says in `origin` of which run, attempt and update it is, and its own name.
+Every file but the manifest records the run, attempt, update and its own name under `origin`.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ RANDOM_FILE_OF_RANK = "random-{:05}.json"
 
 @dataclass(frozen=True)
 class Adding:
-    """Who adds up the gradients of an update, and so in which order."""
+    """How the gradients of an update are summed, which fixes the order of additions."""
 
     num_ranks: int
     gradient_accumulation: int
-    """Micro-batches of each rank."""
+    """Micro-batches per rank."""
     exchange: str
 
     @property
     def num_sums(self) -> int:
-        """Sums that are made first, each of one rank's micro-batches, and then added; 1: all are added one by one."""
+        """Number of partial sums: one per rank if ranks sum locally first, 1 if micro-batches are added one by one."""
         adds_first = self.exchange == "step" and self.gradient_accumulation > 1
         return self.num_ranks if adds_first else 1
 
     def other_order(self, now: Adding) -> str | None:
-        """A warning if a run that was saved with this goes on with `now` in another order, else None."""
+        """Return a warning if a run saved with this order resumes with a different one, else None."""
         if self.num_sums == now.num_sums:
             return None
         return (
@@ -84,41 +84,39 @@ class Adding:
 
 @dataclass(frozen=True)
 class RunNumbers:
-    """All numbers of a run that is settled, by name. The tensors are live."""
+    """All numbers of a run between updates, by name. The tensors are live."""
 
     weights: Mapping[str, Any]
     """The module's `state_dict()`."""
     states: States
     ranges: Ranges
-    """Of `states`: with several ranks this one has a part of them."""
+    """Ranges of `states`; each of several ranks has a part."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the trained parameters, by name."""
+    """Shapes of trained parameters by name."""
     groups: list[dict[str, Any]]
-    """Options of each parameter group, with the names of its "parameters"."""
+    """Options of each parameter group and its parameters' names under "parameters"."""
     facts: dict[str, Any]
-    """What must be the same in a run that goes on: "optimizer", "precision", and "seed" where moments are rounded."""
+    """Values a resumed run must share: "optimizer", "precision", and "seed" if moments use stochastic rounding."""
     counts: dict[str, Any]
     """"num_updates" and "loss_scale"."""
     adding: Adding
-    """Of the gradients of an update."""
     origin: Origin
-    """What each file says of itself."""
     forget_pages: Callable[[], None]
-    """Drops pages of states on disk, which were mapped to be read or written, from RAM."""
+    """Drops mapped pages of on-disk states from RAM."""
 
     def num_bytes(self, num_ranks: int = 1) -> int:
-        """Bytes of a checkpoint, those of all ranks: weights and states."""
+        """Bytes of a checkpoint of all ranks: weights and optimizer states."""
         states = sum(array.nbytes for arrays in self.states.values() for array in arrays.values())
         return num_bytes_of(self.weights) + num_ranks * states
 
     def write(self, folder: Path, rank: int = 0, num_ranks: int = 1, **more: Any) -> None:
-        """Write all but weights and random states into `folder`, and `more` values beside them.
+        """Write optimizer states and values into `folder`, but no weights or random states.
 
-        With several ranks, each writes its states, and rank 0 the values.
+        Each rank writes its states; rank 0 also writes the values and `more`.
 
         Raises:
-            ConfigError: `more` holds something that is not data.
-            OSError: it could not be written.
+            ConfigError: `more` holds a value that cannot be serialized.
+            OSError: a file cannot be written.
         """
         if rank == 0:
             self.write_values(folder, **more)
@@ -137,14 +135,14 @@ class RunNumbers:
         between.finish()
 
     def check(self, folder: Path, saved: SavedStates) -> dict[str, Any]:
-        """Check that this run can go on with what `write` wrote. Nothing is changed.
+        """Check that this run can resume from the saved values. Changes nothing.
 
         Returns:
             The values in `run.json`.
 
         Raises:
-            ModelError: other parameters, shapes or groups, or a file is cut or broken.
-            ConfigError: another optimizer, precision, working dtype or seed.
+            ModelError: parameters, shapes or groups differ, or a file is truncated or broken.
+            ConfigError: the optimizer, precision, working dtype or seed differs.
         """
         path = folder / RUN_FILE
         values = read_json(path)
@@ -182,21 +180,23 @@ class RunNumbers:
         return values
 
     def load_states(self, saved: SavedStates) -> None:
-        """Read the optimizer states where they live."""
+        """Read the optimizer states into the live tensors."""
         between = Between(self.forget_pages)
         saved.load(self.states, self.ranges, between)
         between.finish()
 
 
 def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks = SOLO, **more: Any) -> None:
-    """Write a checkpoint with weights and random states, in place of an older one in `folder`.
+    """Write a checkpoint with weights and random states, replacing an older one in `folder`.
 
-    With several ranks each writes its states into a folder beside it; rank 0 writes the rest, and the manifest last.
+    Several ranks write their states into a temporary folder; rank 0 then writes the rest, the manifest last.
 
     Raises:
-        OutputError: it cannot be written, or `folder` holds other files. What was there is still there.
-        ConfigError, ModelError: something is not data.
-        RankError: another rank failed. What was there is still there.
+        OutputError: writing fails, or `folder` holds other files.
+        ConfigError, ModelError: a value cannot be serialized.
+        RankError: another rank failed.
+
+    After an error `folder` still holds its old files.
     """
     if ranks.size == 1:
         _save(folder, lambda new: numbers.write(new, **more), numbers, numbers.num_bytes())
@@ -238,11 +238,11 @@ def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunNumbe
 
 
 def check_run(folder: Path, ranks: Ranks = SOLO) -> None:
-    """Check all files of what `save_run` wrote, also where it was killed; with several ranks the first one reads them.
+    """Verify all files of a checkpoint on rank 0, after restoring a folder that was moved when saving was killed.
 
     Raises:
-        ModelError: as `check_readable`.
-        RankError: it raised that on the first rank.
+        ModelError: see `check_readable`.
+        RankError: rank 0 raised `ModelError`.
     """
     with ranks.together("checking a checkpoint"):
         if ranks.rank == 0:
@@ -261,18 +261,18 @@ def load_run(
     took_weights: Callable[[], None],
     ranks: Ranks = SOLO,
 ) -> dict[str, Any]:
-    """Load what `save_run` wrote into the live tensors of `numbers`; random states too.
+    """Load a checkpoint of `save_run` into the live tensors and the random generators. A collective call.
 
     Args:
-        scheduler: the state of the run's own, whose like the checkpoint must hold.
-        took_weights: called when the weights are new, before the states are.
-        ranks: all of them read it together. Each takes its random states, or those of rank 0 where it had none.
+        scheduler: the state of this run's scheduler, to compare with the saved one.
+        took_weights: called after the weights are loaded and before the optimizer states are.
+        ranks: a rank without saved random states takes rank 0's.
 
     Returns:
         The values in `run.json`.
 
     Raises:
-        ModelError, ConfigError: as `RunNumbers.check`, or it is not whole. Nothing is changed then.
+        ModelError, ConfigError: see `RunNumbers.check`, or the checkpoint is incomplete. Nothing is changed then.
     """
     check_run(folder, ranks)
     if not (folder / WEIGHT_FILE).is_file():
@@ -293,21 +293,22 @@ def load_run(
 
 
 def check_scheduler(folder: Path, values: dict[str, Any], own: dict[str, Any]) -> None:
-    """
+    """Check that the saved scheduler state fits this run's scheduler.
+
     Args:
-        values: those in `run.json`.
+        values: from `run.json`.
         own: the state of this run's scheduler.
 
     Raises:
-        ConfigError: it was saved without a scheduler.
-        ModelError: the saved state is none of such a scheduler.
+        ConfigError: the checkpoint has no scheduler state.
+        ModelError: the saved state has a different structure.
     """
     if values.get("scheduler") is None:
         raise ConfigError(f"{folder} holds no scheduler: it was saved without one. Leave scheduler= out")
     saved = values["scheduler"]
     comparable = dict(own)
     if isinstance(saved, dict) and isinstance(functions := saved.get("lr_lambdas"), list):
-        # a plain function has no state: torch saves None for it and passes it over, whatever this run has there
+        # torch saves None for a plain function in lr_lambdas and ignores it on load, so do not compare those entries
         comparable["lr_lambdas"] = [None if None in functions else each for each in own.get("lr_lambdas", [])]
     why = why_unlike(saved, comparable, "scheduler")
     for name, value in own.items() if why is None else ():
@@ -320,13 +321,13 @@ def check_scheduler(folder: Path, values: dict[str, Any], own: dict[str, Any]) -
 
 
 def write_random(folder: Path, origin: Origin, rank: int = 0) -> None:
-    """Write the present random states of this rank into a checkpoint's folder."""
+    """Write this rank's current random states into a checkpoint folder."""
     name = RANDOM_FILE_OF_RANK.format(rank) if rank else RANDOM_FILE
     write_json(folder / name, {ORIGIN: origin.of_file(name), **random_states()})
 
 
 def read_random(folder: Path, rank: int = 0) -> None:
-    """Set the random generators to this rank's states in a checkpoint's folder; to rank 0's where it had none."""
+    """Restore this rank's random states from a checkpoint folder, or rank 0's if this rank has none."""
     set_random_states(_random_of(folder, rank))
 
 

@@ -1,8 +1,8 @@
-"""Optimizer states on disk, by parameter name and range of elements.
+"""Optimizer states on disk, by parameter name and element range.
 
-A file of safetensors holds 1-D arrays. Its metadata says of each one which array it is ("exp_avg"), of which parameter,
-at which element it starts, how many there are, and how many the whole array has. So a run with any placement, cut of
-layers or number of ranks reads what any other wrote. Each rank writes one file, and reads what it owns from all.
+Each rank writes one safetensors file of 1-D arrays. The metadata records for each array its name ("exp_avg"), its
+parameter, its first element, its length and the length of the whole array. A run with any placement, layer partition or
+number of ranks can therefore read the files of any other, each rank only its own ranges.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RESUME_ALIKE = "go on with the optimizer, the precision and the working dtype t
 States = Mapping[str, Mapping[str, torch.Tensor]]
 """Live arrays by parameter name and array name, as in `OffloadEngine.state_dict()["optimizer"]`."""
 Ranges = Mapping[str, Mapping[str, tuple[int, int]]]
-"""Of each live array: where it begins in the whole parameter's array, and how many elements that has."""
+"""Start of each live array in the parameter's whole array, and the length of the whole array."""
 
 
 def write_states(
@@ -41,10 +41,13 @@ def write_states(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> None:
-    """Write a rank's `states` into `folder`. `shapes` are the parameters' own. What all ranks have, rank 0 writes.
+    """Write one rank's `states` into `folder`. Rank 0 writes arrays that all ranks share.
+
+    Args:
+        shapes: full shapes of the parameters.
 
     Raises:
-        OSError: they could not be written.
+        OSError: the file cannot be written.
     """
     arrays, ranges = {}, {}
     for parameter, state in states.items():
@@ -71,7 +74,7 @@ def write_states(
 
 _FACTS = {"rank": 0, "ranks": 0, "ranges": {}, "parameters": {}}
 _RANGE = {"parameter": "", "array": "", "start": 0, "length": 0, "of": 0}
-"""What metadata, and each of its ranges, must have."""
+"""Fields required in the metadata and in each of its ranges."""
 
 
 class _Range(NamedTuple):
@@ -83,12 +86,12 @@ class _Range(NamedTuple):
 
 
 class SavedStates:
-    """The states in a checkpoint's folder. Nothing but headers is read before `load`."""
+    """The optimizer states in a checkpoint folder. Only headers are read before `load`."""
 
     def __init__(self, folder: Path) -> None:
         """
         Raises:
-            ModelError: there are none, a file of some rank is missing, cut or broken, or ranges do not join.
+            ModelError: a rank's file is missing, truncated or broken, or the ranges have gaps or overlaps.
         """
         self._files = ExitStack()
         self._where = folder
@@ -142,11 +145,11 @@ class SavedStates:
                     )
 
     def check(self, states: States, ranges: Ranges, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Check that the saved states are those of `states`: parameters, shapes, arrays, dtypes. None is changed.
+        """Check that the saved parameters, shapes, arrays and dtypes match `states`. Changes nothing.
 
         Raises:
-            ModelError: other parameters, or other shapes.
-            ConfigError: another optimizer, precision or working dtype.
+            ModelError: parameters or shapes differ.
+            ConfigError: the optimizer, precision or working dtype differs.
         """
         where, names = self._where, self._ranges.keys()
         for missing, what in ((names - states.keys(), "not in this model"), (states.keys() - names, "not saved")):
@@ -183,10 +186,10 @@ class SavedStates:
                         )
 
     def load(self, states: States, ranges: Ranges, between: Between) -> None:
-        """Read what belongs there into the arrays of `states`, where they lie; `check` comes before.
+        """Read this rank's ranges into the live arrays of `states`. Call `check` first.
 
         Raises:
-            ModelError: a file ends early or the disk fails. Some arrays may be new then, others old.
+            ModelError: a file ends early or the disk fails. Some arrays may already be overwritten.
         """
         for parameter, state in states.items():
             for name, array in state.items():
