@@ -1,7 +1,7 @@
-"""The plan of a module in memory: what its micro-batch computes, and where each of its layers goes.
+"""Plans a module in memory: the work of its micro-batch, and the placement of its layers.
 
-`Outline` is a module without memory, changed as in training. `plan_for` plans for an example of a micro-batch.
-`FirstWindow` is for a run that has none: it begins with little in VRAM, and plans for what its first window brought.
+`Outline` is a module without memory, changed as in training. `plan_for` plans for an example micro-batch. `FirstWindow`
+is for a run without an example: it starts with little in VRAM, and plans from the micro-batches of the first window.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 
 _EMPTY_CELL = CellType()
 _SHARES_OF_VRAM = (8, 4, 2, 1)
-"""One part in so many is what the run may begin with, activations left out; the first share that fits is taken."""
+"""The run may start with 1/n of VRAM, activations left out, for the first of these n that fits."""
 
 
 @dataclass(frozen=True)
 class Outline:
     """A module on the meta device, ready to be traced over micro-batches of any shape and to be planned.
 
-    What is computed otherwise in training is changed while a micro-batch is traced, and is as it was afterwards.
+    The module's changes for training apply only while a micro-batch is traced.
     """
 
     model: Any
@@ -55,18 +55,18 @@ class Outline:
     assumed: bool = False
     """Whether the machine's rates are assumed, not measured."""
     held_bytes: int = 0
-    """RAM that the model itself takes until the engine has taken all of it over."""
+    """RAM of the model until the engine has taken over all of it."""
     num_ranks: int = 1
-    """Ranks that share the layers. The machine is as one of them has it."""
+    """Ranks that share the layers. `machine` is one rank's."""
 
     def work(
         self, batch: Any, rows: Rows | None = None, loss_of: Callable[[Any], torch.Tensor] | None = None
     ) -> MicroBatch | None:
-        """What a micro-batch computes; None if the model cannot run on the meta device.
+        """Trace a micro-batch; None if the model cannot run on the meta device.
 
         Args:
-            batch: what `trace_micro_batch` takes.
-            rows: its shape; None: read from `input_ids` and `labels`, if it has them.
+            batch: as for `trace_micro_batch`.
+            rows: the shape; None: read from `input_ids` and `labels` if possible.
             loss_of: as for `trace_micro_batch`.
         """
         with self._as_trained():
@@ -86,7 +86,7 @@ class Outline:
 
     @contextmanager
     def _as_trained(self) -> Iterator[None]:
-        """While it is open, the model computes what it does in training."""
+        """Inside this context, the model computes as in training."""
         kernels = self.machine.device != "cpu"
         capability = self.machine.compute_capability if self.machine.assumed else None
         with ExitStack() as undo:
@@ -96,7 +96,7 @@ class Outline:
             yield
 
     def plan(self, work: MicroBatch | None, **changes: Any) -> Plan:
-        """The plan for a micro-batch that was traced, with `changes` in the config."""
+        """The plan for a traced micro-batch, with `changes` in the config."""
         config = replace(self.config, **changes)
         of: Any = {"work": work, "hardware": self.machine, "assumed": self.assumed, "num_ranks": self.num_ranks}
         made = plan_of(self.model, self.layers, config, **of)
@@ -104,17 +104,16 @@ class Outline:
 
 
 def outlined(model: Any, config: OffloadConfig, machine: Hardware, *, assumed: bool = False) -> Outline:
-    """The outline of `model`, which is on the meta device. Its dtypes, and that it trains, stay changed."""
+    """The outline of `model`, which is on the meta device. Its dtypes and its training mode stay changed."""
     layers = flat_layers(model, config)
     _take_working_dtypes(model, layers, config)
     for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):  # a recomputation of the model's own cannot be traced
+        if getattr(module, "gradient_checkpointing", False):  # the model's own recomputation cannot be traced
             module.gradient_checkpointing = False
     return Outline(model.train(), layers, machine, config, assumed)
 
 
 def _take_working_dtypes(model: nn.Module, layers: list[FlatLayer], config: OffloadConfig) -> None:
-    """Cast parameters as the engine does."""
     trained = {view.parameter for layer in layers for view in layer.views}
     for layer in layers:
         for view in layer.views:
@@ -129,7 +128,7 @@ def _take_working_dtypes(model: nn.Module, layers: list[FlatLayer], config: Offl
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """A copy on the meta device: the same modules and tied weights, no numbers, and no hooks that others gave it."""
+    """A copy on the meta device with the same modules and tied weights, without values and without foreign hooks."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
@@ -148,7 +147,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def _calls_one_of(modules: set[nn.Module], forward: Any) -> bool:
-    """Whether a `forward` that was given to one module (as TRL does) holds a method of one of `modules`."""
+    """Whether a `forward` that was set on one module (as TRL does) holds a method of one of `modules`."""
     cells = getattr(getattr(forward, "__func__", forward), "__closure__", None) or ()
     held = (cell.cell_contents for cell in cells if cell != _EMPTY_CELL)
     owners = (getattr(each, "__self__", None) for each in held)
@@ -156,7 +155,7 @@ def _calls_one_of(modules: set[nn.Module], forward: Any) -> bool:
 
 
 def chooses(config: OffloadConfig, device: torch.device) -> bool:
-    """Whether there is anything to plan: placements to choose on a GPU, or a budget to keep."""
+    """Whether a plan has choices or checks to make: placements on a GPU, or a budget."""
     return config.vram is not None or config.ram is not None or (device.type != "cpu" and config.placement is None)
 
 
@@ -172,16 +171,16 @@ def plan_for(
 ) -> Plan | None:
     """The plan of a module in memory for micro-batches like `example`. The module is not changed.
 
-    Several ranks call it together, and all get the plan of the one whose example has the most elements.
+    Several ranks call it together, and all get the plan of the rank whose example has the most elements.
 
     Args:
-        example: what `trace_micro_batch` takes; only shapes and dtypes matter.
-        rows_option: the user's name for the number of rows. A plan that does not fit proposes fewer of them.
-        evaluation_rows: of the largest micro-batch of evaluation, which is planned for too where `example` has fewer.
-        ranks: those that train together; None: those of torch.distributed.
+        example: as for `trace_micro_batch`; only shapes and dtypes matter.
+        rows_option: the user's name for the number of rows. A plan that does not fit proposes fewer rows.
+        evaluation_rows: batch size of evaluation, if larger than training's.
+        ranks: the ranks that train together; None: the ranks of torch.distributed.
 
     Returns:
-        None if the module, or this example, cannot run on the meta device.
+        None if the module or this example cannot run on the meta device.
 
     Raises:
         ModelError, ConfigError: as `OffloadEngine`.
@@ -196,7 +195,7 @@ def plan_for(
 
 
 def _of_the_largest(ranks: Ranks, number: int, make: Callable[[], Plan | None]) -> Plan | None:
-    """What the rank with the largest `number` makes; the first of several."""
+    """Broadcast `make()` from the rank with the largest `number`, the first in a tie."""
     return ranks.told(make, by=int(ranks.agree(np.array([number]))[:, 0].argmax()))
 
 
@@ -214,7 +213,7 @@ def _plan_for(outline: Outline | None, example: Any, rows_option: str, evaluatio
 
 
 def _work(outline: Outline, example: Any, evaluation_rows: int) -> MicroBatch | None:
-    """What a micro-batch like `example` computes, with an evaluation of so many rows if these are more; else None."""
+    """Trace a micro-batch like `example`, and one of evaluation if `evaluation_rows` are more."""
     work = outline.work(example)
     if work is None or evaluation_rows <= _num_rows(example):
         return work
@@ -222,19 +221,18 @@ def _work(outline: Outline, example: Any, evaluation_rows: int) -> MicroBatch | 
 
 
 def _num_rows(example: Any) -> int:
-    """The first size of `input_ids`, else of its first tensor; 0 without one."""
+    """The first size of `input_ids`, else of the first tensor; 0 without a tensor."""
     call = Call.of(example)
     found = [call.kwargs.get("input_ids"), *call.tensors()]
     return next((each.shape[0] for each in found if isinstance(each, torch.Tensor) and each.dim()), 0)
 
 
 def _num_elements(example: Any) -> int:
-    """Of all tensors of a micro-batch."""
     return sum(tensor.numel() for tensor in Call.of(example).tensors())
 
 
 def _with_rows(example: Any, number: int) -> Call:
-    """A micro-batch without memory like `example`, of another number of rows."""
+    """A micro-batch like `example` with another number of rows, without memory."""
     rows = _num_rows(example)
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
@@ -264,9 +262,9 @@ def held_in_ram(model: nn.Module) -> int:
 
 
 def _with_room_of(model: nn.Module, machine: Hardware) -> Hardware:
-    """The machine, with the memory that the model takes now as free: the engine takes its weights over one by one.
+    """The machine with the model's memory counted as free, because the engine takes over its weights one by one.
 
-    What the process has in VRAM besides (a reference model) counts as needed, as the CUDA context does.
+    Other VRAM of the process (a reference model) counts as needed, like the CUDA context.
     """
     tensors = (*model.parameters(), *model.buffers())
     in_vram = sum(tensor.nbytes for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
@@ -282,7 +280,7 @@ def _with_room_of(model: nn.Module, machine: Hardware) -> Hardware:
 
 
 def _rows(model: Any, batch: Any) -> Rows | None:
-    """Rows and lengths of a micro-batch of tokens."""
+    """Rows and lengths of a micro-batch of tokens; None for other inputs."""
     named = Call.of(batch).kwargs
     ids, labels = named.get("input_ids"), named.get("labels")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
@@ -293,10 +291,10 @@ def _rows(model: Any, batch: Any) -> Rows | None:
 
 
 class FirstWindow:
-    """How a run begins whose micro-batches nobody knows yet.
+    """The start of a run whose micro-batches are still unknown.
 
     Attributes:
-        plan: to begin with: of what RAM and disk have room for, about the least in VRAM, every block recomputed.
+        plan: the plan to start with: about the least VRAM that RAM and disk allow, with every block recomputed.
     """
 
     def __init__(
@@ -310,10 +308,10 @@ class FirstWindow:
     ) -> None:
         """
         Args:
-            model: it has its weights still.
+            model: it still has its weights.
             layers: its flat layers.
             evaluation_rows: as for `plan_for`.
-            ranks: those that train together.
+            ranks: the ranks that train together.
         """
         self._evaluation_rows, self._ranks = evaluation_rows, ranks
         self._outline = _outline_of_copy(model, config, device, ranks)
@@ -326,23 +324,25 @@ class FirstWindow:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is nothing to choose, nor to check, after the first window either."""
+        """Whether the first window leaves nothing to choose or to check."""
         return self._outline is None or (not self._is_on_cpu and bool(self._outline.config.placement))
 
     @property
     def _is_on_cpu(self) -> bool:
-        """Without a GPU nothing is chosen, and only a plan tells whether a budget is kept: no allocator does."""
+        """Without a GPU nothing is chosen, and a budget is checked by the plan alone, because no allocator limits
+        it."""
         return self._outline is not None and self._outline.machine.device == "cpu"
 
     def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A micro-batch of the first window. The largest one's shapes are kept."""
+        """Record a micro-batch of the first window. Only the shapes of the largest one are kept."""
         call = Call(args, kwargs)
         elements = _num_elements(call)
         if elements > self._example_elements:
             self._example, self._example_elements = call.without_memory(), elements
 
     def plan_now(self) -> Plan | None:
-        """The plan for what was seen; None if there is none that fits, or nothing can be traced. All ranks call it.
+        """The plan for the recorded micro-batches; None if it does not fit or the model cannot be traced. All ranks
+        call it.
 
         Raises:
             DoesNotFitError: there is no GPU, and the plan does not fit.
@@ -379,7 +379,7 @@ class FirstWindow:
             made = outline.plan(work, vram=vram, activation_checkpointing=bool(blocks))
             if made.fits:
                 break
-        # All of it is of this run but the budget, the recomputation and the work that was made up.
+        # Undo the budget, the recomputation and the made-up work; everything else is this run's.
         basis = replace(made.basis, config=config, hardware=machine, work=None)
         unknown: dict[str, Any] = {"seconds": None, "large_gpu_seconds": None, "num_tokens": None}
         return replace(made, basis=basis, budgets=whole.budgets, **unknown)

@@ -1,4 +1,4 @@
-"""`plan`: what training a model takes, from its name and a few wishes, before a byte of weights is read.
+"""`plan`: memory and seconds of training a model, from its name and a few options, without reading any weights.
 
 plan = offloadkit.plan("t5-3b", vram="8GiB", ram="32GiB", batch_size=4)
 print(plan)  # whether it fits, and how fast it is; plan.explain() and plan.details() say more
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 BATCH_SIZES = (32, 16, 8, 4, 2, 1)
 """Sizes that "auto" tries: the first whose activations, with every block recomputed, take at most half of VRAM."""
 AUTO_BATCH_SIZE = 8
-"""The size that "auto" takes without a GPU."""
+"""The size of "auto" without a GPU."""
 
 GIB = 1 << 30
 ASSUMED_VRAM = "24GiB"
-"""Of each GPU where several are planned for and nothing says which."""
+"""VRAM of each GPU if several are planned for without a given size."""
 ASSUMED_CARD = Hardware(
     device="cuda:0",
     gpu_name="an assumed card",
@@ -90,29 +90,29 @@ def plan(
     gpu: str | None = None,
     num_gpus: int | None = None,
 ) -> Plan:
-    """How much memory training `model` needs, where it is placed and how long a step takes. Only its config is read.
+    """The memory that training `model` needs, its placements, and the seconds of a step. Only the model's config is
+    read.
 
-    Where torch.distributed is initialised, all ranks call it together, and all get rank 0's plan.
+    If torch.distributed is initialised, all ranks call it together, and all get rank 0's plan.
 
     Args:
         model: a preset ("t5-3b"; needs no network), folder, hub name, or a model.
-        vram, ram: what may be used ("8GiB"): VRAM of each GPU, RAM in all; None: what is free here. Without a GPU and
-            without `device`, `vram` plans for a card of that size, whose rates are assumed.
+        vram, ram: budgets ("8GiB"): VRAM of each GPU, total RAM; None: the free memory here. Without a GPU and without
+            `device`, `vram` plans for a card of that size with assumed rates.
         precision: of the optimizer states; None: the config's.
         batch_size: rows of a micro-batch; "auto": see `BATCH_SIZES`. It is chosen before the placements.
         max_input_length, max_target_length: tokens of a row; None: as in `finetune`.
         gradient_accumulation: micro-batches in an update; None: the config's.
-        task: "seq2seq", "causal" or "classification"; None: what the architecture was made for.
+        task: "seq2seq", "causal" or "classification"; None: the task of the architecture.
         offload: as in `finetune`; its `working_dtype` "auto" means `default_dtype`.
-        device: where training runs; None: the GPU if there is one.
-        gpu: a card to plan for that is not here ("RTX 4090"), by its data sheet: see `planner.cards.CARDS`. The CPU
-            and RAM are this machine's, or assumed if they were never measured. `vram` is then a part of the card.
-        num_gpus: how many such GPUs train together, each with micro-batches of its own; eight of them to a host. They
-            need not be here: without a GPU, `gpu` and `vram`, cards of `ASSUMED_VRAM` are planned for. None: as many
-            as there are ranks.
+        device: the device for training; None: the GPU if there is one.
+        gpu: an absent card to plan for ("RTX 4090"), by its data sheet: see `planner.cards.CARDS`. The CPU and RAM are
+            this machine's, with assumed rates if they were never measured. `vram` is then a part of the card.
+        num_gpus: number of such GPUs that train together on separate micro-batches, eight to a host. They may be
+            absent: without a GPU, `gpu` and `vram`, the plan is for cards of `ASSUMED_VRAM`. None: the number of ranks.
 
     Raises:
-        ConfigError: a wish has no meaning, no such card is known, `vram` is more than it has, or there is another
+        ConfigError: an option is invalid, the card is unknown, `vram` exceeds the card, or `num_gpus` differs from the
             number of ranks.
         OutputError: the folder for states on disk does not exist, or is full.
         ModelError, ModelNotFoundError, ModelAccessError: as in `finetune`.
@@ -140,11 +140,11 @@ def plan_source(
     eval_batch_size: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Plan:
-    """`plan` of a model that was looked up already, with every wish in the config.
+    """`plan` for a resolved model, with all other options in the config.
 
     Args:
-        label_smoothing: with it the Trainer computes the loss, from whole logits.
-        eval_batch_size: rows of evaluation's micro-batches, if they are not those of training.
+        label_smoothing: if not 0, the Trainer computes the loss from whole logits.
+        eval_batch_size: batch size of evaluation, if it differs from training's.
 
     Raises:
         ConfigError: as `plan`; also if rows are longer than the model's table of positions.
@@ -194,8 +194,8 @@ def plan_source(
 def _machine(
     config: OffloadConfig, device: torch.device | None, gpu: str | None, number: int, ranks: Solo | Group
 ) -> tuple[Hardware, bool]:
-    """The machine to plan for as each of `number` ranks has it, and whether its rates are assumed. If it is this one,
-    `ranks` measure it together."""
+    """The machine as one of `number` ranks has it, and whether its rates are assumed. `ranks` measure this machine
+    together."""
     if gpu is not None:
         found, assumed = machine_with(gpu, config), True
     elif isinstance(ranks, Group) and not _assumes_card(config, device):
@@ -207,10 +207,10 @@ def _machine(
 
 
 def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
-    """The config with those of `wishes` that are not None.
+    """The config with all `wishes` that are not None.
 
     Raises:
-        ConfigError: a wish has no meaning, or `offload` is no config.
+        ConfigError: a value is invalid, or `offload` is no config.
     """
     if offload is not None and not isinstance(offload, OffloadConfig):
         raise ConfigError(f"offload must be an OffloadConfig, such as OffloadConfig(vram='8GiB'), got {shown(offload)}")
@@ -218,10 +218,10 @@ def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
 
 
 def shown_plan(source: ModelSource, config: OffloadConfig, *, verbose: bool = False, **size: Any) -> Plan:
-    """`plan_source`, printed.
+    """Make and print the plan of `plan_source`.
 
     Args:
-        verbose: whether all of it is printed, not the verdict alone.
+        verbose: whether to print everything instead of the verdict alone.
 
     Raises:
         DoesNotFitError: the plan does not fit.
@@ -229,7 +229,7 @@ def shown_plan(source: ModelSource, config: OffloadConfig, *, verbose: bool = Fa
     made = plan_source(source, config, **size)
     if verbose:
         print(made, made.details(), *([made.explain()] if made.fits else []), sep="\n", flush=True)
-    elif made.fits:  # else the error says it
+    elif made.fits:  # otherwise the error has the verdict
         print(made, flush=True)
     check_fits(made)
     return made
@@ -238,10 +238,11 @@ def shown_plan(source: ModelSource, config: OffloadConfig, *, verbose: bool = Fa
 def plan_for_rows(
     source: ModelSource, config: OffloadConfig, assumed: Plan | None, *, verbose: bool = False, **size: Any
 ) -> Plan:
-    """The plan for rows of known length. They may be longer than was assumed: tokenized rows are not cut.
+    """The plan for rows of known length. They may be longer than assumed, because tokenized rows are not cut.
 
     Args:
-        assumed: the plan that was shown before; one line then says what changed. None shows the plan as `shown_plan`.
+        assumed: the plan that was shown before, so that only one line with the change is printed. None shows the plan
+            like `shown_plan`.
         size: as for `plan_source`.
 
     Raises:
@@ -268,7 +269,7 @@ def auto_batch_size(
     device: torch.device,
     label_smoothing: float = 0.0,
 ) -> int:
-    """The size that `batch_size="auto"` means: by `BATCH_SIZES` with a GPU, else `AUTO_BATCH_SIZE`."""
+    """The size for `batch_size="auto"`: one of `BATCH_SIZES` with a GPU, else `AUTO_BATCH_SIZE`."""
     if device.type == "cpu":
         return AUTO_BATCH_SIZE
     machine = measure(device)
@@ -278,7 +279,6 @@ def auto_batch_size(
 
 
 def _with_dtype(config: OffloadConfig, machine: Hardware) -> OffloadConfig:
-    """The config with its working dtype decided."""
     if config.working_dtype != "auto":
         return config
     on_gpu = machine.device != "cpu"
@@ -286,14 +286,14 @@ def _with_dtype(config: OffloadConfig, machine: Hardware) -> OffloadConfig:
 
 
 def default_dtype(*, on_gpu: bool, native_bf16: bool) -> Dtype:
-    """The working dtype that "auto" is: on a GPU bf16, or fp16 where bf16 is emulated (slowly); fp32 on the CPU."""
+    """The working dtype for "auto": bf16 on a GPU, or fp16 if bf16 is emulated (slow); fp32 on the CPU."""
     if not on_gpu:
         return "fp32"
     return "bf16" if native_bf16 else "fp16"
 
 
 def check_counts(counts: Mapping[str, Any], *, least: int = 1, optional: Collection[str] = ()) -> None:
-    """Raise `ConfigError` for the first count that is not a whole number >= `least`. `optional` ones may be None."""
+    """Raise `ConfigError` for the first count that is not a whole number >= `least`. `optional` counts may be None."""
     for name, value in counts.items():
         left_out = value is None and name in optional
         if not left_out and (type(value) is not int or not least <= value < 2**31):
@@ -301,12 +301,12 @@ def check_counts(counts: Mapping[str, Any], *, least: int = 1, optional: Collect
 
 
 def given_size(batch_size: object) -> dict[str, object]:
-    """`batch_size` as a count by name; nothing for "auto"."""
+    """`batch_size` as a count by name; {} for "auto"."""
     return {} if isinstance(batch_size, str) and batch_size == "auto" else {"batch_size": batch_size}
 
 
 def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Hardware, bool]:
-    """The machine to plan for, and whether its rates are assumed: this GPU, this CPU, or a card of the given size."""
+    """The machine to plan for (this GPU, this CPU, or a card of the given size), and whether its rates are assumed."""
     if _assumes_card(config, device):
         vram, ram = parse_bytes(config.vram or 0), hardware.ram_available_bytes()
         names = ", ".join(card.name for card in CARDS)
@@ -319,15 +319,15 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
 
 
 def _assumes_card(config: OffloadConfig, device: torch.device | None) -> bool:
-    """Whether the plan is for a card of the given size, since no GPU is here."""
+    """Whether the plan is for a card of the given size because this machine has no GPU."""
     return device is None and config.vram is not None and hardware.default_device().type == "cpu"
 
 
 def machine_with(gpu: str, config: OffloadConfig) -> Hardware:
-    """This machine with another GPU, by its data sheet. Where the CPU was never measured, its rates are assumed.
+    """This machine with another GPU, by its data sheet. The CPU's rates are assumed if they were never measured.
 
     Raises:
-        ConfigError: no such card is known, or the config's `vram` is more than it has.
+        ConfigError: the card is unknown, or the config's `vram` exceeds its memory.
     """
     card, host = card_named(gpu), host_rates()
     usable = int(card.usable_gib * GIB)
@@ -369,18 +369,18 @@ def _with_states_folder(machine: Hardware, config: OffloadConfig) -> Hardware:
 
 @dataclass(frozen=True)
 class _TaskOutline:
-    """The outline of a model whose micro-batches are those of a task."""
+    """The outline of a model for the micro-batches of a task."""
 
     outline: Outline
     task: Task
     eval_batch_size: int = 0
-    """Rows of evaluation's micro-batches, which count if they are more than those of training."""
+    """Batch size of evaluation, which matters if it is larger than training's."""
     label_smoothing: float = 0.0
 
     def rows(
         self, batch_size: int | Literal["auto"], max_input_length: int | None, max_target_length: int | None
     ) -> Rows:
-        """The micro-batch to plan for, with defaults for what was not given."""
+        """The micro-batch to plan for, with defaults for omitted values."""
         outline = self.outline
         length = max_input_length or default_input_length(outline.model.config, self.task)
         target = (max_target_length or DEFAULT_TARGET_LENGTH) if self.task == "seq2seq" else None
@@ -402,9 +402,9 @@ class _TaskOutline:
         return rows
 
     def work(self, rows: Rows) -> MicroBatch | None:
-        """What a micro-batch computes; None if the model cannot run on the meta device.
+        """Trace a micro-batch; None if the model cannot run on the meta device.
 
-        It has an attention mask, as if some rows were padded.
+        It has an attention mask, because rows may be padded.
         """
         size, length = rows.batch_size, rows.input_length
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
@@ -417,7 +417,7 @@ class _TaskOutline:
         return replace(work, evaluation=self.work(replace(rows, batch_size=self.eval_batch_size)))
 
     def _smoothed(self, batch: dict[str, torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-        """The loss that the Trainer computes outside the model, whose micro-batch is without labels then."""
+        """The loss that the Trainer computes outside the model. Removes the labels from `batch`."""
         from transformers.trainer_pt_utils import LabelSmoother
 
         smoother, labels = LabelSmoother(epsilon=self.label_smoothing), batch.pop("labels")
@@ -426,7 +426,7 @@ class _TaskOutline:
         return partial(smoother, labels=labels, shift_labels=self.task == "causal")
 
     def smaller(self, rows: Rows) -> Iterator[tuple[str, MicroBatch]]:
-        """Smaller micro-batches, each with its options in words: fewer rows first, then shorter rows."""
+        """Smaller micro-batches, each with its options in words: first fewer rows, then shorter rows."""
         sizes = [size for size in BATCH_SIZES if size < rows.batch_size]
         others = [(f"batch_size={size}", replace(rows, batch_size=size)) for size in sizes]
         if half := rows.input_length // 2:
@@ -445,10 +445,10 @@ def _outline(
     assumed: bool = False,
     label_smoothing: float = 0.0,
 ) -> _TaskOutline:
-    """The model without numbers, as it is trained.
+    """The outline of the model on the meta device.
 
     Args:
-        config: its working dtype is decided.
+        config: a config with a decided working dtype.
     """
     held = 0 if source.model is None else held_in_ram(source.model)
     outline = outlined(source.on_meta, config, machine, assumed=assumed)

@@ -1,7 +1,7 @@
-"""What one micro-batch computes, saves and allocates, found on the meta device without weights, GPU or waiting.
+"""Traces the operations, saved tensors and allocations of one micro-batch on the meta device, without weights or GPU.
 
-The model's forward and backward run once, without memory. Repeated blocks of one kind (class, parameter shapes, inputs)
-are followed in detail once. For the others the result is copied, so that eighty layers take as long as two.
+The model's forward and backward run once, without memory. Only one repeated block of each kind (class, parameter
+shapes, inputs) is traced in detail. Its result is copied for the rest, so eighty layers take as long as two.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FLASH = (
 _INDEXING = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "_index_put_impl_"))
 _EMPTY = Stage("", Pass(), Pass(), 0, 0, 0, 0, 0, 0)
 _ALLOCATION = 512
-"""torch's CUDA allocator rounds a tensor up to multiples of this many bytes."""
+"""torch's CUDA allocator rounds tensors up to multiples of this many bytes."""
 
 
 class AsOnGpu(TorchFunctionMode):
@@ -63,8 +63,8 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` by the kernels that save no attention weights: flash attention, or, with a mask
-    or in fp32, memory-efficient attention."""
+    """`scaled_dot_product_attention` by kernels that save no attention weights: flash attention, or, with a mask or in
+    fp32, memory-efficient attention."""
     if attn_mask is None and query.dtype != torch.float32:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
@@ -72,7 +72,7 @@ def _fused_attention(
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:  # torch makes a bias of a mask
+        if attn_mask.dtype == torch.bool:  # torch converts a mask to a bias
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -82,7 +82,7 @@ def _fused_attention(
 def _fused_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """`rms_norm` as one kernel; with a weight of another dtype it is several."""
+    """`rms_norm` as one kernel, or as several if the weight has another dtype."""
     if weight is None:
         weight = input.new_empty(tuple(normalized_shape))
     if weight.dtype != input.dtype:
@@ -91,7 +91,7 @@ def _fused_norm(
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Reads, writes and saves what the kernels do: the input, and one fp32 number for each row."""
+    """Reads, writes and saves the same tensors as the kernels: the input, and one fp32 number for each row."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -110,14 +110,14 @@ _ON_GPU: dict[Any, Callable[..., Any]] = {
     torch.dropout: _dropout,
     nn.functional.rms_norm: _fused_norm,
 }
-"""By function: what torch would do on a GPU."""
+"""Replacements of functions by their GPU variants."""
 
 
 class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations and the bytes of live tensors.
 
     Attributes:
-        live: bytes of the storages that were made since the start and still exist.
+        live: bytes of the storages that were created since the start and still exist.
         peak: highest `live` since it was last set.
     """
 
@@ -127,7 +127,7 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.total = Pass()
         self._mask_is_full = mask_is_full
         self._alike: torch.Size | None = (
-            None  # shape of the numbers that the model wants to be equal: how many end tokens each row has
+            None  # shape of the counts that the model requires to be equal: end tokens in each row
         )
         self._storages: dict[int, weakref.ref[Any]] = {}
         for tensor in known:
@@ -171,7 +171,8 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _indices(self, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The indices. A mask of which the model has asked whether it picks equally many of each row picks one."""
+        """The indices. A mask becomes one index for each row if the model has asked whether all rows have equally
+        many."""
         found: list[torch.Tensor | None] = []
         for index in given:
             if index is not None and index.dtype == torch.bool and index.shape[:-1] == self._alike:
@@ -198,7 +199,7 @@ def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _with_a_key_for_each_query(args: Sequence[Any]) -> list[Any]:
-    """The arguments with equal numbers of heads: torch 2.11 counts no attention whose queries share keys and values."""
+    """The arguments with equal numbers of heads, because torch 2.11 cannot count grouped-query attention."""
     heads = max(one.shape[1] for one in args if _is_by_heads(one))
     return [one.new_empty(one.shape[0], heads, *one.shape[2:]) if _is_by_heads(one) else one for one in args]
 
@@ -220,7 +221,7 @@ class Call:
 
     @staticmethod
     def of(batch: Any) -> Call:
-        """The call that a micro-batch stands for: a mapping has keyword arguments, a tuple or list positional ones."""
+        """The call for a micro-batch: a mapping gives keyword arguments, a tuple or list positional arguments."""
         if isinstance(batch, Call):
             return batch
         if isinstance(batch, Mapping) or hasattr(batch, "keys"):
@@ -228,12 +229,12 @@ class Call:
         return Call(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
 
     def without_memory(self) -> Call:
-        """The same with tensors on the meta device."""
+        """The same call with tensors on the meta device."""
         args, kwargs = tree_map_only(torch.Tensor, _on_meta, (self.args, dict(self.kwargs)))
         return Call(args, kwargs)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors among its arguments."""
+        """All tensors among the arguments."""
         return _tensors(tree_flatten((self.args, dict(self.kwargs)))[0])
 
 
@@ -244,11 +245,11 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def trace_micro_batch(model: nn.Module, batch: Any, loss_of: Callable[[Any], torch.Tensor] | None = None) -> MicroBatch:
     """Trace one forward and backward of `model` over `batch`.
 
-    No random generator of the process advances, though the model may draw numbers by itself (to drop whole layers).
+    No random generator of the process advances, although the model may draw numbers (to drop whole layers).
 
     Args:
-        model: on the meta device, in the dtype it computes with and in training mode.
-        batch: what `Call.of` takes; of tensors only shapes and dtypes matter.
+        model: on the meta device, in its computing dtype and in training mode.
+        batch: as for `Call.of`; only shapes and dtypes of tensors matter.
         loss_of: computes the loss from the model's output; None: `_loss_of`.
     """
     call = Call.of(batch).without_memory()
@@ -277,8 +278,8 @@ def trace_micro_batch(model: nn.Module, batch: Any, loss_of: Callable[[Any], tor
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """The output's `.loss`, or the output itself. Where neither is a scalar, the loss is computed outside the model;
-    a log-softmax in fp32 of its first tensor with a gradient stands for it."""
+    """The output's `.loss`, or a scalar output itself. Otherwise the loss is computed outside the model, and an fp32
+    log-softmax of the output's first tensor with a gradient replaces it."""
     loss = getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
         loss = output
@@ -292,7 +293,7 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 
 class _Stages:
-    """Splits what the counter sees into stages while the model runs forward and backward once."""
+    """Splits the counter's records into stages while the model runs forward and backward once."""
 
     def __init__(self, counter: OpCounter) -> None:
         self.counter = counter
@@ -301,7 +302,7 @@ class _Stages:
         self.begin()
 
     def in_order(self) -> tuple[Stage, ...]:
-        """The stages in order, without empty ones outside the blocks."""
+        """The stages in order, without empty stages outside the blocks."""
         return tuple(stage for stage in self._found if stage.block or stage.forward.num_operations)
 
     def begin(self) -> None:
@@ -324,17 +325,17 @@ class _Stages:
         self.begin()
 
     def before_block_backward(self, index: int) -> None:
-        """Backward leaves the stage outside that follows block number `index`."""
+        """End backward of the outside stage that follows block number `index`."""
         self.end_of_backward()
         self._at = index - 1
 
     def end_of_backward(self) -> None:
-        """Backward of the current outside stage is done."""
+        """End backward of the current outside stage."""
         passed, peak = self.counter.total - self._counted, self.counter.peak - self._before
         self._found[self._at] = replace(self._found[self._at], backward=passed, backward_peak_bytes=peak)
 
     def run(self, name: str, block: nn.Module, forward: Callable[..., Any], arguments: Any) -> Any:
-        """A block's outputs. If its kind was followed before, they are made from that first run."""
+        """A block's outputs. If a block of its kind was traced before, they are made from the first trace."""
         self._end_outside()
         leaves, spec = tree_flatten(arguments)
         key, tensors = _kind(block, leaves, spec), _tensors(leaves)
@@ -388,17 +389,17 @@ class _Stages:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a block of one kind gives."""
+    """The trace of one kind of block."""
 
     stage: Stage
     outputs: list[Any]
-    """A `_Made` or a `_Handed` for each tensor; other values as they are."""
+    """A `_Made` or a `_Handed` for each tensor; other values unchanged."""
     spec: Any
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor that a block made."""
+    """A tensor that a block created."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -407,7 +408,7 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Handed:
-    """An input tensor that a block returns; its index among the inputs."""
+    """An input tensor that a block returns, by its index among the inputs."""
 
     input: int
 
@@ -422,7 +423,7 @@ def _described(output: Any, inputs: Sequence[torch.Tensor]) -> Any:
 
 
 def _kind(block: nn.Module, leaves: Sequence[Any], spec: Any) -> Any:
-    """A key that is equal for blocks that compute the same over the same shapes."""
+    """A key that is equal for blocks with the same computation over the same shapes."""
 
     def form(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -474,5 +475,4 @@ def _followed(name: str, block: nn.Module, stages: _Stages) -> Iterator[None]:
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
-    """Drop a gradient as soon as it is computed, as the engine does."""
     parameter.grad = None

@@ -1,4 +1,4 @@
-"""`Plan` and `make_plan`: what lives where, whether that fits and how long a step takes; then the same in words."""
+"""`Plan` and `make_plan`: placements, whether they fit, and the seconds of a step; then the plan in words."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
 
 @dataclass(frozen=True)
 class Basis:
-    """What a plan was made from, so that another can be made with changes."""
+    """The inputs of a plan, kept to make changed plans."""
 
     config: OffloadConfig
     frozen: int
     """Number of parameters outside the flat layers."""
     frozen_bytes: int
-    """Their bytes and those of buffers."""
+    """Bytes of the parameters outside the flat layers, and of buffers."""
     work: MicroBatch | None
     """The micro-batch to plan for."""
     hardware: Hardware | None
@@ -52,32 +52,32 @@ class Basis:
     assumed: bool
     """Whether the machine's rates are assumed, not measured."""
     chosen: str = ""
-    """What to write to keep this micro-batch, where it could follow from the budget of VRAM: "batch_size=4"."""
+    """The option that keeps this micro-batch if it could depend on the VRAM budget: "batch_size=4"."""
     smaller: tuple[tuple[str, MicroBatch], ...] = ()
-    """Smaller micro-batches that the user could choose: (what to write, its work), such as ("batch_size=2", ...)."""
+    """Smaller micro-batches that the user could choose: (option, its work), such as ("batch_size=2", ...)."""
     with_disk: Hardware | None = None
     """The machine with a folder for states, if the user has named none. The disk's rates are assumed."""
     held_bytes: int = 0
-    """RAM of a model in memory, until the engine has taken all of it over."""
+    """RAM of a model in memory, until the engine has taken over all of it."""
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
     """The memory of a run and the seconds of its steps, computed from shapes alone.
 
-    With several GPUs all bytes are those of one rank, and of its equal share in the host's RAM.
+    With several GPUs all bytes are for one rank, with its equal share of the host's RAM.
 
     Attributes:
         tiers: a training step's bytes by tier ("vram", "ram", "disk") and category. Without a micro-batch to plan for,
             activations and the framework's own memory are not included.
-        budgets: bytes that may be used, by tier; {} if nothing is known of the machine. RAM is this rank's share.
+        budgets: bytes that may be used, by tier; {} for an unknown machine. RAM is this rank's share.
         seconds: the predicted step. None without a micro-batch or a machine to plan for.
-        large_gpu_seconds: seconds of a step on a GPU that holds everything and is otherwise the same, or None.
-        num_tokens: positions of one step, padding included; with several GPUs, those of all.
+        large_gpu_seconds: seconds of a step on the same GPU with enough VRAM for everything, or None.
+        num_tokens: positions of one step on all GPUs, padding included.
         checkpoint_bytes: size of one checkpoint on disk.
-        checkpoint_peak_bytes: most that is on disk at once: two checkpoints, since the old one goes after the new one
-            is written, and the trained model.
-        basis: what it was made from.
+        checkpoint_peak_bytes: peak on disk: two checkpoints, since the old one is deleted after the new one is written,
+            and the trained model.
+        basis: the inputs of the plan.
     """
 
     layers: tuple[LayerShape, ...]
@@ -100,8 +100,7 @@ class Plan:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The highest memory of each phase of a run, from reading the model to closing. It leaves out what `tiers`
-        does."""
+        """Peak memory of each phase of a run, from reading the model to closing. Omits the same bytes as `tiers`."""
         work, held = self.basis.work, self.basis.held_bytes
         args = self.layers, self.placements, self.accumulation, self.tiers, work
         return tuple(
@@ -110,10 +109,10 @@ class Plan:
         )
 
     def needs(self) -> dict[str, int]:
-        """Planned bytes by tier: those of the phase that takes the most. Without a GPU, VRAM counts as RAM too.
+        """Planned bytes by tier, of the phase that takes the most. Without a GPU, VRAM counts as RAM too.
 
-        Generation is left out: most runs do not generate. So is a model in memory while it is read: it is freed layer
-        by layer, or lies in the page cache.
+        Generation is left out, because most runs do not generate. A model in memory is left out while it is read,
+        because it is freed layer by layer, or lies in the page cache.
         """
         phases, beside = [each for each in self.phases if each.name != "generation"], {"reading": self.basis.held_bytes}
         vram = max(phase.vram for phase in phases)
@@ -127,33 +126,33 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits the budgets that there are."""
+        """Whether the plan fits the known budgets."""
         return not self.lacking()
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it was made for a machine without a GPU."""
+        """Whether the plan is for a machine without a GPU."""
         return self.basis.hardware is not None and self.basis.hardware.device == "cpu"
 
     @property
     def num_gpus(self) -> int:
-        """How many train together. A run on the CPU counts its ranks."""
+        """Number of GPUs that train together. A run on the CPU counts its ranks."""
         return self.layers[0].num_ranks
 
     @property
     def num_on_host(self) -> int:
-        """How many of them share a host's RAM."""
+        """Number of ranks that share a host's RAM."""
         return self.basis.hardware.num_ranks if self.basis.hardware else self.num_gpus
 
     @cached_property
     def communicated(self) -> dict[str, int]:
-        """Bytes that a GPU receives from the others in an optimizer step, by kind: "exchange" of gradients, "gather" of
-        new weights, and "norm". {} with one GPU."""
+        """Bytes that a GPU receives from the other GPUs in an optimizer step, by kind: "exchange" of gradients,
+        "gather" of new weights, and "norm". {} with one GPU."""
         return communicated_bytes(self.layers, self.placements, self.accumulation)
 
     @property
     def rows(self) -> Rows | None:
-        """Batch size and lengths of a micro-batch; None without one to plan for."""
+        """Batch size and lengths of a micro-batch; None without a micro-batch to plan for."""
         return self.basis.work.rows if self.basis.work else None
 
     @property
@@ -163,13 +162,13 @@ class Plan:
 
     @property
     def slowdown(self) -> float | None:
-        """Seconds of a step, divided by those on a GPU that holds everything."""
+        """Seconds of a step relative to a GPU that holds everything."""
         return self.seconds.step / self.large_gpu_seconds if self.seconds and self.large_gpu_seconds else None
 
     @property
     def verdict(self) -> str:
-        """One line: whether it fits, and on which assumed card or on the CPU; the memory of the worst phase and what
-        there is, a step's seconds, tokens/s."""
+        """One line: whether the plan fits, on which assumed card or on the CPU; needed and available memory of the
+        worst phase, seconds of a step, tokens/s."""
         if not self.fits:
             said, rest = why_not(self).replace("does not fit", "DOES NOT FIT", 1).split(": ", 1)
         else:
@@ -181,16 +180,17 @@ class Plan:
         return f"{said} ({card}): {rest}" if card else f"{said}: {rest}"
 
     def explain(self) -> str:
-        """In sentences with numbers: what limits the step and what would help; or what would fit, if this does not."""
+        """Sentences with numbers: the bottleneck of the step and remedies, or plans that would fit if this one does
+        not."""
         return "\n".join([*_limit(self), *_help(self)] if self.fits else _would_fit(self))
 
     def details(self) -> str:
-        """Lines of at most 80 columns: where everything lives, a table of bytes, the seconds and each phase's peak."""
+        """Lines of at most 80 columns: all placements, a table of bytes, the seconds and each phase's peak."""
         table = [f"{cells[0]:22}" + "".join(f"{cell:>12}" for cell in cells[1:]) for cells in _rows(self)]
         return "\n".join(f"  {line}" for line in [*_placed(self), *table, *_times(self), *_by_phase(self)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that was predicted, in types that JSON takes."""
+        """The whole prediction in types that JSON takes."""
         rows, seconds = self.rows, self.seconds
         return {
             "fits": self.fits,
@@ -226,7 +226,7 @@ class Plan:
         }
 
     def __repr__(self) -> str:
-        """One line: what is trained, the tokens of a step, and the memory and seconds it takes."""
+        """One line: the model, the tokens of a step, the memory and the seconds."""
         needs = of_tiers({tier: self.total_bytes(tier) for tier in ("vram", "ram")})
         parts = [f"{self.num_parameters:,} parameters in {len(self.layers)} flat layers", *_tokens(self), needs]
         if self.seconds is not None:
@@ -234,11 +234,11 @@ class Plan:
         return f"Plan({', '.join(parts if self.fits else [*parts, 'does not fit'])})"
 
     def __str__(self) -> str:
-        """The verdict, and what it is about. `explain` and `details` say the rest."""
+        """The verdict, the machine and the model. `explain` and `details` have the rest."""
         return "\n".join([self.verdict, *(f"  {line}" for line in _about(self))])
 
     def _repr_html_(self) -> str:
-        """All of it in HTML for notebooks, in the colours of the page. The details are folded."""
+        """The whole plan in HTML for notebooks, in the page's colours. The details are folded."""
         header, *rows = _rows(self)
         right = ' style="text-align:right"'
         cells = ["".join(f"<th{right}>{escape(cell)}</th>" for cell in header)]
@@ -259,9 +259,10 @@ class Plan:
 
 
 def check_fits(plan: Plan) -> None:
-    """
+    """Raise an error unless the plan fits.
+
     Raises:
-        DoesNotFitError: the plan does not fit. The message names what it needs, what there is, and plans that fit.
+        DoesNotFitError: the plan does not fit. The message has needed and available memory, and plans that fit.
     """
     if not plan.fits:
         raise DoesNotFitError(f"the plan {why_not(plan)}\n{plan.explain()}\n({_trained(plan)})")
@@ -279,13 +280,12 @@ def make_plan(
 ) -> Plan:
     """The plan of a model cut into `layers`. With several ranks, `layers` and `hardware` are one rank's.
 
-    If the config names a placement, every layer has it, as far as the layer can. Else, with `work` and a GPU in
-    `hardware`, the placements are those with the fastest predicted step within the budgets. Else every layer has its
-    states in RAM. The budgets are the config's `vram` and `ram`, or else what the machine has free. The other arguments
-    are those of `Basis`.
+    If the config has a placement, every layer gets it as far as possible. Else, with `work` and a GPU in `hardware`,
+    the placements with the fastest predicted step within the budgets are searched. Else all states are in RAM. The
+    budgets are the config's `vram` and `ram`, or else the machine's free memory. `Basis` describes the other arguments.
 
-    Where ranks were measured with few of NCCL's thread blocks too, the plan chooses between these and NCCL's own choice
-    (`Hardware.most_ctas`), once for all. Few take less VRAM too: what fits with few alone has few.
+    If the link was also measured with few NCCL thread blocks, the plan chooses between few and NCCL's own choice
+    (`Hardware.most_ctas`) for the whole run. Few take less VRAM too: if a plan fits with few only, few are chosen.
     """
     layers = tuple(
         replace(
@@ -310,23 +310,23 @@ def make_plan(
 
 
 def _with_ctas(machine: Hardware) -> tuple[Hardware, Hardware]:
-    """The machine with few of NCCL's thread blocks, and with as many as NCCL likes."""
+    """The machine with few NCCL thread blocks, and with NCCL's own choice."""
     own = replace(machine, few_ctas_link_bytes_per_second=0.0)
     return replace(own, most_ctas=FEW_CTAS, link_bytes_per_second=machine.few_ctas_link_bytes_per_second), own
 
 
 def placed(plan: Plan, placements: Sequence[Placement]) -> Plan:
-    """`plan` with each layer where `placements` says: its bytes and seconds are those of these placements."""
+    """`plan` with the given placement of each layer, and the bytes and seconds that follow from it."""
     return _plan(plan.layers, plan.basis, plan.budgets, tuple(placements))
 
 
 def of_rank(plan: Plan, layers: Sequence[LayerShape]) -> Plan:
-    """`plan`, which all ranks have in common, with what one of them has of each layer."""
+    """The ranks' common `plan` with one rank's `layers`."""
     return _plan(tuple(layers), plan.basis, plan.budgets, plan.placements)
 
 
 def wishes(plan: Plan, budgets: Mapping[str, float]) -> dict[str, Any]:
-    """`vram` and `ram` of a config that gives each rank of `plan` so many bytes."""
+    """`vram` and `ram` of a config that gives each rank of `plan` this many bytes."""
     return {tier: int(size * (plan.num_on_host if tier == "ram" else 1)) for tier, size in budgets.items()}
 
 
@@ -374,7 +374,7 @@ def _plan(
 
 
 def _budgets(config: OffloadConfig, hardware: Hardware | None, num_ranks: int) -> dict[str, int]:
-    """Bytes that may be used, by tier: the config's, or else what is free. Ranks of one host share its RAM evenly.
+    """Bytes that may be used, by tier: the config's, or else the free bytes. Ranks of one host share its RAM evenly.
 
     The VRAM of this process's CUDA context is part of the budget, since the plan counts it as needed.
     """
@@ -416,13 +416,13 @@ def _kept_search(
     all_recomputed: bool,
     compiled: bool,
 ) -> Search:
-    """A search for any budgets. What would help a plan is found by searching again with larger ones."""
+    """A cached search for any budgets. `_help` searches again with larger budgets."""
     options: dict[str, Any] = {"all_recomputed": all_recomputed, "compiled": compiled}
     return Search(layers, work, hardware, accumulation, frozen_bytes=frozen_bytes, **options)
 
 
 def _room(config: OffloadConfig, budgets: Mapping[str, int], hardware: Hardware) -> tuple[int, int, int]:
-    """Bytes of VRAM, RAM and disk for which placements are searched. Of a wish for VRAM some is held back at first."""
+    """The search's bytes of VRAM, RAM and disk. With a `vram` budget, some VRAM is held back at first."""
     held_back = LOADED_LATER_BYTES if config.vram is not None and hardware.vram_context_bytes > 0 else 0
     disk = budgets["disk"] if hardware.disk_read_bytes_per_second else 0
     return budgets["vram"] - held_back, budgets["ram"], disk
@@ -454,7 +454,7 @@ def does_not_fit(lacking: Mapping[str, tuple[int, int]], *, at_least: bool = Fal
 
 
 def why_not(plan: Plan) -> str:
-    """ "does not fit: needs 38 GiB of VRAM, has 11 GiB", of a plan that does not. What it needs is rounded up."""
+    """ "does not fit: needs 38 GiB of VRAM, has 11 GiB". The need is rounded up."""
     needs = {tier: rounded_up(size) for tier, size in _of_all(plan, plan.needs()).items()}
     has = _of_all(plan, plan.budgets)
     why = does_not_fit({tier: (needs[tier], has[tier]) for tier in plan.lacking()})
@@ -462,18 +462,18 @@ def why_not(plan: Plan) -> str:
 
 
 def _of_all(plan: Plan, num_bytes: Mapping[str, int]) -> dict[str, int]:
-    """A rank's bytes by tier, as they are said: VRAM for each GPU, all else for all ranks of a host together."""
+    """A rank's bytes by tier, as shown to users: VRAM for each GPU, RAM and disk for all ranks of a host."""
     return {tier: size * (1 if tier == "vram" else plan.num_on_host) for tier, size in num_bytes.items()}
 
 
 def _tiers_to_say(plan: Plan) -> dict[str, int]:
-    """Planned bytes by tier. VRAM is left out where it is RAM too and has no budget, the disk where it is not used."""
+    """Planned bytes by tier, without VRAM if it is RAM and has no budget, and without an unused disk."""
     said = {tier: need for tier, need in plan.needs().items() if tier == "ram" or need}
     return {tier: need for tier, need in said.items() if tier != "vram" or not plan.on_cpu or "vram" in plan.budgets}
 
 
 def _of_budget(plan: Plan, tier: str, need: int) -> str:
-    """ "7.9 of 8 GiB VRAM": both rounded alike, so that what fits never looks larger than what there is."""
+    """ "7.9 of 8 GiB VRAM": both rounded alike, so that a need that fits never looks larger than its budget."""
     need = _of_all(plan, {tier: need})[tier]
     budget = _of_all(plan, plan.budgets).get(tier)
     whose = "" if plan.num_gpus == 1 else " each" if tier == "vram" else " in all"
@@ -491,7 +491,6 @@ def _speed(plan: Plan) -> list[str]:
 
 
 def _about(plan: Plan) -> list[str]:
-    """Lines on the machine that is assumed, on what is trained, and on what the figures leave out."""
     lines = [*(line for sentence in _assumed(plan) for line in _wrapped(sentence)), _trained(plan)]
     if plan.num_tokens is None:
         lines.append("(activations and the framework's own memory come on top)")
@@ -501,13 +500,11 @@ def _about(plan: Plan) -> list[str]:
 
 
 def _assumed(plan: Plan) -> list[str]:
-    """Sentences on what of the machine was not measured."""
     machine = plan.basis.hardware
     return [] if machine is None else [each for each in (machine.assumed, machine.link_assumed) if each]
 
 
 def _trained(plan: Plan) -> str:
-    """What is trained, and the tokens of a step."""
     frozen = plan.num_parameters - plan.num_trainable_parameters
     first = f"{plan.num_parameters:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
     config, kinds = plan.basis.config, dict.fromkeys(layer.dtype for layer in plan.layers)
@@ -516,7 +513,6 @@ def _trained(plan: Plan) -> str:
 
 
 def _optimizer(plan: Plan) -> str:
-    """The optimizer as users call it: "Adam", "Lion"."""
     name = plan.basis.config.optimizer
     return "Adam" if name == "adamw" else name.capitalize()
 
@@ -532,7 +528,7 @@ def _tokens(plan: Plan) -> list[str]:
 
 
 def _placed(plan: Plan) -> list[str]:
-    """Lines on where states, gradients, weights and activations are. What is as on a large GPU has no line."""
+    """Lines on the places of states, gradients, weights and activations, where they differ from a large GPU."""
     number = len(plan.layers)
     blocks = sum(layer.in_block for layer in plan.layers)
 
@@ -576,7 +572,6 @@ def _rows(plan: Plan) -> list[list[str]]:
 
 
 def _times(plan: Plan) -> list[str]:
-    """Lines on the predicted time."""
     lines = []
     if plan.seconds is not None and plan.slowdown is not None:
         slowdown = "" if plan.on_cpu else f", {plan.slowdown:.3g}x a GPU that holds everything"
@@ -594,14 +589,13 @@ def _times(plan: Plan) -> list[str]:
 
 
 def _busy(plan: Plan, name: str) -> str:
-    """A resource of `Seconds.busy` in users' words."""
     steps = {"GPU step": f"{_optimizer(plan)} on the GPU", "CPU step": f"{_optimizer(plan)} on the CPU"}
     others = {"H2D": _TO_GPU, "D2H": _TO_RAM, "launches": "starting operations", "link": "GPU <-> GPU"}
     return (steps | others).get(name, name)
 
 
 def _rates(machine: Hardware | None) -> str:
-    """An assumed machine, described by its rates, since it has no name."""
+    """An assumed machine described by its rates, since it has no name."""
     if machine is None:
         return "machine"
     half = "bf16" if machine.supports_bf16 else "fp16"
@@ -614,11 +608,10 @@ def _rates(machine: Hardware | None) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    """`text` cut at spaces into lines of at most 74."""
     return wrap(text, 74, break_long_words=False, break_on_hyphens=False)
 
 
-# ---- what limits a plan, and what would help --------------------------------------------------------------------
+# ---- the bottleneck of a plan, and remedies ------------------------------------------------------------------------
 
 _LIMITS = {
     "GPU": "the GPU's computing",
@@ -630,17 +623,18 @@ _LIMITS = {
 }
 _BOTH_WAYS = "the bus in both directions"
 _LARGER_BUDGETS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
-"""Larger budgets to try, as multiples of the present one."""
+"""Larger budgets to try, as multiples of the present budget."""
 _MORE_MICRO_BATCHES = 4
-"""By how many times as many an accumulation is compared."""
+"""Factor of the larger accumulation that is compared."""
 _MIN_SPEEDUP = 1.05
-"""A change is named only if it makes the step at least this many times faster."""
+"""A change is proposed only if it makes the step at least this many times faster."""
 _MIN_SAVED = 0.01
 """A change is said to save memory only if it saves more than this fraction of it."""
 _MAX_LACKING = 0.9
-"""A smaller micro-batch is named only if it lacks less than this fraction of what the present one lacks."""
+"""A smaller micro-batch is proposed only if it lacks less than this fraction of the bytes that the present one
+lacks."""
 _AS_BUSY = 0.85
-"""Resources that are busy for more than this fraction of the busiest one's time limit the step together with it."""
+"""Resources with more than this fraction of the busiest resource's time limit the step together with it."""
 _DRAM_BOUND = 0.6
 """A CPU step above this fraction of the triad's bytes per second is bound by RAM, below it by arithmetic."""
 
@@ -651,7 +645,7 @@ def replanned(
     """The plan made again, with `changes` in its config (vram, ram, precision, ...), another micro-batch or machine.
 
     Args:
-        num_gpus: of the same kind and with as much VRAM each, and with all that the host has of RAM.
+        num_gpus: number of GPUs of the same kind with as much VRAM as now; the host's RAM stays the same.
     """
     basis, layers = plan.basis, plan.layers
     config = replace(basis.config, **changes)
@@ -670,28 +664,28 @@ def replanned(
 
 
 def exchanged_otherwise(plan: Plan) -> Plan:
-    """The plan made again with the other order in which several GPUs exchange gradients (`OffloadConfig.exchange`)."""
+    """The plan made again with the other order of gradient exchange between GPUs (`OffloadConfig.exchange`)."""
     return replanned(plan, exchange="micro_batch" if plan.basis.config.exchange == "step" else "step")
 
 
 def nearest_fits(plan: Plan, most: int = 4) -> list[tuple[str, Plan]]:
-    """Up to `most` plans that fit, each with the words for what to change. Smaller changes come first.
+    """Up to `most` plans that fit, each with the words for its changes. Smaller changes come first.
 
-    The order: states in fewer bytes, a smaller micro-batch, both; states on disk, the same with these; a larger budget,
-    and last a smaller micro-batch, leaner states and both in a less enlarged budget. Two changes are tried together
-    where neither is enough.
+    The order: states in fewer bytes, a smaller micro-batch, both; states on disk, alone and with these changes; a
+    larger budget; and last a smaller micro-batch, leaner states and both with a smaller increase of the budget. Two
+    changes are combined if neither is enough.
     """
     return list(islice(((words, other) for words, other in _others(plan) if other.fits), most))
 
 
 def _leaner_precisions(config: OffloadConfig) -> tuple[Precision, ...]:
-    """Those in which the optimizer's moments take fewer bytes."""
+    """Precisions with fewer bytes of optimizer moments."""
     order = optimizer_named(config.optimizer).precisions
     return order[order.index(config.precision) + 1 :]
 
 
 def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The other plans that `nearest_fits` tries, in its order."""
+    """The plans that `nearest_fits` tries, in its order."""
     basis = plan.basis
     if basis.hardware is None:
         return
@@ -706,14 +700,14 @@ def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
     for budgets, other in _larger(plan):
         chosen = basis.chosen if "vram" in plan.lacking() else ""
         yield f"{chosen} with {budgets}" if chosen else budgets, other
-    for words, lean in _leanest(plan):  # these need the least more memory
+    for words, lean in _leanest(plan):  # these need the least additional memory
         if sum(lean.lacking().values()) < _MAX_LACKING * sum(plan.lacking().values()):
             for budgets, other in _larger(lean):
                 yield f"{words} with {budgets}", other
 
 
 def _to_disk(plan: Plan) -> tuple[str, dict[str, Any]]:
-    """How states are put on the disk that may be proposed, in words and as changes of a plan; "" and {} without one."""
+    """Words and plan changes for moving states to the proposed disk; "" and {} without a disk to propose."""
     machine = plan.basis.with_disk
     if machine is None:
         return "", {}
@@ -723,8 +717,8 @@ def _to_disk(plan: Plan) -> tuple[str, dict[str, Any]]:
 
 
 def _leanest(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The plan with a small micro-batch; where RAM lacks, with the leanest states too, on disk if there is one; and
-    with both."""
+    """The plan with a small micro-batch; if RAM is short, also with the leanest states (on disk if possible), and with
+    both."""
     smaller = plan.basis.smaller[-2:]
     for words, work in smaller[: 1 if "ram" in plan.lacking() else 2]:
         yield words, replanned(plan, work=work)
@@ -743,7 +737,7 @@ def _leanest(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def _leaner(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The plan with states in fewer bytes and with smaller micro-batches; with both, where neither is enough."""
+    """The plan with states in fewer bytes, with smaller micro-batches, and with both if neither is enough."""
     leaner, one_is_enough = _leaner_precisions(plan.basis.config), False
     for precision in leaner:
         other = replanned(plan, precision=precision)
@@ -758,7 +752,6 @@ def _leaner(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def _smaller(plan: Plan, **changes: Any) -> Iterator[tuple[str, Plan]]:
-    """The plan with smaller and smaller micro-batches, until one fits."""
     for words, work in plan.basis.smaller:
         other = replanned(plan, work=work, **changes)
         yield words, other
@@ -767,7 +760,8 @@ def _smaller(plan: Plan, **changes: Any) -> Iterator[tuple[str, Plan]]:
 
 
 def _larger(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The plan with what it needs, rounded up as it is written. A plan that does not fit is already the leanest one."""
+    """The plan with budgets that cover its needs, rounded up as shown. A plan that does not fit is already the leanest
+    plan."""
     needs, hardware = _of_all(plan, plan.needs()), plan.basis.hardware
     lacking: dict[str, Any] = {tier: rounded_up(needs[tier]) for tier in plan.lacking()}
     budgets = {tier: size for tier, size in lacking.items() if tier != "disk"}
@@ -778,7 +772,6 @@ def _larger(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def _would_fit(plan: Plan) -> Iterator[str]:
-    """Sentences on the nearest plans that fit."""
     by_name = {phase.name: phase for phase in plan.phases}
     if "vram" in plan.lacking() and by_name["evaluation"].vram > by_name["training"].vram:
         yield "evaluation takes the most VRAM: a smaller per_device_eval_batch_size takes less"
@@ -793,7 +786,7 @@ def _would_fit(plan: Plan) -> Iterator[str]:
 
 
 def _tiers_to_name(plan: Plan, other: Plan) -> list[str]:
-    """VRAM and RAM (without a GPU only RAM), except where `other` has a larger budget, which is named already."""
+    """VRAM and RAM (without a GPU only RAM), except tiers whose larger budget in `other` is named already."""
     tiers = ["ram"] if other.on_cpu else ["vram", "ram"]
     return [tier for tier in tiers if other.budgets.get(tier) == plan.budgets.get(tier)]
 
@@ -819,7 +812,7 @@ def _limit(plan: Plan) -> Iterator[str]:
 
 
 def _limiting(plan: Plan, name: str) -> str:
-    """The resource in words. For the CPU's step they say whether RAM or arithmetic bounds it."""
+    """The resource in words; for the CPU step, whether RAM or arithmetic bounds it."""
     if name != "CPU step":
         return _LIMITS[name]
     assert plan.basis.hardware is not None
@@ -848,7 +841,7 @@ def _help(plan: Plan) -> Iterator[str]:
                 yield f"{more} more {TIERS[tier]}{on_each} would {_changed(plan, other)}: {_faster(other, speedup)}"
                 break
             if tier == "ram" and not _is_short_of_ram(other):
-                break  # the larger ones lead to the same plan
+                break  # larger budgets lead to the same plan
     if plan.basis.config.precision == "exact" and "compact" in _leaner_precisions(plan.basis.config):
         other = replanned(plan, precision="compact")
         assert other.seconds is not None
@@ -864,7 +857,7 @@ def _help(plan: Plan) -> Iterator[str]:
 
 
 def _help_of_gpus(plan: Plan) -> Iterator[str]:
-    """Sentences on what another GPU, fewer exchanges and the other order of exchange would bring."""
+    """Sentences on the effect of another GPU, of fewer exchanges and of the other order of exchange."""
     if plan.seconds is None or plan.tokens_per_second is None:
         return
     other = _with_another_gpu(plan)
@@ -887,7 +880,6 @@ def _help_of_gpus(plan: Plan) -> Iterator[str]:
 
 
 def _in_the_other_order(plan: Plan) -> str:
-    """A sentence on what the other order of exchange would bring: bytes of a step, and the speed."""
     other = exchanged_otherwise(plan)
     order = other.basis.config.exchange
     assert other.tokens_per_second is not None
@@ -901,7 +893,7 @@ def _in_the_other_order(plan: Plan) -> str:
 
 
 def _with_another_gpu(plan: Plan) -> Plan | None:
-    """The plan with one GPU more of the same kind, or with one host more; None where nothing is known of the GPU."""
+    """The plan with one more GPU or, beyond `GPUS_PER_HOST`, one more host; None if the GPU is unknown."""
     if plan.on_cpu or plan.basis.hardware is None or plan.basis.work is None:
         return None
     more = 1 if plan.num_gpus < GPUS_PER_HOST else GPUS_PER_HOST
@@ -932,7 +924,7 @@ def _is_short_of_ram(plan: Plan) -> bool:
 
 
 def _by_phase(plan: Plan) -> Iterator[str]:
-    """A small table of the phases' peaks. One line stands for neighbours with the same figures."""
+    """A small table of the phases' peaks. One line stands for consecutive phases with the same figures."""
     if plan.num_tokens is None or not plan.fits:
         return
     yield "peaks by phase:" if plan.num_gpus == 1 else "peaks by phase, of each GPU and its process:"
@@ -943,7 +935,7 @@ def _by_phase(plan: Plan) -> Iterator[str]:
 
 
 def _changed(plan: Plan, other: Plan) -> str:
-    """In words: what `other` does with its memory that `plan` does not."""
+    """The additional use of memory by `other`, in words."""
 
     def counts(of: Plan) -> dict[str, int]:
         wheres = of.placements
