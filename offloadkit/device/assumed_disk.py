@@ -1,4 +1,4 @@
-"""A folder's disk at assumed rates: for a machine that was not measured, and for what a refusal proposes."""
+"""A disk at assumed rates, for machines that were not measured and for proposals of plans that do not fit."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from offloadkit.hardware import Hardware
 from offloadkit.planner import Plan
 
 ASSUMED_DISK = 1.5e9
-"""Bytes a second, for reading and for writing."""
+"""Bytes per second of reading and of writing."""
 
 
 def with_disk(machine: Hardware, folder: str) -> Hardware:
-    """The machine with the disk of `folder`, whose rates are assumed. Ranks of the host share it.
+    """Add the disk of `folder` to the machine, at assumed rates that the ranks of the host share.
 
     Raises:
-        OutputError: there is no such folder.
+        OutputError: `folder` is not a folder.
     """
     if not os.path.isdir(folder):
         raise OutputError(f"{folder} is no folder: name one on a local disk, for optimizer states")
@@ -36,8 +36,9 @@ def with_disk(machine: Hardware, folder: str) -> Hardware:
 
 
 def proposing_disk(plan: Plan) -> Plan:
-    """The plan. If it does not fit, it has a disk that a refusal may propose (`Basis.with_disk`): that of the system's
-    folder for temporary files, or of the current folder."""
+    """Give a plan that does not fit a disk to propose (`Basis.with_disk`): the disk of the temporary folder or of the
+    current folder. Other plans are returned unchanged.
+    """
     machine = plan.basis.hardware
     if plan.fits or machine is None or machine.device == "cpu" or plan.basis.config.disk:
         return plan

@@ -1,9 +1,9 @@
 """Pinned host memory in exact sizes.
 
-torch's pinned allocator rounds sizes up to powers of two, and pins with one thread. A `HostSlab` is an anonymous
-mapping of exactly the requested bytes. It uses huge pages if the kernel gives them, is populated by all cores and is
-registered with CUDA. Forked DataLoader workers do not inherit it. It is freed with the last tensor cut from it, or
-becomes ordinary memory before (`make_ordinary`). Several processes of a host may map one `SharedSlab`.
+torch's pinned allocator rounds sizes up to powers of two and pins with one thread. A `HostSlab` is an anonymous mapping
+of exactly the requested bytes, with huge pages if the kernel provides them, populated by all cores and registered with
+CUDA. Forked DataLoader workers do not inherit it. It is freed with the last tensor cut from it, or becomes ordinary
+memory earlier (`make_ordinary`). Several processes of a host can map one `SharedSlab`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from offloadkit.optim.table import aligned
 from offloadkit.threads import ThreadPool
 from offloadkit.units import format_bytes
 
-_cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
+_cuda: Any = torch.cuda  # typed in some releases of torch only
 _NUM_PINNING_THREADS = 8
 _MAP_FIXED = 0x10
 
 
 class HostSlab:
-    """A mapping of `num_bytes` of host memory, from which tensors are cut one after the other."""
+    """A mapping of `num_bytes` of host memory that is cut into consecutive tensors."""
 
     def __init__(self, num_bytes: int) -> None:
-        """
+        """Map the memory.
+
         Raises:
-            OutOfRamError: the system does not give so much.
+            OutOfRamError: the system refuses the allocation.
         """
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
         try:
@@ -56,16 +57,16 @@ class HostSlab:
 
     def _advise(self, advice: str) -> None:
         if hasattr(mmap, advice):
-            with suppress(OSError):  # older kernels refuse it: that costs time or memory only
+            with suppress(OSError):  # old kernels refuse; that only costs time or memory
                 self._mapping.madvise(getattr(mmap, advice))
 
     def populate(self, part: int = 0, num_parts: int = 1) -> None:
-        """Back every page with RAM now, or those of one of so many equal parts. What the slab holds stays."""
+        """Back all pages, or the pages of one of `num_parts` equal parts, with RAM. Contents are kept."""
         first, end = (self.num_bytes * at // num_parts for at in (part, part + 1))
         cpu.populate(self.address + first, end - first)
 
     def pin(self) -> bool:
-        """Register the slab with CUDA. Returns False if the system refuses (the limit of locked memory)."""
+        """Register the slab with CUDA. Returns False if the system refuses, because of its limit on locked memory."""
         if int(_cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0)) == 0:
             self.pinned = True
             self._unpin = weakref.finalize(self.buffer, _unpin, self.address, os.getpid())
@@ -73,9 +74,9 @@ class HostSlab:
         return self.pinned
 
     def make_ordinary(self) -> None:
-        """Unpin the slab and have forked processes inherit it. Nothing moves; no copy to or from it may be under way.
+        """Unpin the slab and let forked processes inherit it. No copy of the slab may be in flight.
 
-        It then outlives the engine as the memory of its tensors.
+        Tensors stay at their addresses; the memory may outlive the engine.
         """
         if self.pinned:
             self._unpin()
@@ -87,7 +88,7 @@ class HostSlab:
         self._used = 0
 
     def cut(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next `numel` elements of the slab, as a 1-D tensor with its own storage.
+        """Return the next `numel` elements of the slab as a 1-D tensor with its own storage.
 
         Raises:
             ValueError: the slab is full.
@@ -102,15 +103,15 @@ class HostSlab:
 
 
 class SharedSlab(HostSlab):
-    """A slab that other processes map too: what one of them writes, all of them see.
+    """A slab that several processes map: all of them see every write.
 
     Attributes:
-        parted: whether this process has a copy of its own instead, at the same address. It is not pinned, and takes RAM
-            for the pages that are written.
+        parted: whether this process now has a copy-on-write mapping at the same address, which is not pinned and takes
+            RAM for pages that it writes.
     """
 
     def __init__(self, file: int, num_bytes: int) -> None:
-        """file: descriptor of a `file_in_ram` of this size, which the slab closes."""
+        """file: descriptor of a `file_in_ram` of this size; the slab closes it."""
         super().__init__(num_bytes)
         self.parted, self._pins_again = False, False
         self._file, self._closing = file, weakref.finalize(self.buffer, os.close, file)
@@ -118,7 +119,7 @@ class SharedSlab(HostSlab):
         self._map(mmap.MAP_SHARED)
 
     def _map(self, kind: int) -> None:
-        """Map the file where the slab is, in place of what was mapped there."""
+        """Replace the slab's mapping with a mapping of the file."""
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         libc.mmap.restype = ctypes.c_void_p
@@ -131,23 +132,25 @@ class SharedSlab(HostSlab):
         self._advise("MADV_DONTFORK")
 
     def part(self) -> None:
-        """Go on with a copy of its own: what this process writes from here on, the others do not see.
+        """Switch to a copy-on-write mapping: other processes no longer see this process's writes.
 
-        No copy to or from the slab may be under way.
+        No copy of the slab may be in flight.
         """
         if not self.parted:
             self._pins_again = self.pinned
             self._let_go()
 
     def publish(self, part: torch.Tensor) -> None:
-        """Give the others the numbers of `part`, a contiguous tensor in this slab, which has `parted`."""
+        """Write `part` to the file, so that other processes see it. `part` is a contiguous tensor in this `parted`
+        slab.
+        """
         at, end = part.data_ptr() - self.address, part.data_ptr() - self.address + part.nbytes
         memory = memoryview(self.buffer).cast("B")
         while at < end:
             at += os.pwrite(self._file, memory[at:end], at)
 
     def rejoin(self) -> None:
-        """Drop the copy, and go on with what all have."""
+        """Drop the copy-on-write pages and map the shared file again."""
         if self.parted:
             self._map(mmap.MAP_SHARED)
             self.parted = False
@@ -155,7 +158,7 @@ class SharedSlab(HostSlab):
                 self.pin()
 
     def make_ordinary(self) -> None:
-        """As for a `HostSlab`; this process keeps the slab for itself."""
+        """As for `HostSlab`; the memory becomes private to this process."""
         if not self.parted:
             self._let_go()
         self._advise("MADV_DOFORK")
@@ -170,7 +173,7 @@ class SharedSlab(HostSlab):
 
 
 def file_in_ram(num_bytes: int) -> int:
-    """A new file without a name for a `SharedSlab` of so many bytes. It takes RAM when it is written."""
+    """Create an unnamed file for a `SharedSlab` of `num_bytes`. Writing to it takes RAM."""
     file = os.memfd_create("offloadkit")
     os.truncate(file, -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE)
     return file
@@ -182,10 +185,10 @@ def _unpin(address: int, owner: int) -> None:
 
 
 def allocate(sizes: Sequence[int], device: torch.device, what: str) -> list[HostSlab]:
-    """Slabs of `sizes` bytes, populated, and pinned if `device` is a GPU. `what`: what they are for, in the plural.
+    """Allocate populated slabs of `sizes` bytes, pinned if `device` is a GPU. `what`: their purpose, in the plural.
 
     Raises:
-        OffloadkitError: the slabs need more RAM than is available. Nothing is allocated then.
+        OffloadkitError: too little RAM is available. Nothing is allocated.
     """
     _check_available(sum(sizes), what)
     slabs = [HostSlab(size) for size in sizes]
@@ -196,10 +199,10 @@ def allocate(sizes: Sequence[int], device: torch.device, what: str) -> list[Host
 def allocate_shared(
     files: Sequence[int], sizes: Sequence[int], device: torch.device, what: str, part: tuple[int, int]
 ) -> list[SharedSlab]:
-    """As `allocate`, in `files` that other processes map too; the slabs close them.
+    """As `allocate`, in `files` that other processes map too; the slabs close the files.
 
     Args:
-        part: which of how many equal parts of each slab this process backs with RAM: near its own cores, if it can be.
+        part: (index, number of parts): the part of every slab that this process populates, near its cores if possible.
     """
     slabs = [SharedSlab(file, size) for file, size in zip(files, sizes, strict=True)]
     _check_available(sum(sizes) // part[1], what)
@@ -217,7 +220,7 @@ def _check_available(needed: int, what: str) -> None:
 
 
 def _back_with_ram(slabs: Sequence[HostSlab], device: torch.device, part: tuple[int, int]) -> None:
-    """Populate a part of each slab, and pin all of it if `device` is a GPU."""
+    """Populate `part` of every slab, and pin whole slabs if `device` is a GPU."""
     if device.type != "cuda":
         for slab in slabs:
             slab.populate(*part)

@@ -1,8 +1,8 @@
-"""Optimizer states on disk: a file that the step reads ahead and writes behind.
+"""Optimizer states on disk: a file with read-ahead and write-behind for the step.
 
-Each layer's states are one region of the file. They pass through a few pinned buffers in RAM. If the file system can
-(`O_DIRECT`), they bypass the page cache, so the disk works when the step wants it to. Else the system's write-back and
-memory limit would decide. A region is also mapped, to read or write its states between steps (checkpoints).
+Every layer's states are one region of the file, which passes through a few pinned buffers in RAM. With `O_DIRECT`, if
+supported, I/O bypasses the page cache, so the disk works on the step's schedule instead of the system's write-back and
+memory limits. Regions are also mapped, for reading and writing states between steps (checkpoints).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from offloadkit.threads import ThreadPool
 NETWORK_MOUNTS = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre", "afs"}
 RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 _PAGE = max(4096, mmap.ALLOCATIONGRANULARITY)
-"""Bytes: `O_DIRECT` needs addresses, offsets and lengths that are multiples of it, and mappings begin at one."""
+"""Bytes. `O_DIRECT` needs addresses, offsets and lengths that are multiples of it; mappings start at multiples."""
 _CHUNK = 16 * 2**20
-"""Bytes that one thread reads or writes at once."""
+"""Bytes per read or write of a thread."""
 _NUM_THREADS = 4
 
 Move = Callable[[int, list[memoryview], int], int]
@@ -41,20 +41,20 @@ Move = Callable[[int, list[memoryview], int], int]
 
 
 class _Mapping:
-    """A part of a file that is mapped into memory."""
+    """A memory-mapped part of a file."""
 
     def __init__(self, file: int, length: int, at: int) -> None:
         self._mapping = mmap.mmap(file, length, offset=at)
-        # torch keeps the buffer of a view, not its mapping's lock: this object keeps that.
+        # A view keeps the buffer alive but not the mapping's lock, so this object keeps the lock.
         self.memory: Any = (ctypes.c_ubyte * length).from_buffer(self._mapping)
 
     def forget_pages(self, start: int, num_bytes: int) -> None:
-        """Flush pages to disk, and drop them from RAM."""
+        """Flush pages to disk and drop them from RAM."""
         self._mapping.flush(start, num_bytes)
         self._mapping.madvise(mmap.MADV_DONTNEED, start, num_bytes)
 
     def close(self) -> None:
-        """Let go of it; views keep it as long as they live."""
+        """Close the mapping, or leave it to the remaining views."""
         del self.memory
         with suppress(BufferError):
             self._mapping.close()
@@ -64,11 +64,11 @@ class StateFile:
     """Regions of an unnamed file, which disappears with the process.
 
     Attributes:
-        direct: whether reads and writes bypass the page cache.
+        direct: whether I/O bypasses the page cache.
     """
 
     def __init__(self, folder: str | os.PathLike[str], sizes: Sequence[int]) -> None:
-        """sizes: bytes of each region.
+        """sizes: bytes of every region.
 
         Raises:
             OutputError: the folder is on a network mount or in RAM, it cannot be written, or the disk is too small.
@@ -76,7 +76,7 @@ class StateFile:
         """
         self._folder = Path(folder)
         self._regions: list[tuple[int, int, _Mapping, int]] = []
-        """Of each: bytes, where it starts in the file, the mapping that it is in, and where it starts there."""
+        """(bytes, offset in the file, mapping, offset in the mapping) of every region."""
         self._file, self.direct = _file_for_states(self._folder, max(sum(map(_whole_pages, sizes)), _PAGE))
         self._closing = weakref.finalize(self, os.close, self._file)
         self._end = 0
@@ -84,10 +84,10 @@ class StateFile:
         self._pool = ThreadPool(_NUM_THREADS, "offloadkit-disk")
 
     def add(self, sizes: Sequence[int]) -> list[int]:
-        """Further regions, zeroed; returns their indices.
+        """Append zeroed regions and return their indices.
 
         Raises:
-            OutputError: the disk is too small. The file is as it was.
+            OutputError: the disk is too small. The file is unchanged.
         """
         total = sum(map(_whole_pages, sizes))
         if (free := shutil.disk_usage(self._folder).free) < total:
@@ -112,13 +112,13 @@ class StateFile:
     def mapped(
         self, index: int, offset: int = 0, numel: int | None = None, dtype: torch.dtype = torch.uint8
     ) -> torch.Tensor:
-        """1-D view of a region, through the page cache. Do not use it while the region is read or written.
+        """Return a 1-D view of a region, through the page cache. Do not use it during I/O on the region.
 
-        Each view has a storage of its own: torch saves no storage that is viewed as several dtypes.
+        Every view has a separate storage, because torch cannot save a storage that is viewed as several dtypes.
 
         Args:
-            offset: bytes from the beginning of the region.
-            numel: None: up to the end of the region, in bytes.
+            offset: bytes from the start of the region.
+            numel: None: up to the region's end, in bytes.
         """
         size, _, mapping, start = self._regions[index]
         count = size - offset if numel is None else numel
@@ -127,21 +127,21 @@ class StateFile:
         return torch.frombuffer(mapping.memory, dtype=dtype, count=count, offset=start + offset)
 
     def forget_pages(self, index: int | None = None) -> None:
-        """Flush a mapped region to disk, and drop its pages from RAM. None: all regions."""
+        """Flush a mapped region to disk and drop its pages from RAM. None: all regions."""
         for num_bytes, at, mapping, start in self._regions if index is None else [self._regions[index]]:
             mapping.forget_pages(start, _whole_pages(num_bytes))
             os.posix_fadvise(self._file, at, _whole_pages(num_bytes), os.POSIX_FADV_DONTNEED)
 
     def read(self, index: int, slab: HostSlab) -> list[Future[None]]:
-        """Start reading a region into the beginning of `slab`. The futures' `result()` raises what went wrong."""
+        """Start reading a region into the start of `slab`. The futures' `result()` raises I/O errors."""
         return self._start(os.preadv, index, slab)
 
     def write(self, index: int, slab: HostSlab) -> list[Future[None]]:
-        """Start writing a region from the beginning of `slab`."""
+        """Start writing a region from the start of `slab`."""
         return self._start(os.pwritev, index, slab)
 
     def close(self) -> None:
-        """Wait for reads and writes, and close the file. Its space is free once no view of a region is left."""
+        """Finish I/O and close the file. Its space is freed with the last view of a region."""
         self._pool.shutdown()
         for mapping in {each[2] for each in self._regions}:
             mapping.close()
@@ -165,27 +165,27 @@ class StateFile:
 
 
 class DiskStates:
-    """The buffers in RAM through which states on disk pass during a step, in the order in which they are used."""
+    """Buffers in RAM for the states on disk during a step, in order of use."""
 
     def __init__(self, file: StateFile, buffers: Sequence[HostSlab]) -> None:
         self.file = file
         self._free: list[tuple[HostSlab, list[Future[None]]]] = [(slab, []) for slab in buffers]
         self._here: dict[int, tuple[HostSlab, list[Future[None]]]] = {}
         self._written: dict[int, list[Future[None]]] = {}
-        """The newest writes of each region. It is not read before they are done."""
+        """Newest writes by region. A region is not read before its writes are done."""
 
     def use(self, buffers: Sequence[HostSlab]) -> None:
-        """Go on with other buffers; everything must be written (`synchronize`)."""
+        """Replace the buffers. Everything must be written (`synchronize`)."""
         self._free = [(slab, []) for slab in buffers]
 
     def prefetch(self, index: int) -> None:
-        """Start reading a region, if that needs no waiting. Only `take` waits."""
+        """Start reading a region, unless that would wait."""
         if index not in self._here and _done(self._written.get(index, [])):
             if any(_done(jobs) for _, jobs in self._free):
                 self._read(index)
 
     def take(self, index: int) -> HostSlab:
-        """The buffer with a region's states, waiting until they are read. It is the caller's until `give_back`."""
+        """Wait for a region's states and return the buffer with them, reserved until `give_back`."""
         if index not in self._here:
             self._read(index)
         slab, jobs = self._here[index]
@@ -193,20 +193,20 @@ class DiskStates:
         return slab
 
     def give_back(self, index: int) -> None:
-        """Start writing the region. Its buffer is free after that."""
+        """Start writing the region, which frees its buffer when done."""
         slab, _ = self._here.pop(index)
         self._written[index] = self.file.write(index, slab)
         self._free.append((slab, self._written[index]))
 
     def synchronize(self) -> None:
-        """Wait until everything is written. What was read ahead and not taken is dropped."""
+        """Wait for all writes. Regions that were prefetched but not taken are dropped."""
         self._free += self._here.values()
         self._here.clear()
         for _, jobs in self._free:
             _finish(jobs)
 
     def _read(self, index: int) -> None:
-        if not self._free:  # all buffers were read ahead, without this region, whose write was not done then
+        if not self._free:  # all buffers hold prefetched regions, because this region's write was not done
             self._free.append(self._here.popitem()[1])
         ready = [item for item in self._free if _done(item[1])]
         slab, jobs = ready[0] if ready else self._free[0]
@@ -223,7 +223,7 @@ class Region:
         self._states, self._index = states, index
 
     def cutter(self) -> Callable[[int, torch.dtype], torch.Tensor]:
-        """A function that cuts mapped views from the beginning, for use between steps, as `HostSlab.cut` does."""
+        """Return a `cut` like `HostSlab.cut` that returns mapped views, for use between steps."""
         end = 0
 
         def cut(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -234,7 +234,7 @@ class Region:
         return cut
 
     def forget_pages(self) -> None:
-        """Flush what was written to mapped views, and drop its pages from RAM."""
+        """Flush writes to mapped views and drop the pages from RAM."""
         self._states.file.forget_pages(self._index)
 
     def prefetch(self) -> None:
@@ -243,7 +243,10 @@ class Region:
 
     @contextmanager
     def in_ram(self) -> Iterator[HostSlab]:
-        """A context with the states in a slab, to be cut from its beginning. They are written to disk at the end."""
+        """Provide the states in a slab, to be cut from its start, and start writing them to disk at exit.
+
+        The write starts after an error too.
+        """
         slab = self._states.take(self._index)
         slab.clear()
         try:
@@ -253,7 +256,6 @@ class Region:
 
 
 def _whole_pages(num_bytes: int) -> int:
-    """`num_bytes` rounded up to whole pages, which `O_DIRECT` needs."""
     return -(-num_bytes // _PAGE) * _PAGE
 
 
@@ -270,13 +272,13 @@ def _finish(jobs: list[Future[None]]) -> None:
 
 
 def unnamed_file(folder: Path, num_bytes: int) -> tuple[int, bool]:
-    """A new file of `num_bytes`, all reserved, which disappears when it is closed.
+    """Create a fully allocated file of `num_bytes` that disappears when closed.
 
     Returns:
         Its descriptor, and whether it bypasses the page cache.
 
     Raises:
-        OSError: the folder cannot be written, or has no room.
+        OSError: the folder cannot be written or is full.
     """
     with tempfile.TemporaryFile(prefix="offloadkit-", dir=folder, buffering=0) as unnamed:
         os.posix_fallocate(unnamed.fileno(), 0, num_bytes)
@@ -315,7 +317,7 @@ def _too_small(folder: Path, num_bytes: int, free: int) -> OutputError:
 
 
 def unfit_for_states(folder: Path) -> str:
-    """Why states cannot be stored in `folder`: it is on a network mount or in RAM. "" if they can."""
+    """Reason why states cannot be stored in `folder` (network mount or RAM); "" if they can."""
     kind = file_system(folder)
     if kind in NETWORK_MOUNTS:
         return f"it is a network mount ({kind})"
@@ -323,7 +325,7 @@ def unfit_for_states(folder: Path) -> str:
 
 
 def file_system(folder: Path) -> str:
-    """Type of the file system of `folder`, as /proc/mounts names it. "" if it is unknown."""
+    """File system type of `folder`, as in /proc/mounts; "" if unknown."""
     best, kind = "", ""
     with suppress(OSError):
         real = os.path.realpath(folder)
@@ -336,7 +338,7 @@ def file_system(folder: Path) -> str:
 
 
 def _without_page_cache(file: int) -> bool:
-    """Turn `O_DIRECT` on and try it. Returns whether it works; if not, it is off again."""
+    """Turn on `O_DIRECT` if it works. Returns whether it is on."""
     import fcntl
 
     flag, flags = getattr(os, "O_DIRECT", 0), fcntl.fcntl(file, fcntl.F_GETFL)

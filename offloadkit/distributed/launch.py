@@ -1,12 +1,11 @@
-"""`launch`: a function in fresh processes of this machine, one for each rank, which all end with this one.
+"""`launch`: run a function in new processes of this machine, one per rank, that end with this process.
 
-A rank finds the environment that torchrun would give it, so `world.join` cannot tell the two apart. This process has
-the store where ranks meet, at a port that the system chose.
+Ranks get the environment variables that torchrun sets, so `world.join` treats both alike. This process hosts the
+TCPStore for rendezvous, on a port chosen by the system.
 
-The function and its arguments travel through a file, written by torch and dill. dill takes along what a notebook or a
-script has defined in `__main__`, and that is never run again. A socket to each rank carries words in both directions:
-what a rank tells, its error, a request to stop. When this process ends, however it does, the sockets close, and each
-rank kills itself with everything that it has started.
+The function and its arguments are written to a file with torch and dill. dill includes definitions of `__main__`, from
+a notebook or script, without running it again. A socket to every rank carries messages, errors and stop requests. When
+this process ends for any reason, the sockets close, and every rank kills itself and its children.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ Link = connection.Connection
 
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 10.0
-"""So long the other ranks may take to end by themselves when one has failed."""
+"""Time for the other ranks to end by themselves after a failure."""
 _END_SECONDS = 10.0
-"""So long a rank may take to end when all is done."""
+"""Time for a rank to exit after all ranks have returned."""
 _TAIL_LINES = 60
-"""Of a rank's output that an error shows."""
+"""Lines of a rank's output that an error shows."""
 _START = "import sys; from offloadkit.distributed.launch import _serve; _serve(*sys.argv[1:])"
 
 _T = TypeVar("_T")
@@ -67,18 +66,20 @@ def launch(
     hear: Callable[[int, Any], None] = lambda rank, message: None,
     stops: Callable[[], bool] = lambda: False,
 ) -> list[_T]:
-    """What `function(**arguments)` returns on each rank. Rank 0's prints are shown here, the others' if they fail.
+    """Run `function(**arguments)` on every rank and return the results in rank order.
+
+    Rank 0's output is printed here; output of the other ranks only if they fail.
 
     Args:
-        folder: on a disk with room for tensors in the arguments and the results; a folder in it is there meanwhile.
-        hear: is called here with what a rank tells (`told`).
-        stops: is asked often. Once it is true, rank 0 gets an interrupt.
+        folder: folder for a temporary folder, on a disk with room for tensors in arguments and results.
+        hear: called in this process with the rank and message of every `told`.
+        stops: polled; once true, rank 0 gets an interrupt.
 
     Raises:
-        ConfigError: an argument cannot be sent to other processes.
-        BaseException: what the first failing rank raised, with its traceback as a note. All ranks are gone by then.
-        RankError: a rank was killed, or its error cannot be sent.
-        TrainingStoppedError: SIGTERM or SIGHUP came to this process before the ranks trained.
+        ConfigError: an argument cannot be pickled.
+        BaseException: the error of the first failing rank, with its traceback as a note. All ranks have ended.
+        RankError: a rank was killed, or its error cannot be pickled.
+        TrainingStoppedError: SIGTERM or SIGHUP reached this process before the ranks trained.
     """
     with ExitStack() as opened:
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix=".ranks-", dir=folder)))
@@ -102,7 +103,7 @@ def _kill(ranks: Sequence[_Rank]) -> None:
 
 
 def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops: Callable[[], bool]) -> None:
-    """Wait until all ranks have returned, or raise why they have not."""
+    """Wait until all ranks have returned, or raise the reason why they have not."""
     forwarded_ones: list[int] = []
 
     def tell(number: int) -> None:
@@ -116,7 +117,7 @@ def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops
     except RankError as error:
         if not forwarded_ones:
             raise
-        # It came before the ranks trained, so it killed them.
+        # The signal came before training, so it killed the ranks.
         stopped = TrainingStoppedError(f"{signal.Signals(forwarded_ones[0]).name} has ended training. {error}")
         stopped.signal = forwarded_ones[0]
         raise stopped from error
@@ -141,13 +142,13 @@ def _wait_for(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops: C
         if until < float("inf") and (
             all(each.failure or each.has_returned for each in ranks) or time.monotonic() > until
         ):
-            _kill(ranks)  # their last words are then here
+            _kill(ranks)  # also reads the rest of their output
             raise _first_error(ranks)
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """How a rank failed. `error` is None if it did not say; `is_consequence` if another rank's failure is behind it."""
+    """Failure of a rank. `error` is None if the rank sent none; `is_consequence` marks effects of another failure."""
 
     error: BaseException | None
     text: str
@@ -155,7 +156,7 @@ class _Failure:
 
 
 def _first_error(ranks: Sequence[_Rank]) -> BaseException:
-    """The error that began it, with what the others printed as notes."""
+    """Return the original error, with the other ranks' output as notes."""
     failed = [(each.failure.is_consequence, each.failed_at, each) for each in ranks if each.failure is not None]
     first = min(failed, key=lambda one: one[:2])[2]
     assert first.failure is not None
@@ -176,12 +177,12 @@ def _first_error(ranks: Sequence[_Rank]) -> BaseException:
 
 
 class _Rank:
-    """A process.
+    """A rank's process, seen from the launching process.
 
     Attributes:
-        has_returned: whether its result is written.
-        failure: how it failed, at `failed_at`; None while it has not.
-        is_heard: whether more can come through its link.
+        has_returned: whether the result is written.
+        failure: how the rank failed, at time `failed_at`; None if it has not.
+        is_heard: whether the link may deliver further messages.
     """
 
     def __init__(self, number: int, environment: dict[str, str], scratch: Path) -> None:
@@ -198,7 +199,7 @@ class _Rank:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT if number else subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C on a terminal is for this process alone
+                start_new_session=True,  # Ctrl-C in a terminal reaches this process alone
                 pass_fds=(theirs.fileno(),),
             )
         pipes = (("stdout", self._process.stdout), ("stderr", self._process.stderr))
@@ -212,15 +213,15 @@ class _Rank:
 
     @property
     def tail(self) -> str:
-        """The end of what it printed, as far as that came here."""
+        """End of the rank's output received so far."""
         return "".join(self._lines)
 
     def say(self, word: str) -> None:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the rank has ended
             self.link.send(word)
 
     def take(self, hear: Callable[[int, Any], None]) -> None:
-        """Take the next message."""
+        """Receive the next message."""
         try:
             kind, *what = self.link.recv()
         except (EOFError, OSError):
@@ -234,12 +235,12 @@ class _Rank:
             self._fail(_Failure(_unpacked(what[0]), *what[1:]))
 
     def look(self) -> None:
-        """Notice that the process has ended without a word."""
+        """Detect that the process has ended without a message."""
         status = self._process.poll()
         if status is None or self.has_returned or self.failure is not None:
             return
         if self.is_heard and self.link.poll():
-            return  # its last words come first
+            return  # read the remaining messages first
         if status < 0:
             why = " (out of RAM?)" if -status == signal.SIGKILL else ""
             self._fail(_Failure(None, f"it was killed by {signal.Signals(-status).name}{why}"))
@@ -248,17 +249,17 @@ class _Rank:
 
     def _fail(self, failure: _Failure) -> None:
         if self.has_returned:
-            return  # an interrupt that came too late
+            return  # a late interrupt
         self.failure, self.failed_at = failure, time.monotonic()
 
     def end(self) -> None:
-        """Let it end, now that all is done."""
+        """Let the process exit after all ranks have returned."""
         self.say("end")
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
 
     def kill(self) -> None:
-        """Kill what is left of it and of what it started."""
+        """Kill the process and its children."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -268,7 +269,7 @@ class _Rank:
             reader.join(timeout=5)
 
     def _read(self, pipe: IO[bytes], name: str | None) -> None:
-        """Show what it prints on the stream of `sys` that has this name now; None keeps the end of it."""
+        """Forward output to `sys.<name>`; None keeps the last lines."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         line = ""
         with pipe:
@@ -278,32 +279,32 @@ class _Rank:
                     *whole, line = (line + text).split("\n")
                     self._lines.extend(f"{each}\n" for each in whole)
                     continue
-                with suppress(OSError, ValueError):  # it is closed
-                    shown = getattr(sys, name)  # a live display exchanges it
+                with suppress(OSError, ValueError):  # the stream is closed
+                    shown = getattr(sys, name)  # looked up now, because live displays replace it
                     shown.write(text)
                     shown.flush()
         self._lines.append(line)
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """A rank's environment variables: those that torchrun sets, and where Python finds its modules."""
+    """Environment variables of a rank: torchrun's variables and PYTHONPATH."""
     count = str(num_ranks)
     found = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks))}
     if "lo" in (name for _, name in socket.if_nameindex()):
-        found["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo looks up this host's name, which not every container knows
+        found["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would look up the host name, unknown in some containers
     found |= os.environ
     found |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return found | {"PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path)}
 
 
-# ---- what travels ----------------------------------------------------------------------------------------------------
+# ---- serialization ---------------------------------------------------------------------------------------------------
 
 _HOW_TO_READ: dict[str, Any] = {"pickle_module": dill, "weights_only": False, "map_location": "cpu"}
 
 
 def _write(what: Any, path: Path) -> None:
-    """Write anything; tensors as they are, and functions with those globals alone that they use."""
+    """Write any object. dill's "recurse" limits a function's globals to the globals that it uses."""
     with _recursing():
         torch.save(what, path, pickle_module=dill, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
@@ -318,9 +319,10 @@ def _recursing() -> Iterator[None]:
 
 
 def _write_work(function: Callable[..., Any], arguments: dict[str, Any], path: Path) -> None:
-    """
+    """Write the function and its arguments.
+
     Raises:
-        ConfigError: names the argument that cannot be sent.
+        ConfigError: an argument cannot be pickled; the message names it.
     """
     try:
         _write((function, arguments), path)
@@ -340,7 +342,7 @@ def _write_work(function: Callable[..., Any], arguments: dict[str, Any], path: P
 
 
 def _packed(error: BaseException) -> bytes | None:
-    """The error for another process; None if it cannot go there."""
+    """Pickle an error; None if it cannot be pickled."""
     try:
         with _recursing():
             data = dill.dumps(error.with_traceback(None))
@@ -356,7 +358,7 @@ def _unpacked(data: bytes | None) -> BaseException | None:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Whether an operation between ranks has failed, here or in what led to `error`."""
+    """Whether a communication error is in the chain of causes of `error`."""
     while error is not None:
         if isinstance(error, RankError | dist.DistError) or "gloo/transport" in str(error):
             return True
@@ -381,7 +383,7 @@ class _Parent:
             self.link.send(message)
 
     def obey(self) -> None:
-        """Do what it says; end with it."""
+        """Carry out the launching process's messages, and die with that process."""
         try:
             while True:
                 word = self.link.recv()
@@ -404,13 +406,13 @@ def is_launched() -> bool:
 
 
 def told(message: Any) -> None:
-    """Have `hear` called with `message` in the process that launched this one; nothing where there is none."""
+    """Send `message` to `hear` of the launching process; a no-op without one."""
     if _parent is not None:
         _parent.send("told", message)
 
 
 def _serve(handle: str, scratch: str) -> NoReturn:
-    """Be a rank: do the work, hand over the result or the error, and end."""
+    """Entry point of a rank: run the function, send the result or error, and exit."""
     global _parent
     _parent = parent = _Parent(Link(int(handle)), scratch)
     os.set_inheritable(int(handle), False)
@@ -424,11 +426,11 @@ def _serve(handle: str, scratch: str) -> NoReturn:
         _write(function(**arguments), folder / f"result-{rank}")
         sys.stdout.flush()
         parent.send("returned")
-        parent.ends.wait()  # the others may be at work yet
+        parent.ends.wait()  # other ranks may still be working
         status = 0
     except BaseException as error:
         text = traceback.format_exc()
         with suppress(OSError):
             sys.stdout.flush()
             parent.send("failed", _packed(error), text, _is_consequence(error))
-    os._exit(status)  # threads or a process group that wait for other ranks may hang an orderly exit
+    os._exit(status)  # an orderly exit may hang on threads or process groups that wait for other ranks

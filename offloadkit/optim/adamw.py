@@ -1,7 +1,7 @@
-"""AdamW: the scalars of a step and its formula over fp32 numbers, in torch operations.
+"""AdamW: the scalars of a step and its fp32 formula in torch operations.
 
-The C kernel (kernels/cpu_adamw.h) and the Triton kernel do these operations in this order, each rounded once to fp32,
-and give the same bits.
+The C kernel (kernels/cpu_adamw.h) and the Triton kernel perform these operations in this order, each rounded once to
+fp32, so the results are bit-equal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class AdamWScalars(NamedTuple):
-    """What one step needs to know beside the arrays; each value is a float that fp32 holds exactly."""
+    """Scalars of one step. fp32 represents every value exactly."""
 
     beta1: float
     beta2: float
@@ -31,9 +31,9 @@ class AdamWScalars(NamedTuple):
 
 
 def adamw_scalars(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int) -> AdamWScalars:
-    """The scalars of step number `step` (the first is 1), computed in fp64 and rounded once to fp32.
+    """Compute the scalars of step number `step` (from 1) in fp64 and round once to fp32.
 
-    Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", as torch.optim.AdamW computes it.
+    Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", as in torch.optim.AdamW.
 
     Raises:
         ValueError: `step` is less than 1.
@@ -55,11 +55,11 @@ def adamw_scalars(*, lr: float, betas: tuple[float, float], eps: float, weight_d
 
 
 def adamw_update(weights: Tensor, gradient: Tensor, moments: Sequence[Tensor], scalars: Sequence[float]) -> None:
-    """One step in place. All tensors are fp32 and of one shape; moments: exp_avg, exp_avg_sq; scalars: `AdamWScalars`.
+    """One step in place on fp32 tensors of one shape; moments: exp_avg, exp_avg_sq; scalars: `AdamWScalars`.
 
-    Every torch operation here rounds once: no `alpha`, no addcmul, which may fuse, and no division by a scalar. The
-    square root goes through fp64, because torch's fp32 one on the CPU (MKL) is one ulp off in a fifth of all cases. An
-    fp32 root is never within 2**-50 of a rounding border, so an fp64 one within its own ulp rounds to the right fp32.
+    Every torch operation here rounds once: no `alpha` and no addcmul, which may fuse, and no division by a scalar. The
+    square root runs in fp64, because torch's fp32 root on the CPU (MKL) is off by one ulp in a fifth of all cases. An
+    fp32 root is never within 2**-50 of a rounding border, so an fp64 root within one ulp rounds correctly.
     """
     s, g = AdamWScalars(*scalars), gradient
     m, v = moments

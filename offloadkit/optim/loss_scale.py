@@ -1,8 +1,8 @@
-"""Loss scaling for fp16 working weights, whose gradients would underflow otherwise.
+"""Loss scaling for fp16 working weights, because their gradients would otherwise underflow.
 
-The loss is multiplied by the scale before backward, and the step divides the gradients by it again. A step whose scaled
-gradients overflow is skipped. The dynamic scale goes down after overflows and up after long runs without one
-(Micikevicius et al., "Mixed Precision Training"; start, window and hysteresis as DeepSpeed has them).
+The loss is multiplied by the scale before backward, and the step divides the gradients by it. A step with overflowed
+gradients is skipped. The dynamic scale falls after overflows and rises after long runs without overflow (Micikevicius
+et al., "Mixed Precision Training"; start, window and hysteresis as in DeepSpeed).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from offloadkit.config import DynamicLossScale
 
 
 class LossScale:
-    """The scale of the next loss.
+    """The loss scale.
 
     Attributes:
-        scale: the factor.
+        scale: the factor for the next loss.
     """
 
     def __init__(self, choice: Literal["dynamic"] | float | DynamicLossScale) -> None:
-        """choice: "dynamic", how it is dynamic, or a fixed factor."""
+        """choice: "dynamic", settings of the dynamic scale, or a fixed factor."""
         how = DynamicLossScale() if choice == "dynamic" else choice
         self._how = how if isinstance(how, DynamicLossScale) else None
         self.scale = float(how.start if isinstance(how, DynamicLossScale) else how)
@@ -29,14 +29,14 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """Whether an overflow may be the scale's fault: else the gradients themselves are not finite."""
+        """Whether a lower scale may cure an overflow. If not, the gradients themselves are not finite."""
         return self._how is not None and (self.scale > self._how.minimum or self._patience > 1)
 
     def update(self, *, overflow: bool) -> None:
-        """Learn how the last step ended.
+        """Adjust the scale after a step.
 
-        The rule is DeepSpeed's `DynamicLossScaler.update_scale`. So the first good step after an overflow is not
-        counted towards the window.
+        The rule is DeepSpeed's `DynamicLossScaler.update_scale`: the first good step after an overflow does not count
+        towards the window.
         """
         how = self._how
         if how is None:
@@ -55,11 +55,11 @@ class LossScale:
             self.scale = max(self.scale / 2, how.minimum)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides the next scales."""
+        """Return all values that decide later scales."""
         return {"scale": self.scale, "patience": self._patience, "num_good": self._num_good}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict()`; a fixed scale stays as it is."""
+        """Continue from a `state_dict()`. A fixed scale does not change."""
         if self._how is not None:
             self.scale, self._patience = float(state["scale"]), int(state["patience"])
             self._num_good = int(state["num_good"])

@@ -1,4 +1,4 @@
-"""The optimizer that schedulers, trainers and checkpoints see: a real `torch.optim.Optimizer` over offloaded states."""
+"""A `torch.optim.Optimizer` over offloaded states, for schedulers, trainers and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offloadkit.optim.table import check_options, optimizer_named
 
 
 class Run(Protocol):
-    """What the optimizer asks of the engine that drives it."""
+    """The engine as the optimizer sees it."""
 
     num_updates: int
 
@@ -29,15 +29,16 @@ class Run(Protocol):
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """An optimizer whose states lie where the plan says and whose step the engine runs.
+    """An optimizer with offloaded states, stepped by the engine.
 
-    `state[parameter]` holds "step" (fp32 scalar) and the arrays of `table.state_table`, in the parameter's shape, such
-    as "exp_avg" and "exp_avg_sq"; block scales are 1-D. With several ranks all are 1-D: this rank's part. "remainder"
-    is the low half of the split master weights (int16) for bf16 working weights, and the master weights (fp32) for fp16
-    ones. All are views of the engine's memory: read them after `state_dict()` or `engine.synchronize()`.
+    `state[parameter]` holds "step" (fp32 scalar) and the arrays of `table.state_table`, such as "exp_avg" and
+    "exp_avg_sq", in the parameter's shape; block scales are 1-D. With several ranks all arrays are 1-D: this rank's
+    part. "remainder" is the low half of the split master weights (int16) for bf16 working weights, and the master
+    weights (fp32) for fp16 working weights. All arrays are views of the engine's memory: read them after `state_dict()`
+    or `engine.synchronize()`.
 
     Attributes:
-        repeat_window: has the window's micro-batches computed again, where the loop can do that. None: it cannot.
+        repeat_window: recomputes the window's micro-batches after an OOM recovery; None if the training loop cannot.
     """
 
     repeat_window: Callable[[], None] | None = None
@@ -55,7 +56,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         super().__init__([dict(group) for group in param_groups], defaults)
         for parameter, state in states.items():
             self.state[parameter] = state
-        self._run = ref(run)  # which holds this optimizer; an engine that is dropped lets go of the model at once
+        self._run = ref(run)  # weak, so that a dropped engine frees the model at once
 
     def _engine(self) -> Run:
         run = None if self._run is None else self._run()
@@ -67,12 +68,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return run
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """The engine's `step` at the end of an accumulation window.
+        """Run the engine's `step` at the end of an accumulation window.
 
-        If the GPU is full and the engine has moved to a leaner plan, `repeat_window` is called, and the step follows.
+        After an OOM recovery that needs the window again, calls `repeat_window` and then steps.
 
         Raises:
-            EngineStateError: with a closure, which would need backward inside the step; or the engine was dropped.
+            EngineStateError: `closure` is given, or the engine was dropped.
             RepeatWindowError: as `OffloadEngine.step`, without a `repeat_window`.
         """
         if closure is not None:
@@ -88,7 +89,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What `torch.amp.GradScaler` asks before it steps.
+        """Attribute that `torch.amp.GradScaler` reads before it steps.
 
         Raises:
             EngineStateError: always.
@@ -99,14 +100,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients gathered since the last update."""
+        """Drop the gradients accumulated since the last update."""
         self._engine().drop_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups are fixed when the engine is built.
+        """Groups are fixed once the engine is built.
 
         Raises:
-            ModelError: called later.
+            ModelError: the engine is already built.
         """
         if self._run is not None:
             raise ModelError(
@@ -116,8 +117,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, settled first, with "num_updates", and "loss_scale" where there is one; the tensors are the live
-        states."""
+        """Synchronize and return the live states as torch does, with "num_updates" and, for fp16, "loss_scale"."""
         run = self._engine()
         run.synchronize()
         more = {} if run.loss_scale is None else {"loss_scale": run.loss_scale.state_dict()}
@@ -125,8 +125,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_parameter_state(self, parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
-        """Copy a saved state to where the parameter's lies. What was not saved is zero: without moments the parameter
-        was never stepped, without "remainder" the weights are the master weights."""
+        """Copy a saved state into the parameter's state.
+
+        Missing arrays become zero, since a parameter without moments was never stepped. A missing "remainder" makes the
+        weights the master weights.
+        """
         for name, target in self.state[parameter].items():
             if name in state:
                 target.copy_(torch.as_tensor(state[name]))
@@ -136,13 +139,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 target.zero_()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict` of this class, or of `torch.optim.AdamW`, into the states where they lie.
+        """Load a `state_dict` of this class or of `torch.optim.AdamW` in place.
 
-        Nothing is cast: fp32 moments stay fp32. A state without "remainder" leaves the weights as master weights.
+        fp32 moments stay fp32. Without "remainder" the weights become the master weights.
 
         Raises:
-            ValueError: the groups or a tensor's shape differ.
-            ConfigError: as `check_states` and `check_options`. Nothing is loaded in any case.
+            ValueError: the groups or a tensor's shape differ. Nothing is loaded.
+            ConfigError: as `check_states` and `check_options`. Nothing is loaded.
         """
         self._engine().synchronize()
         saved_groups = state_dict["param_groups"]
@@ -175,18 +178,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
 def changed_options(
     groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], *, scheduled: bool = False
 ) -> str | None:
-    """A warning that names the options of parameter groups which a resumed run was given and does not go on with.
+    """Return a warning that names the options that a resumed run was given but replaces with saved ones.
 
-    The saved options count, as in `torch.optim`. Where a scheduler sets the learning rate, its initial value is
-    compared.
+    Saved options win, as in `torch.optim`. With a scheduler the initial learning rates are compared.
 
     Args:
-        groups: the options that this run was given, one mapping a group.
-        saved: those of the saved run.
-        scheduled: whether a scheduler sets `lr`. One of torch's also writes "initial_lr" into the groups.
+        groups: the options given to this run, one mapping per group.
+        saved: the saved run's options.
+        scheduled: whether a scheduler sets `lr`. torch's schedulers also write "initial_lr" into the groups.
 
     Returns:
-        None where no option differs.
+        None if all options agree.
     """
     found = []
     for at, (own, before) in enumerate(zip(groups, saved, strict=True)):
@@ -194,7 +196,7 @@ def changed_options(
         names = (own.keys() & before.keys()) - {"params", "lr" if varies else "initial_lr"}
         for name in sorted(names):
             value, given = (tuple(each) if isinstance(each, list) else each for each in (before[name], own[name]))
-            if value != given:  # in JSON betas are a list
+            if value != given:  # betas are lists in JSON
                 of = f" of group {at}" if len(groups) > 1 else ""
                 found.append(f"{name.removeprefix('initial_')}={value}{of} (given now: {given})")
     if not found:
@@ -206,10 +208,10 @@ def changed_options(
 
 
 def check_states(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
-    """Whether saved states of a parameter can go on as `own`; no saved states can: nothing was stepped.
+    """Check that a run with states `own` can resume from a parameter's `saved` states. Empty ones pass: never stepped.
 
     Raises:
-        ConfigError: they are another optimizer's, or of another dtype than those that they would be copied to.
+        ConfigError: the states belong to another optimizer or have an incompatible dtype.
     """
     if "remainder" in saved and "remainder" not in own:
         raise ConfigError(
