@@ -1,4 +1,4 @@
-"""`OffloadEngine`: one training step, with exact AdamW and with what does not fit on the GPU in pinned RAM.
+"""`OffloadEngine`: exact AdamW training of models larger than the GPU, with weights and states in pinned RAM.
 
 engine = OffloadEngine(model, OffloadConfig(learning_rate=1e-4))
 for batch in batches:
@@ -90,7 +90,7 @@ from offloadkit.units import parse_bytes
 logger = logging.getLogger(__name__)
 
 MAX_ROLLBACKS = 3
-"""Times that a run goes back to a checkpoint before it is past the step that held NaN."""
+"""Maximum number of consecutive rollbacks before training passes the step with NaN."""
 
 _T = TypeVar("_T")
 
@@ -100,7 +100,7 @@ def _shape(value: Any) -> Any:
 
 
 def _states_of(scheduler: Any) -> dict[str, Any] | None:
-    """A scheduler's `state_dict()`; None where there is no scheduler. Raises `ConfigError` for what is none."""
+    """The scheduler's `state_dict()`, or None. Raises `ConfigError` for an object that is not a scheduler."""
     if scheduler is None:
         return None
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "state_dict", None)):
@@ -110,7 +110,7 @@ def _states_of(scheduler: Any) -> dict[str, Any] | None:
 
 
 def _let_go_here(process: int, undo: ExitStack) -> None:
-    """Detach from the model, but not in a forked process: threads, GPU and pinned memory stayed in `process`."""
+    """Detach from the model, unless in a forked process: threads, GPU and pinned memory stayed in `process`."""
     if os.getpid() == process:
         with _disable_current_modes():  # an engine may be collected while torch.compile traces something
             undo.close()
@@ -120,22 +120,22 @@ class OffloadEngine:
     """Trains a module in place; its parameters become views of the engine's flat buffers.
 
     Attributes:
-        module: the model. You may evaluate it, generate with it, save it and load into it at any time. Between steps
-            you may read and write its weights as any tensors; only writes through raw pointers are not seen.
+        module: the model. You may evaluate, generate with, save and load it at any time. Between steps, you may read
+            and write its weights as usual tensors; writes through raw pointers are not noticed.
         optimizer: a `torch.optim.Optimizer` for schedulers and checkpoints.
-        device: where the model computes.
-        plan: the sizes of everything and where they live. It moves where memory runs out, where the machine's rates
-            turn out to be others than planned, and by `move`.
+        device: the compute device.
+        plan: sizes and placement of everything. It changes when memory runs out, when measured rates differ from the
+            planned ones, and by `move`.
         telemetry: a record of every step.
-        num_updates: updates so far, including those of a run it resumed. Telemetry numbers steps by it.
-        loss_scale: what the next loss is multiplied by; None without fp16 working weights.
-        own_return: a Trainer's while it trains, since it loads its checkpoints by itself: gives the one to go back to.
-            None: the engine loads `last_checkpoint`.
-        pinning_seconds: how long it took to populate and pin the RAM.
+        num_updates: updates so far, including those before a resume. Telemetry numbers steps by it.
+        loss_scale: factor for the next loss; None without fp16 working weights.
+        own_return: set by a Trainer while it trains, because it loads its own checkpoints: returns the checkpoint to go
+            back to. None: the engine loads `last_checkpoint`.
+        pinning_seconds: seconds spent populating and pinning RAM.
         placed: the model's flat layers in their placements, until the engine is closed.
         step_thread: runs the updates.
         newest_update: the last update that was started; None before the first one.
-        ram_watch: watches the RAM that is left.
+        ram_watch: watches free RAM.
     """
 
     def __init__(
@@ -150,43 +150,41 @@ class OffloadEngine:
         example: Any = None,
         evaluation_rows: int = 0,
     ) -> None:
-        """Place the model. While the engine is open, models of transformers compute as `docs/design.md` says.
+        """Place the model. While the engine is open, transformers models compute as `docs/design.md` says.
 
-        Where a launcher has started several processes, or torch.distributed is initialised with more than one rank, the
-        engines of all ranks train the model together, each with micro-batches of its own. All of them must be built,
-        called and settled alike: building, backward, `step`, saving, moving, and the first use of weights after a
-        `step` wait for the other ranks. After `synchronize` a rank may use the weights by itself. What is written to
-        weights must be written on all ranks.
+        If a launcher has started several processes, or torch.distributed is initialised with more than one rank, the
+        engines of all ranks train the model together, on different micro-batches. All ranks must build, call and
+        close their engines alike: building, backward, `step`, saving, moving, and the first use of weights after a
+        `step` wait for the other ranks. After `synchronize` a rank may use the weights alone. Writes to weights must be
+        made on all ranks.
 
         Args:
-            model: any module. Its trainable parameters live where the plan says; frozen ones move to `device`. What
-                `offloadkit.from_pretrained` left unread is read now, one flat layer after the other, so that there is
-                never a second copy of it.
+            model: any module. Its trainable parameters are placed by the plan; frozen ones move to `device`. Parameters
+                that `offloadkit.from_pretrained` left unread are read now, one flat layer at a time, so that no second
+                copy of the model exists.
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
-                Other options of torch's optimizers are refused where they would change the step.
-            device: where to compute. None: the GPU if there is one, else the CPU.
-            plan: what lives where, layer by layer, planned for this model before. None: it is made here. If less VRAM
-                is free than it takes, or the GPU is full before all is there, the engine begins by a leaner one, with a
-                warning.
-            example: the largest micro-batch that will come, to plan for: a dict of forward's keyword arguments, a tuple
-                or list of positional ones, or one tensor. Only shapes and dtypes matter. None, where there are
-                placements to choose: the engine begins with little in VRAM; when the first window is done, it plans for
-                the window's largest micro-batch and moves.
-            evaluation_rows: of the largest micro-batch of evaluations, which plans made here count where training's has
-                fewer.
+                Other options of torch's optimizers are refused if they would change the step.
+            device: the compute device. None: the GPU if available, else the CPU.
+            plan: a plan made for this model. None: the engine makes one. If the free VRAM is less than the plan takes,
+                or the GPU is full before the model is placed, the engine begins with a leaner plan, with a warning.
+            example: the largest micro-batch to expect, for planning: a dict of forward's keyword arguments, a tuple or
+                list of positional ones, or one tensor. Only shapes and dtypes matter. None: if there are placements to
+                choose, the engine begins with little in VRAM, plans for the first window's largest micro-batch at the
+                window's end, and moves.
+            evaluation_rows: batch size of evaluation, if larger than training's; counted by plans made here.
 
         Raises:
             ModelError: nothing can be trained, a parameter's dtype is not supported, the plan is another model's, or
                 the model is compiled, scripted or wrapped for distributed training already, or a trained parameter
                 shares memory with another parameter or a buffer.
             ConfigError: the plan was made with another accumulation, recomputation or placement, or a parameter group
-                has an option that is not built. With several ranks:
-                some have weights in RAM that others have in VRAM, or weights are in RAM and the ranks on several hosts.
+                has an unsupported option. With several ranks: a layer's weights are in RAM on some ranks and in VRAM
+                on others, or weights are in RAM and the ranks on several hosts.
             RankError: the ranks have other models or configs, only some of them plan, or they cannot share memory.
-            EngineStateError: another engine that is still open trains this model, or parameters of it.
-            DoesNotFitError: the plan made here needs more than there is, or than the config's `vram` or `ram`.
+            EngineStateError: another open engine trains this model, or parameters of it.
+            DoesNotFitError: the plan made here needs more than the machine has, or than the config's `vram` or `ram`.
             OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`). The
-                model is as it was then, but for frozen parameters and buffers.
+                model is then restored, except for frozen parameters and buffers.
         """
         world.join()
         if config is not None and not isinstance(config, OffloadConfig):
@@ -208,7 +206,7 @@ class OffloadEngine:
             GroupOptions.of({"betas": (0.0, 0.0), **usual, **group})
         layers = flat_layers(model, self.config, param_groups)
         self._undo = ExitStack()
-        # Without this, an engine dropped without close() would keep its model and its threads until the program ends.
+        # Without the finalizer, an engine dropped without close() would keep its model and threads until the exit.
         self._process = os.getpid()
         self._finalizer = weakref.finalize(self, _let_go_here, self._process, self._undo)
         self._ranks = joined_ranks(self.device)
@@ -230,7 +228,7 @@ class OffloadEngine:
             words = moved_in_words(planned, begun)
             message = f"less VRAM is free than was planned with: the plan is leaner ({words})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-        forget_peak(self.device)  # a full GPU is explained by this engine's
+        forget_peak(self.device)  # OOM messages must report this engine's peak only
         self.step_thread = StepThread(self.device, self._ranks)
         self._undo.callback(self.step_thread.close)
         self._undo.callback(plain_copies(model))
@@ -259,7 +257,7 @@ class OffloadEngine:
                     undo=self._undo,
                 )
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # the error may be kept: it must not hold what layers took
+            traceback.clear_frames(error.__traceback__)  # if the error is kept, it must not keep memory of layers
             self._finalizer()
             raise
         if self.placed.plan is not begun:
@@ -306,11 +304,11 @@ class OffloadEngine:
         self._origin = self._ranks.told(Origin.of_new_run)
         self._saves = Saves()
         self._scheduler: Any = None
-        """That of the last checkpoint."""
+        """The scheduler of the last checkpoint."""
         self._num_saved_updates = self._failed_at = self._num_rollbacks = 0
-        """Updates in the last checkpoint; the furthest update that held NaN, and how often training went back since."""
+        """Updates in the last checkpoint; the furthest update that held NaN, and the number of rollbacks since."""
         self.own_return: Callable[[], Path | None] | None = None
-        self._ranks.take_received()  # it was no step's
+        self._ranks.take_received()  # not counted for any step
         self._open = True
         self.telemetry.plan = self.plan
         engine_opened(model, self)
@@ -336,10 +334,10 @@ class OffloadEngine:
         self.loop.num_updates = number
 
     def _join(self, ranks: Group, layers: list[FlatLayer], planning: tuple[bool, bool] | None) -> None:
-        """Share the layers between the ranks.
+        """Divide the layers between the ranks.
 
         Args:
-            planning: whether there are placements to choose, and no example to plan for; None if there is a plan.
+            planning: (placements can be chosen, there is no example); None if there is a plan.
 
         Raises:
             RankError: the ranks have other models or configs, or only some of them plan.
@@ -358,10 +356,10 @@ class OffloadEngine:
     def _planned(
         self, model: nn.Module, layers: list[FlatLayer], example: Any, evaluation_rows: int
     ) -> tuple[Plan, FirstWindow | None]:
-        """The plan to begin with, where none is given, and what plans again after the first window, if anything does.
+        """The initial plan, and the planner for the end of the first window, if needed.
 
         Raises:
-            DoesNotFitError: it does not fit.
+            DoesNotFitError: the model does not fit.
         """
         made, first_window = None, None
         if example is not None:
@@ -378,15 +376,14 @@ class OffloadEngine:
     # ---- one step, in time order -------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward. Each layer first waits for its own update of the last step.
+        """The model's forward. Before a layer is used, its update of the last step is finished.
 
-        With gradients enabled, HuggingFace models cache no keys and values.
-
-        Without gradients enabled it is an evaluation, and a full GPU is treated as `evaluates` says.
+        With gradients enabled, HuggingFace models do not use their key/value cache. Without gradients, this is an
+        evaluation, and a full GPU is handled as by `evaluates`.
 
         Raises:
-            OutOfVramError: the GPU's memory is full. With gradients enabled, the gradients gathered since the last
-                update are dropped, and it is a `RepeatWindowError` if the engine has moved to a leaner plan.
+            OutOfVramError: the GPU is out of memory. With gradients enabled, the gradients since the last update are
+                dropped, and the error is a `RepeatWindowError` if the engine has moved to a leaner plan.
             ModelError: `use_cache=True` with gradients enabled.
         """
         self._check_open()
@@ -399,14 +396,13 @@ class OffloadEngine:
         return output
 
     def evaluates(self, run: Callable[[], _T]) -> _T:
-        """What `run()` gives: an evaluation or a generation with the model, in which no graph is built.
+        """Call `run()`, an evaluation or generation without gradients, with OOM recovery; returns its result.
 
-        If the GPU's memory is full, the engine moves to a plan with less in VRAM, and `run()` is called again, until
-        it succeeds. Random states, and the buffers of a model in training mode, are what they were at the first call.
+        If the GPU is out of memory, the engine moves to a plan with less in VRAM and calls `run()` again, until it
+        succeeds. Random states, and buffers of a model in training mode, are reset to their values at the first call.
 
         Raises:
-            OutOfVramError: the GPU's memory is full, and no leaner plan is left, or an accumulation window is under
-                way. Its gradients are kept.
+            OutOfVramError: no leaner plan is left, or an accumulation window is open. Its gradients are kept.
         """
         self._check_open()
         with self._closing_if_lost():
@@ -415,21 +411,21 @@ class OffloadEngine:
     def backward(self, loss: torch.Tensor, *, scale_by_accumulation: bool = True) -> None:
         """Backward of one micro-batch. Gradients are gathered, and sent to RAM, layer by layer.
 
-        After any error raised by backward itself, the gradients gathered since the last update are dropped, and `loss`
-        is detached, so that nothing of its graph is held.
+        After any error raised by backward itself, the gradients since the last update are dropped, and `loss` is
+        detached, so that its graph is freed.
 
         Args:
             loss: a scalar.
-            scale_by_accumulation: divide it by `config.gradient_accumulation` first, and by the number of ranks. If
-                not, all micro-batches of all ranks are simply added.
+            scale_by_accumulation: divide the loss by `config.gradient_accumulation` and by the number of ranks. False:
+                the gradients of all micro-batches of all ranks are summed.
 
         Raises:
-            EngineStateError: the loss requires no gradient, or in fp16 reaches parameters outside of the model; or it
-                was called again before `step()`, without gradient accumulation; or, on several ranks, more than
-                `gradient_accumulation` times.
-            OutOfVramError: the GPU's memory is full. It is a `RepeatWindowError` if the engine has moved to a leaner
+            EngineStateError: the loss requires no gradient, or in fp16 reaches parameters outside the model; or
+                `backward` was called again before `step()` without gradient accumulation; or, on several ranks, more
+                than `gradient_accumulation` times.
+            OutOfVramError: the GPU is out of memory. It is a `RepeatWindowError` if the engine has moved to a leaner
                 plan.
-            TypeError: the loss is no tensor.
+            TypeError: the loss is not a tensor.
             ValueError: the loss is not a scalar.
         """
         self._check_open()
@@ -443,7 +439,7 @@ class OffloadEngine:
         self.loop.added()
 
     def step(self, *, boundary: bool | None = None) -> bool:
-        """Call it after each `backward`. At the end of the accumulation window it starts the update, without waiting.
+        """Call after each `backward`. At the end of the accumulation window, starts the update without waiting for it.
 
         Args:
             boundary: whether the window ends here. None: it ends after `config.gradient_accumulation` micro-batches.
@@ -452,17 +448,17 @@ class OffloadEngine:
             Whether an update was started.
 
         Raises:
-            EngineStateError: there was no `backward` since the last call.
-            NonFiniteGradientError: the gradients of an earlier step held NaN or Inf (`on_nonfinite="raise"`). Or this
-                step's did (`on_nonfinite="rollback"`): it is a `RolledBackError` if the engine has gone back to the
-                last checkpoint, and says where to go on. Nothing has gone back if there is no checkpoint, or after
-                `MAX_ROLLBACKS` times.
+            EngineStateError: no `backward` was called since the last call.
+            NonFiniteGradientError: the gradients of an earlier step held NaN or Inf (`on_nonfinite="raise"`), or this
+                step's did (`on_nonfinite="rollback"`). In the latter case it is a `RolledBackError`, which says where
+                to continue, if the engine has gone back to the last checkpoint. It has not if there is no checkpoint,
+                or after `MAX_ROLLBACKS` times.
             ModelError: parameters were added, replaced or unfrozen since the engine was built.
             OutOfRamError: the system is about to run out of RAM, and no plan takes less. Nothing was done; `step` may
-                be called again. Or the update was started, but the move to a plan with less RAM failed, or, with
-                several ranks, there is none.
-            OutOfVramError: the GPU's memory is full, this rank's or another one's. The window's gradients are dropped.
-                It is a `RepeatWindowError` if the engine has moved to a leaner plan.
+                be called again. Or the update was started, but the move to a plan with less RAM failed or, with
+                several ranks, no such plan exists.
+            OutOfVramError: this or another rank's GPU is out of memory. The window's gradients are dropped. It is a
+                `RepeatWindowError` if the engine has moved to a leaner plan.
         """
         self._check_open()
         if not self.loop.ends_window(boundary):
@@ -486,7 +482,7 @@ class OffloadEngine:
         return True
 
     def _begin_phase(self, name: str) -> None:
-        """The steps' peaks of memory count as those of `name` from here on."""
+        """From now on, attribute memory peaks to phase `name`."""
         if name != self._phase_name:
             self._steps_phase.close()
             self._steps_phase.enter_context(phase(name, self.telemetry.peaks, self.device))
@@ -497,7 +493,7 @@ class OffloadEngine:
     def grad_norm(self) -> float | None:
         """Global gradient norm of the newest update, before clipping; None before the first update.
 
-        It waits until the norm is known.
+        Waits until the norm is known.
         """
         self._check_open()
         if self.loop.newest_update is None:
@@ -522,9 +518,8 @@ class OffloadEngine:
     def profile(self, *, steps: int = 3, path: str | Path = "offloadkit-trace.json") -> Profile:
         """Trace `steps` steps, starting at the next boundary.
 
-        After them a Chrome trace is written to `path`, and the time of each phase and its bound are printed. Of
-        several ranks all must call it; rank 1 writes to "NAME-rank1.json", and so on. The track "ranks" has what they
-        exchange and gather.
+        Afterwards, a Chrome trace is written to `path`, and the time of each phase and its bound are printed. All ranks
+        must call it; rank 1 writes to "NAME-rank1.json", and so on. The track "ranks" shows communication.
 
         Raises:
             OffloadkitError: `steps` is not a positive int, a trace is already running, or `path` cannot be written.
@@ -544,7 +539,7 @@ class OffloadEngine:
         self.loop.settle()
 
     def _read_reports(self) -> None:
-        """Record the steps that have finished in the telemetry, and report those that were not applied."""
+        """Record finished steps in the telemetry, and report steps that were not applied."""
         self.loop.raise_thread_error()
         try:
             self.loop.records.read()
@@ -553,8 +548,8 @@ class OffloadEngine:
             raise NonFiniteGradientError(f"{error}. {watchdog.in_words(self.last_checkpoint)}") from None
 
     def _what_is_not_finite(self, update: Update) -> str | None:
-        """Wait for the newest update's norm; a sentence about it if it is not finite, and that is not the loss scale's
-        fault. Several ranks have the same norm, so they go back together."""
+        """Wait for the newest update's norm; a sentence if it is not finite and the loss scale cannot fall.
+        All ranks have the same norm, so they go back together."""
         watchdog.wait(update.norm_known, "the gradient norm")
         self.loop.raise_thread_error()
         try:
@@ -564,11 +559,11 @@ class OffloadEngine:
         return None
 
     def _roll_back(self, step: int, said: str) -> NonFiniteGradientError:
-        """Go back to the last checkpoint, since gradients held NaN or Inf; returns the error to raise.
+        """Go back to the last checkpoint after NaN or Inf in gradients; returns the error to raise.
 
         Args:
             step: the number of the update.
-            said: a sentence about it.
+            said: a sentence about the update.
 
         Raises:
             ModelError, ConfigError: as `load_checkpoint`.
@@ -594,7 +589,7 @@ class OffloadEngine:
         )
         back.step, back.num_updates, back.checkpoint = step, self._num_saved_updates, folder
         if self.own_return is not None:
-            self.num_updates = self._num_saved_updates  # a checkpoint of transformers' Trainer does not hold it
+            self.num_updates = self._num_saved_updates  # checkpoints of transformers' Trainer do not contain it
             return back
         try:
             back.position = self.load_checkpoint(folder, scheduler=self._scheduler)
@@ -606,29 +601,29 @@ class OffloadEngine:
     # ---- moving -------------------------------------------------------------------------------------------------
 
     def move(self, plan: Plan, *, why: str = "move() was called") -> None:
-        """Go on by another plan of this model: weights, gradients, states and activations live where it says.
+        """Switch to another plan of this model: weights, gradients, states and activations move to its placements.
 
-        No number changes. The engine finishes its updates, and moves layer by layer: there are never two copies of
-        more than one layer. Layers whose placement is equal stay untouched. What `optimizer.state` and `state_dict()`
-        gave before a move is not written any more: ask again.
+        No number changes. The engine finishes its updates and moves layer by layer, with at most one layer existing
+        twice. Layers with equal placement are not touched. Tensors obtained from `optimizer.state` or `state_dict()`
+        before a move are no longer updated; ask for them again.
 
-        With several ranks all must call it, between the same steps and with the same places for weights. It moves on
-        all of them or on none; where it fails after layers have moved, the engines of all ranks close.
+        With several ranks, all must call it at the same step, with equal places for weights. Either all ranks move or
+        none; if a move fails after layers have moved, the engines of all ranks close.
 
         Args:
-            plan: made for this model and config; only its `placement` may be another than the config's.
+            plan: made for this model and config; only its `placement` may differ from the config's.
             why: for `telemetry.moves`.
 
         Raises:
             ModelError, ConfigError: the plan was made for another model or config. Nothing has moved.
-            EngineStateError: gradients are gathered, or a tensor outside shares memory of a parameter that would move.
+            EngineStateError: gradients are pending, or an outside tensor shares memory of a parameter that would move.
                 Nothing has moved. Or the engine had to close itself: see below.
             NonFiniteGradientError: as `step`. Nothing has moved.
-            OffloadkitError: there is too little RAM or disk, or the GPU is full (`OutOfVramError`). Layers that moved
-                before stay there, and training can go on: `plan` says what is where. If not even that is possible, the
-                engine closes, and the model has its weights.
-            RankError: another rank did not call it, or cannot move. Or the GPUs could not be connected anew as the plan
-                has it: then the engine closes, and the model has its weights.
+            OffloadkitError: there is too little RAM or disk, or the GPU is full (`OutOfVramError`). Layers that have
+                moved stay there, and training can go on; `plan` has the present placements. If that is impossible too,
+                the engine closes, and the model keeps its weights.
+            RankError: another rank did not call it, or cannot move. Or the GPUs could not be reconnected for the plan:
+                then the engine closes, and the model keeps its weights.
         """
         self._check_open()
         with self._ranks.together("calling move()"):
@@ -645,10 +640,10 @@ class OffloadEngine:
 
     @contextmanager
     def makes_room(self) -> Iterator[None]:
-        """A context in which a full GPU makes the engine move to a leaner plan. It spans a micro-batch at most.
+        """Context for at most one micro-batch: if the GPU runs out of memory, the engine moves to a leaner plan.
 
         Raises:
-            RepeatWindowError: it did so. The gradients since the last update were dropped.
+            RepeatWindowError: the engine has moved. The gradients since the last update were dropped.
             OutOfVramError: no leaner plan is left, or the move failed. The gradients were dropped too.
         """
         with self._closing_if_lost(), self.replanner.recover_from_oom():
@@ -656,7 +651,7 @@ class OffloadEngine:
 
     @contextmanager
     def _closing_if_lost(self) -> Iterator[None]:
-        """A context after which the engine is closed if a move failed so that training cannot go on."""
+        """Context that closes the engine after a failed move if training cannot go on."""
         try:
             yield
         except BaseException:
@@ -667,14 +662,14 @@ class OffloadEngine:
     # ---- states by name ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the run. Its tensors are live, not copies. With several ranks, "optimizer" has this one's part.
+        """The state of the run, as live tensors, not copies. With several ranks, "optimizer" has this rank's part.
 
         Returns:
             "module": the model's state_dict. "optimizer": the optimizer's `state`, by parameter name. "param_groups":
             options by group. "num_updates". "loss_scale": the state of the fp16 loss scale, else None.
 
         Raises:
-            EngineStateError: in the middle of an accumulation window, whose gradients are no part of it.
+            EngineStateError: an accumulation window is open, whose gradients would be lost.
         """
         self._check_window()
         self.synchronize()
@@ -691,12 +686,12 @@ class OffloadEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict()` of an engine with the same parameters. Placements may differ.
 
-        Nothing is loaded where one of these errors is raised.
+        If one of these errors is raised, nothing is loaded.
 
         Raises:
             ModelError: the parameter names or the number of groups differ.
             ConfigError: the saved states are another optimizer's, or have another precision or working dtype.
-            EngineStateError: in the middle of an accumulation window, whose gradients are of other weights.
+            EngineStateError: an accumulation window is open, whose gradients belong to the present weights.
         """
         self._check_window()
         self.synchronize()
@@ -727,7 +722,7 @@ class OffloadEngine:
             self.loss_scale.load_state_dict(state["loss_scale"])
 
     def _check_state(self, state: Any) -> None:
-        """Raise `ModelError` or `ConfigError` for what is no `state_dict()` of such a model."""
+        """Raise `ModelError` or `ConfigError` if `state` is not a `state_dict()` of an engine of this model."""
         own = self.state_dict()
         lacks_scale = isinstance(state, Mapping) and state.get("loss_scale") is None
         wanted = {name: own[name] for name in own if name != "loss_scale" or not lacks_scale}
@@ -754,7 +749,7 @@ class OffloadEngine:
             raise ModelError(f"the state cannot be loaded: {why}. Load a state_dict() of an engine of this model")
 
     def numbers(self) -> RunNumbers:
-        """All numbers of the run by name, settled and live: what a checkpoint holds.
+        """Snapshot of all numbers of the run by name, settled and live: the content of a checkpoint.
 
         Raises:
             EngineStateError: as `state_dict`.
@@ -782,7 +777,7 @@ class OffloadEngine:
 
     @property
     def origin(self) -> Origin:
-        """The run and its updates so far: what the files of a checkpoint say of themselves."""
+        """Identity of the run and its number of updates, as stored in a checkpoint's files."""
         return self._origin._replace(num_updates=self.num_updates)
 
     @property
@@ -790,25 +785,25 @@ class OffloadEngine:
         return Adding(self._ranks.size, self.config.gradient_accumulation, self.config.exchange)
 
     def save_checkpoint(self, folder: str | Path, *, scheduler: Any = None, position: Any = None) -> None:
-        """Write all that a run needs to go on exactly: weights, states, counts and random states.
+        """Write everything that an exact continuation needs: weights, states, counts and random states.
 
-        An older checkpoint in `folder` stays until the new one is whole. All ranks save together, into a folder that
-        all of them see. Any number of ranks may go on from it; ranks that are new take rank 0's random states. A run
-        that then adds gradients in another order is not the same in its last bits, and a warning says so: with several
-        ranks that accumulate, `exchange="micro_batch"` keeps the order on any number of them.
+        An older checkpoint in `folder` stays until the new one is complete. All ranks save together, into a folder that
+        they all see. Any number of ranks may continue from it; new ranks take rank 0's random states. If a continued
+        run adds gradients in another order, its last bits differ, with a warning. With several ranks that accumulate,
+        `exchange="micro_batch"` keeps the order for any number of ranks.
 
         Args:
             scheduler: a learning-rate scheduler, whose `state_dict()` is saved.
-            position: where the loop is in its data, as numbers, texts, lists, dicts and tensors.
+            position: the loop's position in its data, as numbers, texts, lists, dicts and tensors.
 
         Raises:
-            EngineStateError: in the middle of an accumulation window: its gradients would be lost.
+            EngineStateError: an accumulation window is open, whose gradients would be lost.
             OutputError: it cannot be written, `folder` holds other files, or another process writes it.
-            ConfigError: `position` or the scheduler's state holds something that is not data.
+            ConfigError: `position` or the scheduler's state holds an object that is not data.
             ModelError: the module's `state_dict()` does.
         """
         states = _states_of(scheduler)
-        where = Path(os.path.realpath(path_of(folder, "folder")))  # a link stays, and what it leads to is replaced
+        where = Path(os.path.realpath(path_of(folder, "folder")))  # keep a symbolic link, and replace its target
         with phase("saving", self.telemetry.peaks, self.device):
             with self._ranks.together("claiming a checkpoint"):
                 if self._ranks.rank == 0:
@@ -819,19 +814,19 @@ class OffloadEngine:
         self.last_checkpoint, self._scheduler = where, scheduler
 
     def load_checkpoint(self, folder: str | Path, *, scheduler: Any = None) -> Any:
-        """Go on from `save_checkpoint`, under any placement.
+        """Continue from `save_checkpoint`, with any placement.
 
         Args:
-            scheduler: one like that which was saved.
+            scheduler: a scheduler like the saved one.
 
         Returns:
-            The `position` that was saved.
+            The saved `position`.
 
         Raises:
-            ModelError: the folder is not whole, a file is cut, or it is of another model. Nothing is changed then.
+            ModelError: the folder is incomplete, a file is truncated, or it is of another model. Nothing is changed.
             ConfigError: another optimizer, precision, seed or working dtype, or it holds no scheduler. Nothing is
-                changed then.
-            EngineStateError: in the middle of an accumulation window.
+                changed.
+            EngineStateError: an accumulation window is open.
         """
         self._check_open()
         folder, own = Path(os.path.realpath(path_of(folder, "folder"))), _states_of(scheduler)
@@ -839,8 +834,8 @@ class OffloadEngine:
         def took_weights() -> None:
             self.placed.take_over_outside_writes(keep_remainder=True)
 
-        # Released: watched weights are copied before each piece is written, for remainders that are loaded anyway.
-        # Weights in RAM that ranks share are written by all of them, with the same numbers, while nobody reads them.
+        # Released, because watched weights would be copied before each write, for remainders that are loaded anyway.
+        # All ranks write the same numbers to weights in shared RAM, while no rank reads them.
         with (
             phase("resuming", self.telemetry.peaks, self.device),
             self.placed.outside.released(),
@@ -859,7 +854,7 @@ class OffloadEngine:
 
     @property
     def last_checkpoint(self) -> Path | None:
-        """The folder that this run has saved last, or goes on from. Errors of the update and of NaN name it, and
+        """The folder last saved, or resumed from. Errors of the update and of NaN name it, and
         `on_nonfinite="rollback"` goes back to it."""
         return self.loop.last_checkpoint
 
@@ -869,10 +864,10 @@ class OffloadEngine:
         self._num_saved_updates = self.num_updates
 
     def load_states(self, folder: Path, *, scheduler: Any = None) -> dict[str, Any]:
-        """Load the states of a checkpoint whose weights the module has; returns the values in its `run.json`.
+        """Load the states of a checkpoint whose weights the module already has; returns the values in its `run.json`.
 
         Args:
-            scheduler: one whose state they must hold; it is not loaded here.
+            scheduler: a scheduler whose state the checkpoint must hold; it is not loaded here.
 
         Raises:
             ModelError, ConfigError: as `load_checkpoint`.
@@ -890,7 +885,7 @@ class OffloadEngine:
     def _go_on(self, values: dict[str, Any]) -> None:
         """Take the options and counts of a saved run.
 
-        It warns where gradients are added in another order now, and where this run was given other options.
+        Warns if gradients are now added in another order, or if this run was given other options.
         """
         saved_groups = [group["options"] for group in values["groups"]]
         scheduled = values.get("scheduler") is not None
@@ -913,7 +908,7 @@ class OffloadEngine:
             )
 
     def master_weights(self) -> dict[str, torch.Tensor]:
-        """fp32 copies of all master weights, in RAM, by parameter name; with several ranks this one's part, 1-D."""
+        """fp32 copies of all master weights in RAM, by parameter name; with several ranks this rank's part, 1-D."""
         self.synchronize()
         return {view.name: state.master(view) for state in self.placed.states for view in state.layer.views}
 
@@ -922,20 +917,20 @@ class OffloadEngine:
     def close(self) -> None:
         """Apply pending updates, detach from the model and free the engine's memory.
 
-        The model keeps its trained weights. It stays on its device if all its weights were there; else all of it is in
-        RAM then, and weights that were there stay where they are. The optimizer's states are gone, and are freed
-        before anything moves: closing takes no second copy of the weights. In a forked process nothing happens.
+        The model keeps its trained weights: on its device if they all were there, else all in RAM, where weights that
+        lived in RAM keep their memory. Optimizer states are freed before weights move, so no second copy of the weights
+        is made. In a forked process, nothing happens.
 
-        Of several ranks all must close it. If an error is on its way to the caller (in `except` and `finally` too),
-        this rank waits for no other one: these get a `RankError`. Parts of the newest update that other ranks have
-        stepped may be missing in its weights then; a note on the error says so.
+        All ranks must close. While an exception propagates (also in `except` and `finally`), this rank does not wait
+        for the other ranks, which get a `RankError`. Its weights may then lack parts of the newest update that other
+        ranks stepped; a note on the exception says so.
 
         Raises:
-            NonFiniteGradientError: as `step`. The engine is closed then too.
+            NonFiniteGradientError: as `step`. The engine is closed nevertheless.
         """
         if not self._open or os.getpid() != self._process:
             return
-        failing = sys.exception() is not None  # an error is already on its way to the caller: do not hide it
+        failing = sys.exception() is not None  # an exception is already propagating: do not hide it
         try:
             if self._ranks.is_failing:
                 self._abandon()
@@ -953,9 +948,9 @@ class OffloadEngine:
                 self._let_go()
 
     def _abandon(self) -> None:
-        """Tell the other ranks that this one has failed. They may wait for it anywhere, so it waits for nothing there.
+        """Notify the other ranks of this rank's failure. They may wait for it anywhere, so it does not wait for them.
 
-        The newest update is done first: all ranks have begun it, or fail as well.
+        The newest update is finished first: all ranks have begun it, or fail as well.
         """
         if self.loop.newest_update is not None:
             self.step_thread.finish(self.loop.newest_update)
@@ -971,7 +966,7 @@ class OffloadEngine:
             warnings.warn(said, RuntimeWarning, stacklevel=3)  # a handler may swallow the error
 
     def _let_go(self) -> None:
-        """Detach from the model and free memory. Whatever fails, the model's weights are its own afterwards."""
+        """Detach from the model and free memory. After any failure in here, the model still owns its weights."""
         try:
             self._finalizer()
             self.optimizer.state.clear()
@@ -993,7 +988,7 @@ class OffloadEngine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # ---- as the module, and checks -------------------------------------------------------------------------------
+    # ---- access to the module, and checks ------------------------------------------------------------------------
 
     ranks = property(lambda self: self._ranks, doc="The processes that train the model together.")
 
@@ -1005,12 +1000,12 @@ class OffloadEngine:
     training = property(lambda self: self.module.training, doc="The module's mode.")
 
     def train(self, mode: bool = True) -> Self:
-        """The module's training mode."""
+        """Set the module's training mode."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Self:
-        """The module's evaluation mode."""
+        """Set the module's evaluation mode."""
         return self.train(False)
 
     def _check_open(self) -> None:

@@ -1,4 +1,4 @@
-"""Activation checkpointing of the repeated blocks: backward recomputes them, from inputs in VRAM or in pinned RAM."""
+"""Activation checkpointing of the repeated blocks: backward recomputes them from inputs in VRAM or in pinned RAM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from offloadkit.offload.layers import repeated_blocks, replace_forwards
 from offloadkit.offload.weights import LayerWeights
 
 Checkpoint = Literal["checkpoint", "offload"]
-"""How a block is recomputed: from an input that stays in VRAM, or from one that waits in RAM."""
+"""Recompute a block from an input that stays in VRAM ("checkpoint") or is offloaded to RAM ("offload")."""
 
 
 def checkpoint_activations(
@@ -33,18 +33,18 @@ def checkpoint_activations(
     *,
     compiled: bool = False,
 ) -> Callable[[], None]:
-    """Have backward recompute the activations of the blocks in `choices`.
+    """Make backward recompute the activations of the blocks in `choices`.
 
-    HuggingFace models use their own switch; the blocks of other models get another `forward`. Random numbers (dropout)
-    are the same in the recomputation.
+    HuggingFace models use their own switch; blocks of other models get another `forward`. The recomputation uses the
+    same random numbers (dropout).
 
     Args:
         weights: by block, the layers that a recomputation needs in VRAM.
-        compiled: whether the blocks are compiled. Then HuggingFace's switch is not used: with it, compiled T5 blocks
+        compiled: the blocks are compiled. Then HuggingFace's switch is not used, because with it compiled T5 blocks
             have other gradients.
 
     Returns:
-        A function that switches it off again.
+        A function that undoes this.
 
     Raises:
         ConfigError: the model has no repeated blocks to recompute.
@@ -72,7 +72,7 @@ def checkpoint_activations(
         switch_off = _switch_on(untyped)
         blocks: list[Any] = list(names)
         for block in blocks:
-            for inner in block.modules():  # else T5's attention gives its mask a gradient, and other kernels compute it
+            for inner in block.modules():  # otherwise T5's mask gets a gradient, which selects other attention kernels
                 if hasattr(inner, "gradient_checkpointing") and inner is not block:
                     inner.gradient_checkpointing = False
             if block in choices:
@@ -88,14 +88,14 @@ SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func", "_require_
 
 
 def _switch_on(model: Any) -> Callable[[], None]:
-    """Have a HuggingFace model recompute; returns what has its modules as they were before."""
+    """Switch on recomputation in a HuggingFace model; returns a function that restores its modules."""
     before = {
         module: {name: vars(module)[name] for name in SWITCHES if name in vars(module)} for module in model.modules()
     }
     # `activation_checkpointing_enable` in newer transformers, `gradient_...` in older.
     word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     getattr(model, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
-    # It has the embeddings' outputs require a gradient, which only reentrant recomputation needs.
+    # The switch makes the embeddings' outputs require a gradient, which only reentrant recomputation needs.
     _remove_new_hooks(model, before[model])
 
     def switch_off() -> None:
@@ -117,9 +117,9 @@ def _remove_new_hooks(model: Any, before: dict[str, Any]) -> None:
 
 
 class _ChangingBuffers:
-    """The buffers of a block that its forward changes, such as BatchNorm's statistics.
+    """The buffers of a block that its forward changes, such as BatchNorm's statistics, found by the first forward.
 
-    The first forward finds them. A recomputation sees them as its forward saw them, and what it does to them is lost.
+    A recomputation sees the buffers as its forward saw them; its own changes to them are discarded.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -127,18 +127,18 @@ class _ChangingBuffers:
         self._all = [(module, name) for module in block.modules() for name in module._buffers]
 
     def copies(self) -> dict[tuple[nn.Module, str], torch.Tensor]:
-        """Copies of them. Before the first forward has ended: of all buffers."""
+        """Copies of the changing buffers; of all buffers before the end of the first forward."""
         places = self._all if self._found is None else self._found
         present = ((module, name, module._buffers[name]) for module, name in places)
         return {(module, name): buffer.clone() for module, name, buffer in present if buffer is not None}
 
     def end_of_forward(self, before: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
-        """Find those that changed since `before`, and drop the copies of the others."""
+        """After the first forward: find the buffers that changed since `before`, and drop the copies of all others."""
         if self._found is None:
             self._found = [
                 (module, name)
                 for (module, name), old in before.items()
-                if isinstance(module, nn.modules.batchnorm._NormBase)  # in eval mode it changes none yet
+                if isinstance(module, nn.modules.batchnorm._NormBase)  # changes none in eval mode, but may do so later
                 or (now := module._buffers[name]) is None
                 or not torch.equal(now, old)
             ]
@@ -148,7 +148,7 @@ class _ChangingBuffers:
 
 @contextmanager
 def _exchanged(buffers: dict[tuple[nn.Module, str], torch.Tensor]) -> Iterator[None]:
-    """While it is open, modules have copies of `buffers` in the place of their own ones."""
+    """While open, the modules use copies of `buffers` instead of their own buffers."""
     own = {(module, name): module._buffers[name] for module, name in buffers}
     for (module, name), buffer in buffers.items():
         module._buffers[name] = buffer.clone()
@@ -167,16 +167,16 @@ def _checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run `forward`, and have backward recompute its activations. `weights` are brought to VRAM for that.
+    """Run `forward`, and make backward recompute its activations, with `weights` brought to VRAM.
 
     Raises:
-        EngineStateError: (in backward) `weights` were updated since.
+        EngineStateError: (in backward) `weights` were updated since forward.
     """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     seen = [layer.num_updates for layer in weights]
     before, has_run = buffers.copies(), False
-    if isinstance(forward, partial):  # HuggingFace binds arguments: the tensors among them must be visible
+    if isinstance(forward, partial):  # HuggingFace binds arguments; tensors among them must be passed explicitly
         args, kwargs, forward = (*forward.args, *args), {**forward.keywords, **kwargs}, forward.func
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -193,10 +193,10 @@ def _checkpoint(
 
 
 class OffloadedInputs:
-    """Inputs of checkpointed blocks, which wait for backward in pinned RAM.
+    """Inputs of checkpointed blocks, kept in pinned RAM until backward.
 
-    Only a block's first argument, the hidden states, goes to RAM. What many blocks share (masks, a position bias, an
-    encoder's output) stays in VRAM. Every micro-batch uses the same RAM again.
+    Only a block's first argument, the hidden states, goes to RAM. Tensors that many blocks share (masks, a position
+    bias, an encoder's output) stay in VRAM. All micro-batches reuse the same RAM.
     """
 
     def __init__(self, device: torch.device, waits: Waits) -> None:
@@ -217,15 +217,15 @@ class OffloadedInputs:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As `_checkpoint`, but the first argument is in RAM until backward. In a trace its copies bear `name`.
+        """`_checkpoint`, with the first argument in RAM until backward. Traces show its copies under `name`.
 
         Raises:
-            ModelError: the block wrote to its first argument, which was being copied.
+            ModelError: the block wrote to its first argument while it was being copied.
         """
         if not torch.is_grad_enabled():
             return _checkpoint(self.device, weights, buffers, forward, *args, **kwargs)
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        # An address, not the tensor: autograd keeps `pack`, which would keep the tensor's memory.
+        # An address, not the tensor, because autograd keeps `pack`, which would keep the tensor's memory.
         address, version = (None, 0) if first is None else (first.data_ptr(), first._version)
 
         def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | _Handle:
@@ -239,7 +239,7 @@ class OffloadedInputs:
         return output
 
     def release(self) -> None:
-        """Free the RAM. A model may keep this object alive, in the functions by which its blocks recompute."""
+        """Free the RAM. The model may keep this object alive, in the functions with which its blocks recompute."""
         self._free.clear()
         self._copying.clear()
 
@@ -261,10 +261,10 @@ class OffloadedInputs:
         return handle
 
     def _free_vram(self, num_left: int) -> None:
-        """Free the VRAM of all but the newest `num_left` inputs that are being copied.
+        """Free the VRAM of all inputs being copied, except the newest `num_left`.
 
-        The compute stream waits for their copies, since it may write to that memory next. Without this limit Python,
-        which may be far ahead of the device, would keep the VRAM of many inputs.
+        The compute stream waits for these copies, because it may reuse the memory. Without this limit, Python running
+        far ahead of the device would keep the VRAM of many inputs.
         """
         self._copying = [(memory, event) for memory, event in self._copying if not event.done()]
         while len(self._copying) > num_left:
@@ -272,9 +272,9 @@ class OffloadedInputs:
             self._waits.delay(event)
 
     def _free_ram(self, view: _OffloadedInput) -> None:
-        """Free the RAM of an input that autograd no longer holds: backward has used it, or its graph was dropped.
+        """Free the RAM of an input that autograd released, because backward has used it or the graph was dropped.
 
-        In the latter case it may have been fetched ahead, and a copy to VRAM may still be under way.
+        A dropped graph's input may have been prefetched, and its copy to VRAM may still be running.
         """
         self._order.remove(view)
         if view.device is not None and view.returned is not None:
@@ -283,8 +283,8 @@ class OffloadedInputs:
         self._free.append(view)
 
     def _take(self, num_bytes: int) -> _OffloadedInput:
-        """The smallest free RAM of at least `num_bytes`. If there is none, a new piece takes the place of the largest
-        free one: RAM does not grow with each new length of rows."""
+        """The smallest free RAM buffer of at least `num_bytes`. If none exists, a new one replaces the largest free
+        buffer, so that RAM does not grow with each new sequence length."""
         fitting = [view for view in self._free if view.slab.num_bytes >= num_bytes]
         if fitting:
             view = min(fitting, key=lambda each: each.slab.num_bytes)
@@ -298,7 +298,7 @@ class OffloadedInputs:
         return _OffloadedInput(slab)
 
     def _unpack(self, packed: tuple[torch.Tensor, int] | _Handle) -> torch.Tensor:
-        """The input of the block that backward has reached. The input of the block before it is fetched ahead."""
+        """The input of the block that backward has reached. Prefetches the preceding block's input."""
         if isinstance(packed, tuple):
             tensor, version = packed
             if tensor._version != version:
@@ -318,7 +318,7 @@ class OffloadedInputs:
     def _fetch(self, saved: _OffloadedInput) -> torch.Tensor:
         if saved.device is None:
             saved.device = torch.empty(saved.shape, dtype=saved.host.dtype, device=self.device)
-            self.h2d.wait(record_compute(self.device))  # the compute stream may still use what was in this memory
+            self.h2d.wait(record_compute(self.device))  # the compute stream may still use this memory's old contents
             assert saved.arrived is not None
             self.h2d.wait(saved.arrived)  # wait: an input in RAM before it is fetched
             saved.returned = self.h2d.copy_all([(saved.device.view(-1), saved.host)], saved.name)
@@ -327,7 +327,7 @@ class OffloadedInputs:
 
 @dataclass(eq=False)
 class _Handle:
-    """What autograd holds of an input. When it is gone, the input's RAM is free again."""
+    """Autograd's reference to an input. Its finalizer frees the input's RAM."""
 
     view: _OffloadedInput
 
@@ -337,9 +337,9 @@ class _OffloadedInput:
     """One input: its memory in RAM, and its copies to RAM and back.
 
     Attributes:
-        name: of its copies in a trace.
+        name: label of the copies in a trace.
         host: 1-D pinned tensor with the input's elements.
-        device: the input in VRAM, once it is fetched for backward.
+        device: the input in VRAM, after it is fetched for backward.
         arrived: the end of the copy to RAM.
         returned: the end of the copy to VRAM.
     """
@@ -354,13 +354,13 @@ class _OffloadedInput:
 
 
 def recomputed_in_backward(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, whose activations backward recomputes: only the arguments are kept until then.
+    """`function(*args, **kwargs)` with activations recomputed in backward; only the arguments are kept until then.
 
-    The second run has the same random states of the CPU and of `device`, autocast and default device as the first.
+    The second run uses the random states of the CPU and of `device`, autocast and default device of the first.
 
     Raises:
         ModelError: (in backward) the second run saved other tensors than the first. Or something wrote to a saved
-            tensor, or to a tensor among the arguments or in lists and tuples there.
+            tensor, or to a tensor among the arguments (also in lists and tuples).
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -370,15 +370,15 @@ def recomputed_in_backward(device: torch.device, function: Callable[..., Any], *
 
 
 class _Recomputation:
-    """What the second run needs, and the tensors it has found. Autograd's nodes hold it until backward is done."""
+    """Inputs of the second run, and the tensors it has found. Autograd's nodes keep it until backward is done."""
 
     def __init__(
         self, device: torch.device, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._function, self._kwargs = function, kwargs
         self._versions = [(tensor, tensor._version) for tensor in _tensors_in(kwargs.values())]
-        # Tensors among the positional arguments are saved as an operation's inputs are. So hooks on saved tensors see
-        # them, and in-place changes before backward raise an error.
+        # Tensors among the positional arguments are saved like an operation's inputs, so that hooks on saved tensors
+        # see them, and in-place changes before backward raise.
         self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         self._at = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         self._saved_args: Any = _save(_ANCHOR, *[args[index] for index in self._at])
@@ -387,12 +387,12 @@ class _Recomputation:
         self._found: dict[int, tuple[torch.Tensor, int]] = {}
 
     def pack(self, tensor: torch.Tensor) -> int:
-        """What autograd saves instead of `tensor`: its number, in the order of saving."""
+        """Saves the tensor's index, in the order of saving, instead of the tensor."""
         self._saved.append((tensor.shape, tensor.dtype))
         return len(self._saved) - 1
 
     def unpack(self, index: int) -> torch.Tensor:
-        """The tensor with number `index`. It is not kept: to unpack it again takes another run."""
+        """The tensor with this index. It is not kept; unpacking it again takes another run."""
         if index not in self._found:
             self._found = self._run_again()
         tensor, version = self._found.pop(index)
@@ -401,7 +401,7 @@ class _Recomputation:
         return tensor
 
     def _run_again(self) -> dict[int, tuple[torch.Tensor, int]]:
-        """The tensors that the second run saves, by number, each with its version counter."""
+        """{index: (tensor, version counter)} of the tensors that the second run saves."""
         expected, found = self._saved, dict[int, tuple[torch.Tensor, int]]()
         num_saved = len(expected)
 
@@ -431,7 +431,7 @@ class _Recomputation:
 
 
 def forget_found(memory: Callable[[torch.Tensor], bool]) -> None:
-    """Drop what a backward that was interrupted has left behind of recomputed blocks, in graphs that somebody keeps.
+    """Drop tensors of recomputed blocks that an interrupted backward left in graphs that are still referenced.
 
     Args:
         memory: whether a tensor is in the memory in question; recomputations without such a tensor are left alone.
@@ -442,7 +442,7 @@ def forget_found(memory: Callable[[torch.Tensor], bool]) -> None:
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among `values` and in lists and tuples there. Inference tensors have no version, and are left out."""
+    """The tensors in `values`, also in lists and tuples, except inference tensors, which have no version."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if not value.is_inference():
@@ -452,7 +452,7 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 class _FoundAllError(Exception):
-    """Ends the second run: it has all tensors that backward needs."""
+    """Ends the second run when it has found all tensors that backward needs."""
 
 
 def _described(shape: torch.Size, dtype: torch.dtype) -> str:
@@ -490,7 +490,7 @@ _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
 class _Environment:
-    """What a run depends on besides its arguments: random states, autocast and the default device."""
+    """The implicit inputs of a run: random states, autocast and the default device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device_types: tuple[str, ...] = ("cpu",)
@@ -504,7 +504,7 @@ class _Environment:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A context with the environment as it was. Afterwards the random states are those of before the context."""
+        """Context with the recorded environment; restores the present random states afterwards."""
         now = [(generator, generator.get_state()) for generator, _ in self._random_states]
         for generator, state in self._random_states:
             generator.set_state(state)
@@ -521,7 +521,7 @@ class _Environment:
                 generator.set_state(state)
 
     def _present_autocast(self) -> list[tuple[str, bool, torch.dtype, bool]]:
-        """For each device type: its name, whether autocast is on, its dtype, and whether it caches casts."""
+        """(device type, enabled, dtype, whether casts are cached) for each device type."""
         cached = torch.is_autocast_cache_enabled()
         return [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
@@ -530,5 +530,5 @@ class _Environment:
 
 
 def _default_device() -> torch.device:
-    """The same as `torch.get_default_device()`, in a third of its time."""
+    """`torch.get_default_device()` in a third of its time."""
     return torch.empty(0).device

@@ -1,7 +1,6 @@
-"""Memory that runs out: a watch on the RAM left, the explanation of a CUDA out-of-memory error, and the plan to go on
-by.
+"""Memory that runs out: watches free RAM, explains CUDA's out-of-memory errors, and finds leaner plans.
 
-Both errors name the bytes that were planned and the bytes that are used.
+Both errors name planned and used bytes.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from offloadkit.threads import Thread
 from offloadkit.units import format_bytes
 
 _INTERVAL_SECONDS = 0.2
-"""How often the RAM left is read."""
+"""Interval between readings of free RAM."""
 _ABOUT = 1.02
-"""A plan that takes so much more than is free is begun as it is: what the framework takes is an estimate."""
+"""A plan may exceed the free VRAM by this factor, because the framework's share is an estimate."""
 _MIN_FLOOR_BYTES = 256 << 20
-"""Least RAM that must be left, on small machines too."""
+"""Least RAM that must stay free, also on small machines."""
 
 
 @dataclass
 class RamPoll:
-    """The part of `RamWatch` that its thread uses. It does not refer to the `RamWatch`, which can be collected so.
+    """The part of `RamWatch` that its thread uses. It does not reference `RamWatch`, so that can be collected.
 
     Attributes:
-        planned: bytes by category that the plan gives this process.
-        floor_bytes: RAM that must be left.
-        warning: the newest finding of too little RAM, until somebody has read it.
+        planned: this process's planned bytes by category.
+        floor_bytes: RAM that must stay free.
+        warning: the newest unread warning.
     """
 
     planned: Mapping[str, int]
@@ -52,7 +51,7 @@ class RamPoll:
     warning: str | None = None
 
     def run(self) -> None:
-        """Read the RAM left until closed. Where it is too little, set `warning`."""
+        """Read the free RAM until closed; set `warning` if it is too low."""
         while not self.closed.wait(_INTERVAL_SECONDS):
             process_memory.sample_ram()
             available = hardware.ram_available_bytes()
@@ -73,14 +72,11 @@ class RamPoll:
 
 
 class RamWatch:
-    """Watches the RAM left, until it is closed or garbage-collected.
+    """Watches free RAM until it is closed or garbage-collected.
 
     Args:
-        planned: bytes by category that the plan gives this process. The error names them.
-        floor_bytes: what must be left, counting page cache as free. None: 1 % of the limit, but at least 256 MiB.
-
-    Attributes:
-        poll: what the watching thread reads and writes.
+        planned: this process's planned bytes by category, for the error message.
+        floor_bytes: RAM that must stay free, counting page cache as free. None: 1 % of the limit, at least 256 MiB.
     """
 
     def __init__(self, planned: Mapping[str, int], floor_bytes: int | None = None) -> None:
@@ -92,32 +88,31 @@ class RamWatch:
         self._thread.start()
 
     def check(self) -> None:
-        """Call it wherever training can stop; it reads one attribute.
+        """Raise if RAM ran low; cheap (reads one attribute).
 
         Raises:
-            OutOfRamError: less than the floor was left at some time since the last check.
+            OutOfRamError: less than the floor was free at some time since the last check.
         """
         if (warning := self.warning()) is not None:
             raise OutOfRamError(warning)
 
     def warning(self) -> str | None:
-        """What was seen since the last call, in words; None if there was room. It reads one attribute."""
+        """The warning since the last call, or None; cheap (reads one attribute)."""
         warning, self.poll.warning = self.poll.warning, None
         return warning
 
     def expect(self, planned: Mapping[str, int]) -> None:
-        """Go on by another plan. What was seen before counts no more."""
+        """Switch to another plan's bytes, and discard the warning."""
         self.poll.planned, self.poll.warning = dict(planned), None
 
     def close(self) -> None:
-        """Stop watching. It may be called twice."""
+        """Stop watching. May be called twice."""
         self.poll.closed.set()
         if threading.current_thread() is not self._thread:  # a finalizer runs on any thread
             self._thread.join()
 
 
 def _floor_bytes() -> int:
-    """RAM that must be left."""
     return max(hardware.ram_limit_bytes() // 100, _MIN_FLOOR_BYTES)
 
 
@@ -125,7 +120,7 @@ def _floor_bytes() -> int:
 def explained_shortage(
     plan: Plan, device: torch.device, drop_gradients: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """A context that explains CUDA's out-of-memory error.
+    """Context that explains CUDA's out-of-memory error.
 
     Raises:
         OutOfVramError: instead of torch's error, after a call of `drop_gradients`.
@@ -134,7 +129,7 @@ def explained_shortage(
         yield
     except torch.OutOfMemoryError as error:
         explained = f"{full_gpu(plan, device)}. {_ADVICE}"
-        traceback.clear_frames(error.__traceback__)  # else a kept error would keep the activations in VRAM
+        traceback.clear_frames(error.__traceback__)  # otherwise a kept error would keep the activations in VRAM
         drop_gradients()
         raise OutOfVramError(explained) from error
 
@@ -142,8 +137,8 @@ def explained_shortage(
 def leaner_budget(plan: Plan, device: torch.device) -> int:
     """VRAM budget, in bytes, for a second plan of a run that ran out of VRAM with `plan`.
 
-    The budget starts from the smaller of what was planned and what was used. It leaves out an eighth of the planned
-    bytes, or twice the excess over the plan if that is more: the allocation that failed is not in what was used.
+    The budget is the smaller of planned and used bytes, minus an eighth of the planned bytes, or minus twice the excess
+    over the plan if that is more, because used bytes do not include the allocation that failed.
     """
     planned = plan.total_bytes("vram")
     used = planned
@@ -153,26 +148,26 @@ def leaner_budget(plan: Plan, device: torch.device) -> int:
 
 
 def _planned(plan: Plan, short: Literal["vram", "ram"], budgets: Mapping[str, int], ranks: Ranks) -> Plan | None:
-    """`leaner`. Several ranks ask for it together, and get what rank 0 finds within the least budgets of any."""
+    """`leaner`, as a collective: all ranks get rank 0's plan for the least budgets of any rank."""
     if not ranks.agree(np.array([plan.basis.config.placement is None], dtype=np.int64)).all():
-        return None  # a rank's user has chosen
+        return None  # the user of some rank has fixed the placement
     least = of_all(ranks, budgets)
     return ranks.told(lambda: leaner(plan, short, least))
 
 
 def of_all(ranks: Ranks, budgets: Mapping[str, int]) -> dict[str, int]:
-    """The least bytes that any rank has of each tier; without the tiers that some have not."""
+    """The minimum over ranks of each tier's bytes, without tiers that some rank lacks."""
     told = ranks.agree(np.array([budgets.get(tier, -1) for tier in TIERS], dtype=np.int64)).min(axis=0)
     return {tier: size for tier, size in zip(TIERS, told.tolist(), strict=True) if size >= 0}
 
 
 def _spare_ram(plan: Plan) -> int:
-    """Bytes of RAM that this run may take besides what it has. The ranks of a host have equal parts of that."""
+    """Bytes of RAM that this run may still take: an equal part of the host's free RAM for each of its ranks."""
     return max(0, hardware.ram_available_bytes() - _floor_bytes()) // plan.num_on_host
 
 
 def room(plan: Plan, device: torch.device) -> dict[str, int]:
-    """Bytes of "vram" and "ram" that another plan of this run may need: within its budgets, and what is free now."""
+    """Bytes of "vram" and "ram" that another plan of this run may need, limited by budgets and present free memory."""
     needs, spare = plan.needs(), {"ram": _spare_ram(plan)}
     if device.type == "cuda":
         for_peaks = process_memory.peak_reserved_bytes(device) - torch.cuda.memory_allocated(device)
@@ -182,21 +177,21 @@ def room(plan: Plan, device: torch.device) -> dict[str, int]:
 
 
 def with_less_vram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan | None:
-    """The plan to go on by where the GPU was full; None if no plan takes less. Several ranks call it together."""
+    """The plan for OOM recovery, or None if no plan takes less VRAM. A collective."""
     vram = 7 * plan.total_bytes("vram") // 8 if plan.basis.work is None else leaner_budget(plan, device)
     return _planned(plan, "vram", {"vram": vram, "ram": _ram_to_use(plan)}, ranks)
 
 
 def _ram_to_use(plan: Plan) -> int:
-    """RAM, in bytes, that a plan in the place of `plan` may take: what is left now counts, and so does the budget."""
+    """RAM, in bytes, that a successor of `plan` may take, limited by the budget and present free RAM."""
     now = plan.total_bytes("ram")
     ram = now + _spare_ram(plan)
     return min(ram, max(now, plan.budgets.get("ram", ram)))
 
 
 def with_less_vram_at_rest(plan: Plan, device: torch.device) -> Plan | None:
-    """The plan to go on by where the GPU was full between training steps, when no activations of theirs are there:
-    one with an eighth less of everything else in VRAM, or with as little as there can be. None if no plan takes less.
+    """The plan for OOM recovery between training steps, when no activations of training exist: a plan with an eighth
+    less of everything else in VRAM, or with as little as possible. None if no plan takes less.
     """
     leanest, found, ram = plan, with_less_vram(plan, device), _ram_to_use(plan)
     while found is not None:
@@ -214,9 +209,9 @@ def _at_rest(plan: Plan) -> int:
 
 
 def with_less_ram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan | None:
-    """The plan to go on by where RAM is running out: an eighth less, or as much as is short of twice the floor.
+    """The plan for scarce RAM: an eighth less, or less by the shortage relative to twice the floor. A collective.
 
-    Several ranks call it together; those of a host have equal parts of what its RAM is short of.
+    The ranks of a host share the shortage equally.
     """
     now = {tier: plan.total_bytes(tier) for tier in TIERS}
     lacking = (2 * _floor_bytes() - hardware.ram_available_bytes()) // plan.num_on_host
@@ -231,18 +226,18 @@ def with_less_ram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan
 
 
 def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int, ranks: Ranks = SOLO) -> Plan:
-    """`plan`, or a leaner one where less VRAM is free than when it was made, since another process took some.
+    """`plan`, or a leaner one if less VRAM is free than when it was made, because another process took some.
 
-    Several ranks call it together, and all begin by the leaner one where it is needed on any.
+    A collective: all ranks take the leaner plan if any rank needs it.
 
     Args:
         freed_bytes: VRAM that the engine will free.
     """
     if device.type != "cuda":
         return plan
-    machine = plan.basis.hardware  # its context is what the plan counts, with what else this process had in VRAM
+    machine = plan.basis.hardware  # the plan counts its context, including this process's other use of VRAM
     context = hardware.vram_context_bytes(device)
-    if machine:  # it was measured before ranks connected
+    if machine:  # measured before the ranks connected
         context = machine.vram_context_bytes + hardware.library_bytes[device.index or 0]
     there = hardware.vram_bytes(device)[0] + context + freed_bytes
     fits = plan.total_bytes("vram") <= _ABOUT * there
@@ -253,7 +248,7 @@ def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int, ranks: 
 
 
 def moved_in_words(before: Plan, after: Plan) -> str:
-    """ "VRAM 8 GiB -> 6 GiB, RAM 10 GiB -> 12 GiB"."""
+    """For example "VRAM 8 GiB -> 6 GiB, RAM 10 GiB -> 12 GiB"."""
     both = {name: [format_bytes(plan.total_bytes(tier)) for plan in (before, after)] for tier, name in TIERS.items()}
     changed = [f"{name} {old} -> {new}" for name, (old, new) in both.items() if old != new]
     others: dict[str, Callable[[Placement], bool]] = {
@@ -274,7 +269,7 @@ _ADVICE = (
 
 
 def full_gpu(plan: Plan, device: torch.device) -> str:
-    """What torch held on a full GPU, and what was planned."""
+    """A sentence about a full GPU: torch's memory and the planned bytes."""
     planned = plan.tiers["vram"]
     parts = ", ".join(f"{category} {format_bytes(size)}" for category, size in planned.items() if size)
     free, total = hardware.vram_bytes(device)

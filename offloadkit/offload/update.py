@@ -1,10 +1,11 @@
-"""The update: one optimizer step on its own threads, from `step()` until the next forward has the new weights.
+"""The update: one optimizer step on separate threads, between `step()` and the next forward's use of the new weights.
 
 The stepping thread waits for the gradients and computes the norm. Then it steps the CPU's layers in forward order, and
-sends the new weights of each to the device as soon as it is stepped. Meanwhile a second thread queues the GPU's steps:
-that takes Python's time, and the C kernels release the GIL. The main thread never waits here; forward waits by layer.
+starts the upload of each layer's new weights right after its step. Meanwhile a second thread queues the GPU's steps,
+because that takes Python time while the C kernels release the GIL. The main thread never waits here; forward waits
+layer by layer.
 
-`StepBalancer` corrects, between updates, which layers the CPU and which the GPU steps.
+`StepBalancer` shifts layers between CPU and GPU between updates.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from offloadkit.planner import NUM_STATE_BUFFERS
 from offloadkit.threads import Thread
 
 LayerUpdate = tuple[LayerState, set[int], PendingUpdate]
-"""A layer, the indices of its views that have a gradient, and what forward waits for."""
+"""A layer, the indices of its views that have a gradient, and the update for which forward waits."""
 
 
 @dataclass
@@ -45,14 +46,13 @@ class Update:
         layers: the layers to step, in this order; empty once `done` is set.
         compute_done: the compute stream's work at step(). The device's weights are not overwritten before it.
         loss_scale: the gradients are divided by it.
-        scale_may_fall: whether the loss scale can go down. If so, a non-finite norm is taken as an overflow, not as an
-            error.
+        scale_may_fall: the loss scale can still go down, so a non-finite norm is an overflow, not an error.
         norm: global gradient norm, valid once `norm_known` is set. If it is NaN or Inf, the step was skipped.
         seconds: wall seconds of the stepping thread, by phase, complete once `done` is set.
-        busy: when copies ("h2d", "d2h") and the GPU's steps ("gpu_step") ran, complete once `done` is set.
-        gpu: the events at which the GPU's steps began and ended.
+        busy: busy times of copies ("h2d", "d2h") and of the GPU's steps ("gpu_step"), complete once `done` is set.
+        gpu: the events around the GPU's steps.
         cpu_bytes: memory traffic of the CPU's steps.
-        received: with several ranks, bytes of the "norm" that they added up.
+        received: several ranks: bytes of the "norm" all-reduce.
         nonfinite: names of the parameters whose gradients were not finite.
     """
 
@@ -75,17 +75,17 @@ class Update:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step was not applied, because the norm is not finite. Valid once the norm is known."""
+        """Whether the step was skipped, because the norm is not finite. Valid once the norm is known."""
         return not math.isfinite(self.norm)
 
     def grad_scale(self) -> float:
-        """What gradients are multiplied by: the coefficient of torch.nn.utils.clip_grad_norm_, over the loss scale."""
+        """Factor for the gradients: the coefficient of torch.nn.utils.clip_grad_norm_, divided by the loss scale."""
         clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (self.norm + 1e-6))
         return clip / self.loss_scale
 
 
 class _Worker(Thread):
-    """A thread that runs jobs one after the other until it gets None."""
+    """A thread that runs jobs in order until it gets None."""
 
     def __init__(self, name: str, device: torch.device, failed: Callable[[BaseException], None]) -> None:
         super().__init__(name=name, daemon=True)
@@ -101,11 +101,11 @@ class _Worker(Thread):
                 job()
             except BaseException as error:  # raised in the engine's next call
                 self._failed(error)
-            del job  # it holds layers, which may move before the next one comes
+            del job  # it references layers, which may move before the next job arrives
             watchdog.progressed()
 
     def has_ended(self, seconds: float) -> bool:
-        """Whether it has ended; waits for it up to `seconds`."""
+        """Wait up to `seconds`; returns whether the thread has ended."""
         self.join(seconds)
         return not self.is_alive()
 
@@ -113,7 +113,7 @@ class _Worker(Thread):
 class StepThread:
     """The stepping thread and the thread that queues the GPU's steps.
 
-    Jobs and updates run one after the other. After an exception no more updates are made.
+    Jobs and updates run in order. After an exception, updates are no longer applied.
 
     Attributes:
         error: the first exception of either thread.
@@ -121,10 +121,10 @@ class StepThread:
     """
 
     def __init__(self, device: torch.device, ranks: Solo | Group = SOLO) -> None:
-        """ranks: those that have parts of the norm."""
+        """ranks: the ranks that sum the norm."""
         self._device, self._ranks = device, ranks
         self.h2d = CopyStream(device, "H2D")
-        self.kernels = CopyStream(device, "step on the GPU", urgent=True)  # short kernels, for which copies wait
+        self.kernels = CopyStream(device, "step on the GPU", urgent=True)  # short kernels that copies wait for
         self.balancer = StepBalancer()
         self.error: BaseException | None = None
         self._worker = _Worker("offloadkit-step", device, self._failed)
@@ -153,7 +153,7 @@ class StepThread:
                 torch.cuda.synchronize(self._device)  # wait: the GPU before the thread ends
 
     def settle(self) -> None:
-        """Wait until all jobs are done. The times of the updates so far do not count for those to come."""
+        """Wait until all jobs are done, and reset the balancer's times."""
         done = threading.Event()
         self.submit(self.balancer.forget)
         self.submit(done.set)
@@ -164,28 +164,27 @@ class StepThread:
         self.submit(partial(self._run_and_release, update))
 
     def finish(self, update: Update) -> None:
-        """Wait until the newest update is done. The balancer does not count such an update."""
+        """Wait until the update is done, and exclude it from the balancer."""
         watchdog.wait(update.done, f"the update of step {update.number}")  # wait: the newest update
         if not update.skipped:  # as a job: only the stepping thread may touch the balancer
             self.submit(self.balancer.disregard_newest)
 
     def _run_and_release(self, update: Update) -> None:
-        """Run the update. Even if it fails, whoever waits for it is woken up."""
+        """Run the update. If it fails, all its waiters are still woken up."""
         try:
             if self.error is None:
                 self._run(update)
-        except BaseException as error:  # it is there before anyone is woken up, who would read a norm that is none
+        except BaseException as error:  # must be set before waiters wake up, because they would read an invalid norm
             self._failed(error)
         finally:
             update.norm_known.set()
             for _, _, pending in update.layers:
                 if not pending.recorded.is_set():
                     pending.record(None)
-            update.layers = []  # they may move while somebody still holds the update
+            update.layers = []  # the layers may move while the update is still referenced
             update.done.set()
 
     def _run(self, update: Update) -> None:
-        """Wait for the gradients, compute the norm, step every layer and send its weights."""
         started = time.perf_counter()
         rings = {state.ring for state, _, _ in update.layers if state.ring is not None}
         for ring in rings:
@@ -196,7 +195,7 @@ class StepThread:
         for state, _, _ in update.layers:
             assert state.gradient.sent is not None
             state.gradient.sent.synchronize()
-            state.finish_reading()  # nobody steps before all ranks have the norm
+            state.finish_reading()  # no rank steps before all ranks have the norm
         self._add_all_sums([state.gradient for state, _, _ in update.layers if state.gradient.all_sums])
         arrived = time.perf_counter()
         with trace.host("norm", "norm"):
@@ -212,9 +211,9 @@ class StepThread:
             update.busy += [("h2d", ring.h2d.take_busy()), ("d2h", ring.d2h.take_busy())]
 
     def _add_all_sums(self, layers: Sequence[LayerGradient]) -> None:
-        """With several ranks, add up what they have in RAM of the layers. All have the same ones.
+        """Several ranks: add up the accumulated gradients in shared RAM. `layers` are the same on all ranks.
 
-        The norm is known when all have done so; then a rank may write to its sums again.
+        When the norm is known, all ranks have done so, and a rank may overwrite its gradients.
         """
         if layers:
             assert isinstance(self._ranks, Group)
@@ -223,7 +222,7 @@ class StepThread:
                 layer.add_all_sums()
 
     def _step(self, update: Update) -> None:
-        """Step the CPU's and the GPU's layers at the same time, each in forward order."""
+        """Step the CPU's and the GPU's layers at the same time, both in forward order."""
         on_gpu = [item for item in update.layers if item[0].on_gpu]
         on_cpu = [item for item in update.layers if not item[0].on_gpu]
         queued = threading.Event()
@@ -255,9 +254,9 @@ class StepThread:
             pending.record(state.uploaded)
 
     def _queue_on_gpu(self, update: Update, layers: Sequence[LayerUpdate], queued: threading.Event) -> None:
-        """Queue the GPU's steps. Layers whose states are in VRAM come first: they wait for no copy.
+        """Queue the GPU's steps. Layers with states in VRAM come first, because they wait for no copy.
 
-        With several ranks and weights in RAM, tell the others which are there.
+        Several ranks with weights in RAM notify each other of finished layers.
         """
         coming: deque[Posting] = deque()
         try:
@@ -285,9 +284,8 @@ class StepThread:
 def gradient_norm(update: Update, ranks: Ranks) -> float:
     """Global gradient norm: the root of the sum of all block sums, added in the model's parameter order.
 
-    With several ranks each has those that it owns, and zeros for the others.
-
-    Where it is not finite, `update.nonfinite` gets the names of the parameters that made it so.
+    With several ranks, the block sums are all-reduced; a rank contributes zeros for blocks that another rank owns. If
+    the norm is not finite, `update.nonfinite` gets the names of the parameters with non-finite gradients.
     """
     for state, _, _ in update.layers:
         compute_host_sums(state.gradient)
@@ -308,26 +306,26 @@ def gradient_norm(update: Update, ranks: Ranks) -> float:
 
 
 WARM_UP = 2
-"""Number of first updates that are not counted: kernels are compiled, and pages and caches are cold."""
+"""The first updates are ignored, because kernels are compiled, and pages and caches are cold."""
 MAX_MOVES = 4
-"""Most layers that move before one update."""
+"""Maximum number of layers that move before one update."""
 MAX_AVERAGED = 4
-"""Most updates that are averaged: the newest since a layer moved."""
+"""Maximum number of updates to average, all newer than the last move."""
 MIN_GAIN = 0.02
-"""Move layers only if the slower processor gets faster by more than this fraction."""
+"""Move layers only if the slower processor's time falls by more than this fraction."""
 MIN_DIFFERENCE = 0.15
-"""After a single update, move layers only if the times differ by this fraction of the longer one: one time is noisy."""
+"""After a single update, move layers only if the times differ by this fraction of the longer one, due to noise."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How long one update took on both processors.
+    """Times of one update on both processors.
 
     Attributes:
-        cpu_seconds: wall seconds of the CPU's steps, waits included.
+        cpu_seconds: wall seconds of the CPU's steps, including waits.
         cpu_numel: elements that the CPU stepped.
-        gpu: the events at which the GPU's steps began and ended; None if it stepped nothing.
-        gpu_numel: elements whose states the GPU stepped from RAM, through VRAM.
+        gpu: the events around the GPU's steps; None if it stepped nothing.
+        gpu_numel: elements with states in RAM that the GPU stepped, through VRAM.
     """
 
     cpu_seconds: float
@@ -337,13 +335,13 @@ class StepTimes:
 
 
 class StepBalancer:
-    """Moves layers between CPU and GPU, so that both finish an update at the same time."""
+    """Moves layers between CPU and GPU so that both finish an update at the same time."""
 
     def __init__(self) -> None:
         self._unread: deque[StepTimes] = deque()
         """Updates that the GPU may not have finished."""
         self._averaged: deque[tuple[float, float, float, float]] = deque(maxlen=MAX_AVERAGED)
-        """Of each update: seconds and elements of the CPU, then of the GPU."""
+        """(CPU seconds, CPU elements, GPU seconds, GPU elements) of each update."""
         self._num_updates = 0
         self._was_waited_for = self._earlier_was_waited_for = False
 
@@ -355,26 +353,24 @@ class StepBalancer:
             self._unread.append(times)
 
     def forget(self) -> None:
-        """Forget all updates so far: the layers are placed otherwise from now on."""
+        """Forget all updates, because the placement changes."""
         self._unread.clear()
         self._averaged.clear()
 
     def disregard_newest(self) -> None:
-        """Do not count the newest update, because the engine waited for it.
-
-        No forward ran beside it, so the GPU finished sooner than in other steps. Where the engine waits for every
-        update, they do count.
+        """Exclude the newest update, because the engine waited for it: without a concurrent forward, the GPU finished
+        sooner than usual. If the engine waits for every update, updates do count.
         """
         if not self._was_waited_for and not self._earlier_was_waited_for and self._unread:
             self._unread.pop()
         self._was_waited_for = True
 
     def correct(self, layers: Sequence[LayerState]) -> None:
-        """Move up to `MAX_MOVES` of `layers`, which are stepped next, if the finished updates say that it helps."""
+        """Before `layers` are stepped: move up to `MAX_MOVES` of them, if the finished updates predict a gain."""
         movable = [layer for layer in layers if layer.switchable]
         while self._unread:
             if (last := self._unread[0].gpu) is not None and not last[1].done():
-                break  # Python may be a step ahead of the GPU
+                break  # the GPU may be a step behind Python
             times = self._unread.popleft()
             gpu = times.gpu[1].seconds_since(times.gpu[0]) if times.gpu else 0.0
             self._averaged.append((times.cpu_seconds, times.cpu_numel, gpu, times.gpu_numel))
@@ -385,7 +381,7 @@ class StepBalancer:
         if num_averaged == 1 and abs(cpu - gpu) < MIN_DIFFERENCE * max(cpu, gpu):
             return
         by_cpu, by_gpu = cpu / cpu_numel if cpu_numel else 0.0, gpu / gpu_numel if gpu_numel else 0.0
-        rates = by_cpu or by_gpu, by_gpu or by_cpu  # a processor that did nothing is taken to be as fast as the other
+        rates = by_cpu or by_gpu, by_gpu or by_cpu  # assume equal speed for a processor that stepped nothing
         before, moved = max(cpu, gpu), list[LayerState]()
         while len(moved) < MAX_MOVES and (move := _best_move(movable, cpu, gpu, *rates)) is not None:
             layer, cpu, gpu = move
@@ -402,13 +398,11 @@ class StepBalancer:
 def _best_move(
     layers: Sequence[LayerState], cpu: float, gpu: float, by_cpu: float, by_gpu: float
 ) -> tuple[LayerState, float, float] | None:
-    """The layer whose move helps most, and the seconds of CPU and GPU after it. None if no move helps.
-
-    Of layers that help equally, it is the last.
+    """The layer whose move helps most (the last one in a tie), with the CPU's and GPU's seconds after it; or None.
 
     Args:
-        cpu, gpu: seconds of both processors now.
-        by_cpu, by_gpu: their seconds per element.
+        cpu, gpu: present seconds of the processors.
+        by_cpu, by_gpu: seconds per element of the processors.
     """
     best, least = None, max(cpu, gpu)
     for layer in layers:

@@ -1,19 +1,19 @@
 """Streamed weights: they live in pinned RAM and are copied into a ring of VRAM buffers, one block ahead.
 
-A block is fetched when it is used: by its forward, by a recomputation, or by backward when it unpacks a weight that
-autograd saved. Using it again while it is in VRAM costs nothing, so the order of hooks does not matter. The ring
-remembers which block followed which, in forward and in backward, and fetches that block ahead. A recomputation that is
-not ours (`torch.utils.checkpoint`) may run a part of a block without its hooks. So in backward the parameters of all
-blocks but the one in use are guarded (`outside.Guarded`): touching one is a use.
+A block is fetched when it is used: by its forward, by a recomputation, or when backward unpacks a weight that autograd
+saved. Using a block that is still in VRAM costs nothing, so the order of hooks does not matter. The ring remembers the
+successor of each block in forward and in backward, and prefetches it. A foreign recomputation
+(`torch.utils.checkpoint`) may run a part of a block without its hooks. Therefore, in backward, the parameters of all
+blocks that are not in use are guarded (`outside.Guarded`): touching such a parameter uses its block.
 
-The ranks of a host share the RAM, and each fetches from it when it wants. It waits until the ranks have said that they
-have stepped a layer; and no rank steps before all have their gradients' norm, before which each waits for its fetches.
-What a program writes between steps goes to a copy of this rank's own. `step()` gives the others what this one owns of
-it, as all ranks write the same.
+The ranks of a host share the RAM, and each rank fetches from it independently. A fetch waits until all ranks have
+stepped the layer. No rank can step too early, because every rank has finished its fetches before the norm all-reduce.
+Writes between steps go to a private copy (copy-on-write). All ranks must write the same; `step()` publishes the range
+that each rank owns.
 
-Autograd never keeps a view of a buffer. A saved weight is packed as its place in the block, and looked up again in
-backward. Tensors of a recomputation are not packed: their views live until the block's own backward is done. If other
-blocks take its buffer before that, as where several blocks are recomputed as one, its next gradient is an error.
+Autograd never keeps a view of a buffer. A saved weight is packed as its position in the block, and looked up again in
+backward. Tensors of a recomputation are not packed: their views live until the block's backward is done. If the buffer
+goes to another block before that, as when several blocks are recomputed as one, the next gradient raises an error.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from offloadkit.offload.weights import LayerWeights, PendingUpdate
 
 
 class SharedRam(NamedTuple):
-    """RAM of one layer's weights that the ranks of a host share."""
+    """RAM of one layer's weights, shared by the ranks of a host."""
 
     slab: SharedSlab
     stepped: Stepped
-    """Which ranks have stepped it."""
+    """Tracks which ranks have stepped the layer."""
 
 
 class StreamedWeights(LayerWeights):
     """The working weights of a flat layer in RAM.
 
     Attributes:
-        flat_bytes: `flat`, which is pinned, as uint8. Between steps the parameters are views of this memory.
-        block: the layers that come and go with this one, set by its `StreamedBlock`.
-        copied: the end of the newest copy out of `flat`. Nobody writes to `flat` before it.
+        flat_bytes: `flat` (pinned) as uint8. Between steps the parameters are views of this memory.
+        block: the layers that are fetched and evicted with this one, set by `StreamedBlock`.
+        copied: the end of the newest copy out of `flat`, before which `flat` must not be written.
         written: the end of the newest copy into `flat`, if the GPU steps the layer.
-        shared: what the ranks share, or None where there is one.
+        shared: RAM shared by several ranks, or None at world size 1.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StreamedWeights(LayerWeights):
         waits: Waits,
         shared: SharedRam | None = None,
     ) -> None:
-        """shared: with several ranks, where `flat` is."""
+        """shared: several ranks only: the shared memory of `flat`."""
         super().__init__(layer, flat, device, waits)
         self.shared = shared
         self.flat_bytes = flat.view(torch.uint8)
@@ -85,44 +85,44 @@ class StreamedWeights(LayerWeights):
         self._views.clear()
 
     def leave_ring(self) -> None:
-        """Forget the ring that the weights passed through."""
+        """Forget the ring's buffers and events."""
         self._views.clear()
         self.copied = self.written = None
 
     def bind_to_ram(self) -> None:
-        """Bind the parameters to RAM, where anyone may read or write them."""
+        """Bind the parameters to RAM, for reads and writes from outside."""
         if self._bound is not self._home:
             self.bind(self._home)
 
     def unbind(self) -> None:
         """Bind the parameters to a NaN on the device, while another block uses the buffer.
 
-        So a read that did not go through the ring shows. They are not bound to RAM here, which is another device:
-        autograd would make new gradient accumulators, and add the uses of a block used twice in another order.
+        A read that bypasses the ring then shows. The parameters are not bound to RAM, because that is another device:
+        autograd would make new gradient accumulators, and add gradients of a block used twice in another order.
         """
         self.bind(self._unbound)
 
     def fetched(self) -> None:
-        """The weights are on their way to VRAM as they are now."""
+        """Called after a fetch: record the version counters."""
         self._fetched_versions = self._present_versions()
 
     def leaves_vram(self) -> None:
-        """Keep what the model itself wrote in VRAM since the weights were fetched, as layers with a max-norm do."""
+        """Save weights that the model itself wrote in VRAM since the fetch, as layers with a max-norm do."""
         if self._present_versions() != self._fetched_versions:
             self.save(self.layer.views)
 
     def save(self, views: Sequence[ParameterView]) -> None:
-        """Copy the parameters of `views`, which were written in VRAM, to RAM. Does nothing if they are bound to RAM."""
+        """Copy the parameters of `views`, written in VRAM, to RAM. Does nothing if the parameters are bound to RAM."""
         if self._bound is self._home or self._bound is self._unbound:
             return
         self.begin_write()
         with unwatched():
             for view in views:
                 self.flat[view.elements].copy_(view.parameter.data.reshape(-1))
-        self.fetched()  # RAM has them: leaving VRAM writes nothing more, not even where ranks have begun to step
+        self.fetched()  # so that `leaves_vram` does not write again, possibly after another rank has begun to step
 
     def bind_to_vram(self, memory: torch.Tensor) -> None:
-        """Bind the parameters to `memory`: uint8, the layer's part of one of the ring's buffers."""
+        """Bind the parameters to `memory`: uint8, the layer's part of a ring buffer."""
         address = memory.data_ptr()
         if address not in self._views:
             with torch.inference_mode(False):  # autograd refuses tensors made in inference mode
@@ -131,19 +131,19 @@ class StreamedWeights(LayerWeights):
 
     def for_graph(self, view: ParameterView) -> torch.Tensor:
         if self._bound is not self._home:
-            return view.parameter  # its block computes, and the ring packs what autograd saves
+            return view.parameter  # the block is running, and the ring packs the tensors that autograd saves
         with torch.no_grad():
-            value = view.parameter.detach()  # it shares the version counter: a step in between is an error in backward
+            value = view.parameter.detach()  # shares the version counter, so backward raises after a step in between
             if value.device != self.device:
                 value = value.to(self.device)
-                self.unbind()  # so that the gradient comes to the device
+                self.unbind()  # so that autograd puts the gradient on the device
         use: torch.Tensor = read(view.parameter, value)
         self._read_outside.add(view)
         self.bind_to_ram()
         return use
 
     def is_viewed(self) -> bool:
-        """Whether somebody else shares the memory that the parameters are bound to in VRAM."""
+        """Whether other tensors share the VRAM that the parameters are bound to."""
         if self._bound is self._home or self._bound is self._unbound:
             return False
         counts = [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in self._bound]
@@ -159,17 +159,17 @@ class StreamedWeights(LayerWeights):
                 self.shared.stepped.wait()  # wait: other ranks' steps
 
     def is_stepped_by_others(self) -> bool:
-        """Whether what other ranks step is in RAM, once this one steps the layer or has skipped it."""
+        """Whether other ranks have stepped their parts too, after this rank has stepped or skipped the layer."""
         return self.shared is None or self.shared.stepped.reached()
 
     def finish_reading(self) -> None:
-        """With several ranks: wait for copies out of `flat`. The others may write it after that."""
+        """Several ranks: wait for copies out of `flat`, before other ranks write it."""
         if self.shared is not None and self.copied is not None:
             self.copied.synchronize()  # wait: copies before other ranks step
 
     @property
     def is_parted(self) -> bool:
-        """Whether somebody has written to this rank's own copy since the last boundary."""
+        """Whether this rank has a private copy, written since the last boundary."""
         return self.shared is not None and self.shared.slab.parted
 
     def begin_write(self) -> None:
@@ -179,13 +179,13 @@ class StreamedWeights(LayerWeights):
             self.shared.slab.part()
 
     def publish(self) -> None:
-        """Give the other ranks what was written to this one's range; all have come to the boundary."""
+        """Copy this rank's range of the private copy to the shared RAM, after all ranks have reached the boundary."""
         if self.is_parted:
             assert self.shared is not None
             self.shared.slab.publish(self.own)
 
     def rejoin(self) -> None:
-        """Drop this rank's own copy: all ranks have published what they own."""
+        """Drop the private copy, after all ranks have published their ranges."""
         if self.is_parted:
             assert self.shared is not None
             self.shared.slab.rejoin()
@@ -240,7 +240,7 @@ class StreamedWeights(LayerWeights):
 
 @cache
 def _own_users() -> int:
-    """Of the memory of a bound parameter: itself, the tensor whose memory it shares, its base, and who asks."""
+    """Storage use count of a bound parameter without other views: the parameter, its tensor and base, this query."""
     exchange: Any = dlpack  # as in `LayerWeights.tensors`
     with torch.inference_mode(False):
         tensor = exchange.from_dlpack(exchange.to_dlpack(torch.zeros(1))).view(1)
@@ -250,12 +250,12 @@ def _own_users() -> int:
 
 
 class StreamedBlock:
-    """The streamed flat layers of one repeated block, one for each dtype. They are fetched and evicted together.
+    """The streamed flat layers of one repeated block, one per dtype. They are fetched and evicted together.
 
     Attributes:
-        recomputed: whether this backward may hold views of the block's buffer, made by a recomputation.
-        lost: whether the buffer went to another block while there were such views.
-        guarded: whether touching a parameter of it is a use.
+        recomputed: a recomputation in this backward may still hold views of the block's buffer.
+        lost: the buffer went to another block while such views existed.
+        guarded: touching a parameter of the block uses the block.
         num_updates: number of updates of each layer.
     """
 
@@ -268,7 +268,7 @@ class StreamedBlock:
             layer.block = self
 
     def use(self) -> None:
-        """Have the block in VRAM for the compute stream's next work.
+        """Have the block in VRAM for the compute stream.
 
         Raises:
             EngineStateError: the model was not called through the engine, so autograd would save views of the buffer.
@@ -289,7 +289,7 @@ class StreamedBlock:
         self.ring.use(self)
 
     def is_viewed(self) -> bool:
-        """Whether backward still holds views of the buffer, made by a recomputation."""
+        """Whether a recomputation's views of the buffer still exist."""
         return self.recomputed and any(layer.is_viewed() for layer in self.layers)
 
     def ready(self) -> bool:
@@ -302,25 +302,25 @@ class StreamedBlock:
 
 @dataclass(eq=False)
 class _Buffer:
-    """One place in VRAM for a block's weights."""
+    """A VRAM buffer for one block's weights."""
 
     memory: torch.Tensor
     start: int
-    """First byte in the ring's memory."""
+    """Offset in bytes in the ring's memory."""
     block: StreamedBlock | None = None
-    """The block whose weights are in it."""
+    """The block whose weights the buffer holds."""
     arrived: Event | None = None
     """The end of the copy of these weights."""
     released: Event | None = None
-    """The end of the compute stream's work with it. None while it is in use. At first: the memory is made."""
+    """The end of the compute stream's work with the buffer; None while in use. Initially the end of its allocation."""
     reads_on: bool = False
-    """Whether the compute stream may work with it after `released`."""
+    """The compute stream may still read the buffer after `released`."""
     last_use: int = 0
-    """Number of the ring's use at which it was last used."""
+    """The ring's use counter at the buffer's last use."""
     _parts: dict[StreamedBlock, list[tuple[StreamedWeights, torch.Tensor]]] = field(default_factory=dict)
 
     def parts(self, block: StreamedBlock) -> list[tuple[StreamedWeights, torch.Tensor]]:
-        """Each layer of the block and its bytes in this buffer, one after the other."""
+        """The block's layers with their consecutive parts of this buffer, uint8."""
         if block not in self._parts:
             ends = list(accumulate((layer.flat_bytes.numel() for layer in block.layers), initial=0))
             places = [self.memory[start:end] for start, end in pairwise(ends)]
@@ -330,10 +330,10 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _SavedWeight:
-    """A view of a block's weights that autograd saved: its offset in bytes, dtype, shape and strides.
+    """A view of a block's weights that autograd saved: offset in bytes, dtype, shape and strides.
 
     Attributes:
-        num_updates: the block's `num_updates` when it was saved.
+        num_updates: the block's `num_updates` when the view was saved.
     """
 
     block: StreamedBlock
@@ -345,10 +345,10 @@ class _SavedWeight:
 
 
 class WeightRing:
-    """Reusable buffers in VRAM, of the size of the largest streamed block."""
+    """Reusable VRAM buffers of the size of the largest streamed block."""
 
     fill_with_nan: ClassVar[bool] = False
-    """For tests: a buffer is emptied and filled with NaN as soon as another block is used."""
+    """For tests: empty a buffer and fill it with NaN as soon as another block is used."""
 
     def __init__(
         self,
@@ -377,7 +377,7 @@ class WeightRing:
         self._num_uses = 0
 
     def use(self, block: StreamedBlock) -> None:
-        """Have `block` in VRAM and bind its parameters. Then fetch the block that followed it the last time."""
+        """Have `block` in VRAM, bind its parameters, and prefetch the block that followed it last time."""
         current = self._current
         if block.guarded:
             self._release_guarded(block)
@@ -399,7 +399,7 @@ class WeightRing:
             self._fetch(following)
 
     def computes_with(self, block: StreamedBlock) -> bool:
-        """Whether it is the block that was used last, and its parameters are bound to VRAM."""
+        """Whether the block is the last one used, with its parameters bound to VRAM."""
         return self._current is not None and self._current.block is block
 
     def holds(self, block: StreamedBlock) -> bool:
@@ -408,7 +408,7 @@ class WeightRing:
         return (current is not None and current.block is block) or self._buffer_of(block) is not None
 
     def evict(self, block: StreamedBlock) -> None:
-        """Bind the block's parameters to RAM, and free its buffer for other blocks."""
+        """Bind the block's parameters to RAM, and free its buffer."""
         buffer = self._buffer_of(block)
         if buffer is not None:
             if buffer is self._current:
@@ -421,7 +421,7 @@ class WeightRing:
 
     @contextmanager
     def saved_tensors(self) -> Iterator[None]:
-        """A context in which autograd saves, instead of a weight in the ring, where to find it again."""
+        """Context in which autograd saves the position of a weight in the ring instead of the weight."""
         before, self.in_forward = self.in_forward, True
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -431,7 +431,7 @@ class WeightRing:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """A context in which backward runs. `outside` watches no parameter in it."""
+        """Context for backward, in which `outside` watches no parameter."""
         for block in self._blocks:
             block.recomputed = block.lost = False
             self._guard(block)
@@ -454,14 +454,14 @@ class WeightRing:
             self._outside.release(layer.layer)
 
     def synchronize(self) -> None:
-        """Block the calling thread until all copies are done. Their memory may be freed after that."""
+        """Block the calling thread until all copies are done, so that their memory may be freed."""
         self.h2d.synchronize()  # wait: fetches before their memory is freed
 
     def close(self) -> None:
-        """Give the buffers back. The blocks, whose layers must be settled, may join another ring.
+        """Free the buffers. The blocks' layers must be settled, and may join another ring.
 
-        A graph that saved weights in this one raises an error in backward. A model may keep the ring itself alive, in
-        the functions by which its blocks recompute.
+        Backward through a graph that saved weights in this ring raises. The model may keep the ring object alive, in
+        the functions with which its blocks recompute.
         """
         for block in self._blocks:
             for layer in block.layers:
@@ -481,14 +481,14 @@ class WeightRing:
             block = self._buffers[index].block
             if block is not None:
                 return _SavedWeight(block, block.num_updates, offset, tensor.dtype, tensor.shape, tensor.stride())
-        # Detached: an operation's output saved by its own node would keep itself alive if backward never runs.
+        # Detached, because an operation's output saved by its own node would keep itself alive if backward never runs.
         return tensor.detach() if tensor.requires_grad else tensor, tensor._version
 
     def _unpack(self, saved: tuple[torch.Tensor, int] | _SavedWeight) -> torch.Tensor:
         """
         Raises:
-            ModelError, EngineStateError: the saved tensor was written to since. Autograd checks this itself, but not
-                for tensors that pass through hooks.
+            ModelError, EngineStateError: the saved tensor was written after it was saved. Autograd skips this check for
+                tensors that pass through hooks.
         """
         if type(saved) is tuple:
             tensor, version = saved
@@ -521,7 +521,7 @@ class WeightRing:
             self._guard(left)
 
     def _fetch(self, block: StreamedBlock) -> _Buffer:
-        """Copy a block into an empty buffer, or else into the least recently used one."""
+        """Copy a block into an empty buffer, or into the least recently used one."""
         free = [buffer for buffer in self._buffers if buffer is not self._current or buffer.released is not None]
         buffer = min(free, key=lambda buffer: (buffer.block is not None, buffer.last_use))
         self._empty(buffer)
