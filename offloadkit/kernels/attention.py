@@ -1,7 +1,7 @@
-"""Attention with a position bias, differentiable, with the kernels of `attention_triton`.
+"""Differentiable attention with a position bias, on the kernels of `attention_triton`.
 
-Models call `attend`. Compilers and the meta device see it as one operation, `torch.ops.offloadkit.attention`, which
-tells them shapes and FLOPs.
+Models call `attend`. Compilers and the meta device see one operation, `torch.ops.offloadkit.attention`, with registered
+shapes and FLOPs.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ except ImportError:
     attention_triton = None  # type: ignore[assignment]
 
 WIDTHS = (16, 32, 64, 128)
-"""Widths of a head that the kernels take."""
+"""Head widths that the kernels support."""
 DTYPES = (torch.bfloat16, torch.float16)
 LEAST_QUERIES = 16
-"""Least rows of a matmul in Triton. Short targets, and generation, have fewer queries."""
+"""Least rows of a matmul in Triton. Short targets and generation have fewer queries."""
 LEAST_CAPABILITY = (8, 0)
 """Older GPUs have no bf16 matmuls."""
 SCRATCH_BYTES = 128 << 20
-"""Target size of the weights, and of the scores' gradients, that backward writes for some heads at a time.
+"""Target size of the weights and score gradients that backward writes for a group of heads.
 
-It takes one head at a time where one needs more.
+Backward takes one head at a time if a head needs more.
 """
 _SIZES = ("block_queries", "block_keys", "num_warps", "num_stages")
 BLOCKS: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {"forward": (64, 32, 4, 3), "queries": (64, 32, 4, 3), "keys": (32, 64, 4, 3)},
     "cpu": dict.fromkeys(("forward", "queries", "keys"), (32, 16)),  # Triton's interpreter
 }
-"""Queries, keys, warps and stages of a thread block, by type of device and kernel.
+"""Queries, keys, warps and stages of a thread block, by device type and kernel.
 
-With a width of 128, a thread block takes at most 88 KiB of shared memory on Ampere, Ada and GeForce Blackwell, which
-have 99, and 108 KiB on Hopper and Blackwell, which have 227. They compile for all of these without spills worth naming
-(tests/kernels/test_compiled.py), and were run on Hopper alone.
+With width 128, a thread block takes at most 88 KiB of shared memory on Ampere, Ada and GeForce Blackwell, which have 99
+KiB, and 108 KiB on Hopper and Blackwell, which have 227 KiB. The kernels compile for all of these without significant
+register spills (tests/kernels/test_compiled.py), but ran only on Hopper.
 """
 
-_cuda: Any = torch.cuda  # whose signatures are typed in some releases of torch only
+_cuda: Any = torch.cuda  # typed in some releases of torch only
 KERNELS: Any = attention_triton
-"""The kernels that are launched; None without Triton. Tests replace them."""
+"""The kernel module; None without Triton. Tests replace it."""
 
 
 @cache
 def available(width: int) -> bool:
-    """Whether the kernels run on the current CUDA device. It warns once if Triton is installed but fails."""
+    """Whether the kernels run on the current CUDA device; warns once if Triton is installed but fails."""
     if KERNELS is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY:
         return False
     query = torch.zeros((2, 16, 64, width), dtype=DTYPES[0], device="cuda")
     try:
         _try(query, query, query[:, :1], 0.1)
-    except torch.OutOfMemoryError:  # does not mean that the kernels fail
+    except torch.OutOfMemoryError:  # not the kernels' fault
         raise
     except Exception as error:  # Triton, its driver and its C compiler raise many types
         warnings.warn(f"Triton could not build T5's attention, so the model's own is used: {error}", stacklevel=2)
@@ -65,9 +65,9 @@ def available(width: int) -> bool:
 
 
 def _try(query: Tensor, bias: Tensor, mask: Tensor | None, dropout: float) -> None:
-    """Run all kernels once on small zeros, of these dtypes and with as many heads, and 64 keys. Draws no random number.
+    """Run all kernels once on small zeros of these dtypes and head counts, with 64 keys and forked random states.
 
-    No size is 1, for which Triton would compile another kernel.
+    No size is 1, because Triton would compile another kernel for it.
     """
     heads, width = query.shape[1], query.shape[3]
     with torch.random.fork_rng([query.device] if query.is_cuda else []), torch.no_grad():
@@ -78,11 +78,11 @@ def _try(query: Tensor, bias: Tensor, mask: Tensor | None, dropout: float) -> No
 
 
 compiled_kinds = set[tuple[Any, ...]]()
-"""Kinds of calls whose kernels for aligned numbers of keys were compiled because others came."""
+"""Kinds of calls already handled by `_compile_aligned`."""
 
 
 def _compile_aligned(query: Tensor, bias: Tensor, mask: Tensor | None, dropout: float) -> None:
-    """Among any numbers of keys, one that 16 divides will come. It has kernels of its own: compile them now."""
+    """Compile the kernels for multiples of 16 keys before a batch needs them."""
     kind = (query.device, query.dtype, *query.shape[1::2], bias.dtype, mask is None or mask.dtype, dropout > 0)
     if kind not in compiled_kinds:
         compiled_kinds.add(kind)
@@ -92,10 +92,10 @@ def _compile_aligned(query: Tensor, bias: Tensor, mask: Tensor | None, dropout: 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scaling: float, dropout: float
 ) -> Tensor:
-    """The first output of `attention`; see there for the arguments.
+    """Return the first output of `attention`; same arguments.
 
-    Unless a compiler or the meta device must see the operation, it bypasses torch's dispatcher. That takes Python as
-    much time as starting the kernels.
+    Bypasses torch's dispatcher, which takes as much Python time as launching the kernels, unless a compiler or the meta
+    device must see the operation.
     """
     given = (query, key, value, bias, mask, scaling, dropout)
     seen = torch.compiler.is_compiling() or query.is_meta
@@ -108,19 +108,19 @@ def _attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """softmax(query @ key^T * scaling + bias + mask) @ value, with dropout of the softmax's weights.
 
-    The dropout's seed is drawn inside the operation. A compiler may draw random numbers again for backward, but it does
-    not run an opaque operation twice.
+    The dropout seed is drawn inside the operation: a compiler may redraw random numbers for backward, but never runs an
+    opaque operation twice.
 
     Args:
-        query, key, value: (batch, heads, queries or keys, width), one of `DTYPES`. The last stride is 1.
-        bias: (1, heads, queries, keys), any floating-point dtype, contiguous.
-        mask: (batch, 1, queries, keys), any floating-point dtype, is added to the scores. The last stride is 1.
-        dropout: the fraction of weights that is dropped. The others are divided by 1 - dropout.
+        query, key, value: (batch, heads, queries or keys, width), one of `DTYPES`, last stride 1.
+        bias: (1, heads, queries, keys), floating-point, contiguous.
+        mask: (batch, 1, queries, keys), floating-point, last stride 1; added to the scores.
+        dropout: fraction of dropped weights. Kept weights are divided by 1 - dropout.
 
     Returns:
         The output: (batch, queries, heads, width), contiguous, in the dtype of `query`.
-        Each row's largest score: fp32 (batch, heads, queries).
-        Each row's sum of exp(score - largest): fp32 (batch, heads, queries).
+        The largest score per row: fp32 (batch, heads, queries).
+        The sum of exp(score - largest) per row: fp32 (batch, heads, queries).
         The seed: int64 ().
     """
     *outputs, seed = found = _empty_outputs(query)
@@ -141,15 +141,16 @@ def _attention_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, output: Tensor,
     largest: Tensor, total: Tensor, seed: Tensor, scaling: float, dropout: float, of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of `_attention`.
+    """Gradients of `_attention`.
 
     Args:
         gradient, output: (batch, queries, heads, width), contiguous.
-        of_bias: whether the bias's gradient is computed.
+        of_bias: whether to compute the bias's gradient.
 
     Returns:
-        The gradients of query, key and value, each (batch, its length, heads, width). That of bias, empty if not
-        `of_bias`. The scratch memory, which is returned so that the tracing of memory sees it.
+        The gradients of query, key and value: (batch, queries or keys, heads, width).
+        The gradient of bias, empty if not `of_bias`.
+        The scratch memory, returned so that memory tracing sees it.
     """
     found = d_query, d_key, d_value, d_bias, between = _empty_gradients(query, key, bias, of_bias)
     batch, heads, queries, width = query.shape
@@ -178,7 +179,7 @@ def _attention_backward(
 attention = torch.library.custom_op("offloadkit::attention", _attention, mutates_args=())
 attention_backward = torch.library.custom_op("offloadkit::attention_backward", _attention_backward, mutates_args=())
 OPERATIONS = (torch.ops.offloadkit.attention, torch.ops.offloadkit.attention_backward)
-"""What a dispatch mode sees of this attention, forward and backward."""
+"""Operations that a dispatch mode sees: forward and backward."""
 
 
 @attention.register_fake
@@ -249,7 +250,7 @@ def _empty_gradients(
     keys = key.shape[2]
     d_key, d_value = (key.new_empty((batch, keys, heads, width)) for _ in range(2))
     d_bias = torch.empty_like(bias) if of_bias else bias.new_empty(0)
-    half = 8 * _num_blocks(batch * _heads_at_once(query, keys) * queries * keys, 8)  # both begin at 16 bytes
+    half = 8 * _num_blocks(batch * _heads_at_once(query, keys) * queries * keys, 8)  # aligns both halves to 16 bytes
     between = query.new_empty(2 * half)
     return query.new_empty((batch, queries, heads, width)), d_key, d_value, d_bias, between
 
@@ -257,7 +258,7 @@ def _empty_gradients(
 def _arguments(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], scaling: float, dropout: float
 ) -> tuple[list[Tensor], list[float], dict[str, int]]:
-    """What all kernels take: arrays, then strides and sizes, then constants. Without a mask, its array is not read."""
+    """Common kernel arguments: arrays, strides and sizes, constants. Without a mask, `bias` fills its place unread."""
     query, key, value, bias, mask, seed = tensors
     strides = [stride for one in (query, key, value) for stride in one.stride()[:3]]
     of_mask = [mask.stride(0), mask.stride(2)] if mask is not None else [0, 0]
@@ -281,5 +282,5 @@ def _num_blocks(length: int, block: int) -> int:
 
 
 def _blocks(name: str, query: Tensor) -> dict[str, int]:
-    """Block sizes, fixed by kernel and device. Chosen by measured times, they would make results vary."""
+    """Block sizes by kernel and device. Autotuning would make results vary."""
     return dict(zip(_SIZES, BLOCKS[query.device.type][name], strict=False))

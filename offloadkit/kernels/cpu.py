@@ -1,7 +1,7 @@
-"""The C kernels (cpu_kernels.c) behind checked calls, or torch operations with the same bits where they are missing.
+"""Argument checks and calls of the C kernels (cpu_kernels.c), with bit-equal torch operations as the fallback.
 
-Calls release the GIL and run on the library's own thread pool. All Python threads share it; it sleeps between calls and
-is made again after a fork.
+Calls release the GIL and run on the library's thread pool, shared by all Python threads. The pool sleeps between calls
+and is recreated after a fork.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _PRECISIONS = {"exact": 0, "compact": 1, "tiny": 2}
 _MAX_MOMENTS, _MAX_SCALARS = 2, 8
 _NEWER = {"plan_seconds", "split"}
-"""What older builds of the library lack."""
+"""Functions missing in older builds of the library."""
 SLICE = 1 << 18
-"""Elements of master weights that torch splits at a time, so that its temporaries stay in the caches: as a whole it
-takes five times as long."""
+"""Elements that torch splits at a time, to keep its temporaries in the caches. Splitting everything at once takes five
+times as long.
+"""
 _LEVELS = ("baseline", "avx2", "avx512")
 _NO_LIBRARY = (
     "offloadkit's C kernels are missing or do not load, so the CPU optimizer step runs on torch operations: the same "
@@ -71,7 +72,7 @@ class _PlanModel(ctypes.Structure):
 
 
 def _find_library() -> Path | None:
-    """The build of this Python, else the newest: the library has no part that depends on Python's version."""
+    """Find this Python's build, else the newest: the library does not depend on Python's version."""
     folder = Path(__file__).parent
     own = folder / f"_cpu_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
     if own.exists():
@@ -81,16 +82,16 @@ def _find_library() -> Path | None:
 
 @cache
 def c_library() -> ctypes.CDLL | None:
-    """The C library; None where it is missing or does not load."""
+    """Return the C library; None if it is missing or does not load."""
     path = _find_library()
     return None if path is None else load(path)
 
 
 def load(path: Path) -> ctypes.CDLL | None:
-    """The library in a file; None if it does not load."""
+    """Load a library file; None if it does not load."""
     try:
         library = ctypes.CDLL(str(path))
-    except OSError:  # built for another machine or a newer C library
+    except OSError:  # built for another machine or a newer libc
         return None
     pointer, c_int, c_int64, c_float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
     steps = [name for name in OPTIMIZERS if hasattr(library, f"offloadkit_{name}")]
@@ -109,7 +110,7 @@ def load(path: Path) -> ctypes.CDLL | None:
     }
     for name, (arguments, result) in signatures.items():
         if name in _NEWER and not hasattr(library, f"offloadkit_{name}"):
-            continue  # an older build: Python does it
+            continue  # an older build: Python is the fallback
         function = library[f"offloadkit_{name}"]
         function.argtypes, function.restype = arguments, result
         setattr(library, name, function)
@@ -118,21 +119,21 @@ def load(path: Path) -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the C kernel was built and is used."""
+    """Whether the C library is loaded."""
     return c_library() is not None
 
 
 def cpu_levels() -> list[str]:
-    """The levels this CPU can run, worst first, of "baseline", "avx2", "avx512"; none without the library."""
+    """Levels that this CPU supports, slowest first, of "baseline", "avx2", "avx512"; [] without the library."""
     library = c_library()
     return [] if library is None else [name for i, name in enumerate(_LEVELS) if library.level_usable(i)]
 
 
 @contextmanager
 def forced_level(name: str) -> Iterator[None]:
-    """Runs the kernels at this level instead of the best one: all levels give the same bits, so this is for tests.
+    """Force the kernels of one level in this process, for tests. All levels are bit-equal.
 
-    Holds for the whole process. Raises ValueError for a level that this CPU cannot run.
+    Raises ValueError for a level that this CPU does not support.
     """
     library = c_library()
     if library is None or name not in cpu_levels():
@@ -145,20 +146,22 @@ def forced_level(name: str) -> Iterator[None]:
 
 
 def default_num_threads(num_cores: int | None = None) -> int:
-    """Threads for the step: this process's cores (affinity and cgroup quota) less the main thread, at least two where
-    there are two. Nothing is kept free for DataLoader workers: work is handed out in small chunks, so a worker that
-    runs takes just its share, and those that wait cost nothing. `num_cores`: its share of cores that others have too.
+    """Threads for the step: all cores (by affinity and cgroup quota) but one for the main thread; at least two if
+    possible.
 
-    (An H200's 16 cores, Gparam/s by threads: 6.3 with 11, 6.7 with 13, 6.8 with 15.)
+    No core is reserved for DataLoader workers: work is handed out in small chunks, so a running worker takes just its
+    share, and waiting workers cost nothing. `num_cores`: this process's share of the cores, if shared.
+
+    (Gparam/s on an H200 host with 16 cores: 6.3 with 11 threads, 6.7 with 13, 6.8 with 15.)
     """
     cores = num_cores or hardware.num_cores()
     return max(min(2, cores), cores - 1)
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Sets how many threads, the calling one included, share the work of each call. Raises ValueError below 1.
+    """Set the number of threads, including the calling thread, that work on every call. Raises ValueError below 1.
 
-    Without the library it changes nothing: torch's own setting, `torch.set_num_threads`, holds there.
+    No effect without the library: `torch.set_num_threads` applies to the fallback.
     """
     if num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}: at least 1 is needed")
@@ -168,14 +171,13 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def num_threads() -> int:
-    """Threads that share the work of each call, the calling one included."""
+    """Number of threads, including the calling thread, that work on every call."""
     library = c_library()
     return torch.get_num_threads() if library is None else int(library.num_threads())
 
 
 def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
-    """One step of the table's optimizer, in place, over CPU arrays: what `step_reference` does, bit for bit, in one
-    pass."""
+    """One optimizer step in place on CPU arrays, in one pass, bit-equal to `step_reference`."""
     check_state(state, gradient, segments)
     _check_on_cpu(gradient)
     library, table = c_library(), state.table
@@ -206,10 +208,10 @@ def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segmen
 
 
 def accumulate(accumulator: Tensor, gradient: Tensor, *, add: bool) -> None:
-    """accumulator += fp32(gradient), or accumulator = fp32(gradient) where `add` is false.
+    """accumulator += fp32(gradient), or accumulator = fp32(gradient) if not `add`.
 
-    accumulator: fp32; gradient: bf16, fp16 or fp32; both 1-D, contiguous, of one length, on the CPU.
-    Raises TypeError for another dtype, ValueError for another layout.
+    accumulator: fp32; gradient: bf16, fp16 or fp32; both 1-D, contiguous, of equal length, on the CPU. Raises TypeError
+    for a wrong dtype, ValueError for a wrong layout.
     """
     if accumulator.dtype != torch.float32 or gradient.dtype not in _KINDS:
         raise TypeError(
@@ -232,10 +234,10 @@ def accumulate(accumulator: Tensor, gradient: Tensor, *, add: bool) -> None:
 
 
 def split_into(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
-    """Writes the halves that `split_master` cuts `master` into.
+    """Split `master` as `split_master` does, into existing arrays.
 
-    master: fp32; weights: bf16; remainder: int16; all 1-D, contiguous, of one length, on the CPU.
-    Raises TypeError for another dtype, ValueError for another layout.
+    master: fp32; weights: bf16; remainder: int16; all 1-D, contiguous, of equal length, on the CPU. Raises TypeError
+    for a wrong dtype, ValueError for a wrong layout.
     """
     arrays = master, weights, remainder
     if [array.dtype for array in arrays] != [torch.float32, torch.bfloat16, torch.int16]:
@@ -257,7 +259,7 @@ def split_into(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
 
 
 def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
-    """`dispatch.block_sums`, which checks dtypes and shapes, on the CPU; needs the library.
+    """`dispatch.block_sums` on the CPU; needs the library. `dispatch` checks dtypes and shapes.
 
     Raises ValueError for a block outside the gradient or longer than 65,536.
     """
@@ -271,7 +273,7 @@ def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
 
 
 def triad(a: Tensor, b: Tensor, s: float) -> None:
-    """a += s * b over fp32 CPU arrays: the DRAM bandwidth that the step is measured against. Needs the library."""
+    """a += s * b on fp32 CPU arrays, to measure DRAM bandwidth. Needs the library."""
     library = c_library()
     if library is None:
         raise RuntimeError(_NO_LIBRARY)
@@ -283,9 +285,9 @@ def triad(a: Tensor, b: Tensor, s: float) -> None:
 
 
 def populate(address: int, num_bytes: int) -> None:
-    """Faults in the pages of [address, address + num_bytes), writable, on all threads; what they hold stays.
+    """Fault in the pages of [address, address + num_bytes) as writable, on all threads. Contents are kept.
 
-    Raises OSError (ENOMEM and others) where the kernel refuses. Without the library it writes one byte a page.
+    Raises OSError (such as ENOMEM) if the kernel refuses. The fallback writes one byte per page.
     """
     library = c_library()
     if library is not None:
@@ -302,16 +304,15 @@ def populate(address: int, num_bytes: int) -> None:
 
 
 def plan_seconds(model: Mapping[str, NDArray[Any]], some: Sequence[NDArray[np.int64]]) -> NDArray[np.float64] | None:
-    """`StepModel.seconds` of many placements, bit for bit; None without the library.
+    """`StepModel.seconds` of many placements, bit-equal; None without the library.
 
     Args:
-        model: "machine" (fp64), "stages" and "layers" (fp64 [number, costs]), "ends" (int64, of each stage's layers)
-            and "blocks" (int64, of each layer), laid out as in cpu_plan.h; the layers are in the order of the stages.
-        some: codes [number, number of layers], and the recomputed and the offloaded blocks [number].
+        model: "machine" (fp64), "stages" and "layers" (fp64 [number, costs]), "ends" (int64, end of every stage's
+            layers) and "blocks" (int64, per layer), laid out as in cpu_plan.h, with layers in the order of the stages.
+        some: codes [number, number of layers], recomputed blocks [number], offloaded blocks [number].
 
     Returns:
-        [number, 4]: the seconds of the update phase and of the backward phase, and those for which forward and the
-        CPU's step are busy.
+        [number, 4]: seconds of the update phase, of the backward phase, of forward's work and of the CPU step's work.
     """
     kernel = getattr(c_library(), "plan_seconds", None)
     if kernel is None:

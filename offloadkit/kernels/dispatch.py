@@ -1,5 +1,4 @@
-"""The optimizer step, the norm's block sums and the split of master weights wherever the arrays lie: one name for the
-kernels of all processors."""
+"""Optimizer step, block sums of the norm and split of master weights, dispatched by the arrays' device."""
 
 from __future__ import annotations
 
@@ -15,20 +14,21 @@ from offloadkit.optim.table import FlatState, Segment
 
 
 def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
-    """One step of the state's optimizer, in place, on the arrays' device (CUDA: on the current stream, not waited for).
+    """One optimizer step in place on the arrays' device (CUDA: asynchronous, on the current stream).
 
-    Elements outside the segments are untouched. `gradient` is bf16, fp16 or fp32, of the weights' length;
-    `grad_scale` multiplies it first. The CPU, the GPU and `step_reference` give the same bits. Raises TypeError for a
-    dtype and ValueError for a length, layout or device that a step cannot work with.
+    Elements outside the segments are untouched. `gradient` is bf16, fp16 or fp32, as long as the weights, and is first
+    multiplied by `grad_scale`. CPU, GPU and `step_reference` are bit-equal. Raises TypeError for a wrong dtype and
+    ValueError for a wrong length, layout or device.
     """
     step = {"cpu": cpu.optimizer_step, "cuda": gpu.optimizer_step}.get(state.weights.device.type, step_reference)
     step(state, gradient, segments, grad_scale)
 
 
 def split_into(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
-    """Writes the halves that `split_master` cuts fp32 master weights into, wherever each of the three arrays lies.
+    """Split fp32 master weights as `split_master` does, into arrays on any devices.
 
-    All are 1-D, contiguous and of one length. From the CPU a wrong dtype raises TypeError, a wrong layout ValueError.
+    All arrays are 1-D, contiguous and of equal length. If `master` is on the CPU, a wrong dtype raises TypeError, a
+    wrong layout ValueError.
     """
     halves = weights, remainder
     if master.device.type == "cpu":
@@ -42,10 +42,10 @@ def split_into(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
 
 
 def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
-    """Writes the sum of squares of each block to `out`, without a host synchronisation on CUDA.
+    """Write the sum of squares of every block to `out`, without host synchronization on CUDA.
 
-    gradient: bf16, fp16 or fp32, 1-D. blocks: int64 [num_blocks, 2] from `norm_blocks`. out: fp64 [num_blocks].
-    All three on one device. Raises TypeError or ValueError for anything else; on CUDA the blocks' values are trusted.
+    gradient: bf16, fp16 or fp32, 1-D. blocks: int64 [num_blocks, 2] from `norm_blocks`. out: fp64 [num_blocks]. All on
+    one device. Raises TypeError or ValueError for anything else; on CUDA the blocks' values are not checked.
     """
     check_arguments(gradient, blocks, out)
     if gradient.device.type == "cpu" and cpu.available():

@@ -1,9 +1,9 @@
-"""The one definition of the gradient norm, for every device, cutting and number of ranks.
+"""The definition of the gradient norm, independent of device, chunking and number of ranks.
 
-A parameter's gradient is cut into blocks of 65,536 consecutive elements, the last one padded with zeros. Each element
-is converted to fp64 and squared. A block is seen as 2048 rows of 32 columns and summed as a binary tree. Adjacent rows
-are added pairwise until one row is left, then adjacent columns until one number is left. The block sums are added one
-after another, in the order of the parameters. The norm is the square root of that.
+A parameter's gradient is cut into blocks of 65,536 consecutive elements, the last one zero-padded. Elements are
+converted to fp64 and squared. A block is a matrix of 2048 rows and 32 columns that is summed as a binary tree: adjacent
+rows pairwise until one row is left, then adjacent columns pairwise. The block sums are added one after another, in
+parameter order, and the norm is the square root of the result.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ NORM_BLOCK = 65_536
 NORM_COLUMNS = 32
 
 _BLOCKS_AT_ONCE = 16
-"""Blocks gathered at a time by the reference: its temporaries stay below 40 MiB."""
+"""Blocks gathered at a time by the reference, which keeps its temporaries below 40 MiB."""
 
 
 def norm_blocks(ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """The blocks of parameters that lie at (start, length) of a flat buffer: int64 [num_blocks, 2] of (start, length).
+    """Blocks of parameters at (start, length) of a flat buffer: int64 [num_blocks, 2] of (start, length).
 
-    Blocks never cross a parameter's border; a parameter of length 0 has none.
+    Blocks never cross parameters; a parameter of length 0 has none.
     """
     blocks = [
         (at, min(NORM_BLOCK, start + length - at))
@@ -36,10 +36,10 @@ def norm_blocks(ranges: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def block_sums_reference(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
-    """Writes the sum of squares of each block to `out`, in torch operations, on any device.
+    """Write the sum of squares of every block to `out`, in torch operations, on any device.
 
-    gradient: bf16, fp16 or fp32, 1-D. blocks: int64 [num_blocks, 2] from `norm_blocks`. out: fp64 [num_blocks].
-    All three on one device. Raises TypeError or ValueError for anything else.
+    gradient: bf16, fp16 or fp32, 1-D. blocks: int64 [num_blocks, 2] from `norm_blocks`. out: fp64 [num_blocks]. All on
+    one device. Raises TypeError or ValueError for anything else.
     """
     check_arguments(gradient, blocks, out)
     if gradient.numel() == 0:
@@ -65,16 +65,16 @@ def _tree(squares: Tensor) -> Tensor:
 
 
 def sum_in_order(sums: Sequence[NDArray[np.float64]]) -> float:
-    """All block sums, one array after another, added from the first to the last in fp64.
+    """Add all block sums in fp64, one array after another, from first to last.
 
-    (By the running sum, whose definition has that order; `sum` of an array or a tensor adds in another.)
+    Uses a running sum, because `sum` of an array or tensor adds in another order.
     """
     in_order = np.concatenate([np.zeros(1), *sums])
     return float(np.add.accumulate(in_order)[-1])
 
 
 def check_arguments(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
-    """Raises TypeError or ValueError for what no block sums can be taken of."""
+    """Raise TypeError or ValueError for invalid arguments of block sums."""
     if gradient.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"the gradient is {gradient.dtype}: the norm is taken of bf16, fp16 or fp32 gradients")
     if blocks.dtype != torch.int64 or out.dtype != torch.float64:

@@ -1,6 +1,6 @@
-"""One optimizer step over a flat layer in torch operations, and split master weights: the definition for all kernels.
+"""The optimizer step and split master weights in torch operations: the definition for all kernels.
 
-Where a step stores NaN, NaN is promised but not its payload.
+NaNs are stored as NaN, with unspecified payload.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from offloadkit.optim import moments
 from offloadkit.optim.table import PRECISIONS, FlatState, Segment, check_state
 
 SLICE = 1 << 18
-"""Elements stepped at a time: the temporaries stay at a few MiB, most of them in the caches. A multiple of 256."""
+"""Elements stepped at a time, which keeps temporaries at a few MiB, mostly in the caches. A multiple of 256."""
 
 
 def round_to_fp32(value: float) -> float:
-    """The fp32 number nearest to `value`, as a Python float."""
+    """Round to the nearest fp32 number."""
     return float(torch.tensor(value, dtype=torch.float32).item())
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Cuts fp32 master weights into bf16 working weights (rounded to nearest) and int16 remainders.
+    """Split fp32 master weights into bf16 working weights (rounded to nearest) and int16 remainders.
 
-    `join_master` gives every finite value and Inf back bit for bit. Any NaN becomes (NaN, 0). A finite value of at
-    least 2**127 * (2 - 2**-8) has Inf as its bf16 half, as in a cast to bf16, and still joins to itself. An exact tie
-    goes away from zero, unlike in a cast. Source: Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training".
+    `join_master` restores every finite value and Inf bit for bit. NaN becomes (NaN, 0). Finite values of at least
+    2**127 * (2 - 2**-8) have Inf as the bf16 half, as in a cast to bf16, and are still restored. Exact ties round away
+    from zero, unlike in a cast. Source: Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training".
     """
     bits = master.view(torch.int32).masked_fill(master.isnan(), moments.CANONICAL_NAN)
     high = (bits + 0x8000) >> 16
@@ -35,15 +35,15 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_master(weights: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master weights of bf16 working weights and int16 remainders of the same shape."""
+    """Restore fp32 master weights from bf16 working weights and int16 remainders of the same shape."""
     return ((weights.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
 def step_reference(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
-    """One step of the table's optimizer in place; on CPU and CUDA tensors alike.
+    """One optimizer step in place, on CPU or CUDA tensors.
 
-    Elements outside the segments are untouched. `gradient` is bf16, fp16 or fp32, of the weights' length;
-    `grad_scale` (rounded to fp32) multiplies it first. Raises as `check_state` does.
+    Elements outside the segments are untouched. `gradient` is bf16, fp16 or fp32, as long as the weights, and is first
+    multiplied by `grad_scale` (rounded to fp32). Raises as `check_state` does.
     """
     check_state(state, gradient, segments)
     scale = round_to_fp32(grad_scale)
@@ -77,9 +77,9 @@ def _step_slice(state: FlatState, gradient: Tensor, at: slice, segment: Segment)
 
 
 def read_moments(state: FlatState, at: slice) -> list[Tensor]:
-    """fp32 moments of a range of elements: in `exact` the arrays' own views, else copies.
+    """fp32 moments of a range of elements: views if `exact`, otherwise copies.
 
-    Where moments have scales, `at` starts at a multiple of 256.
+    If moments have scales, `at` starts at a multiple of 256.
     """
     kept, found = PRECISIONS[state.table.precision], []
     for moment in state.table.optimizer.moments:
@@ -89,7 +89,7 @@ def read_moments(state: FlatState, at: slice) -> list[Tensor]:
 
 
 def _store_moments(state: FlatState, at: slice, averages: Sequence[Tensor], random: Tensor) -> None:
-    """random: int64, 32 bits for each element: the lower half rounds the first moment, the upper half the second."""
+    """random: int64, 32 bits per element: the lower half rounds the first moment, the upper half the second moment."""
     kept = PRECISIONS[state.table.precision]
     assert kept.encode is not None
     for index, (moment, values) in enumerate(zip(state.table.optimizer.moments, averages, strict=True)):

@@ -1,8 +1,8 @@
-"""The learning rates of DeepSpeed's schedules, update by update.
+"""Learning rates of DeepSpeed's schedules.
 
-Before the first update a schedule is at iteration -1, and each `step()` takes it one further. So the first two updates
-have the rate that a warmup begins with. The formulas are those of DeepSpeed 0.19's `runtime/lr_schedules.py`;
-`tests/optim/test_schedules.py` compares them with it.
+A schedule starts at iteration -1, and every `step()` advances it by one, so the first two updates use the initial rate
+of a warmup. The formulas come from DeepSpeed 0.19's `runtime/lr_schedules.py`; `tests/optim/test_schedules.py` compares
+both.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from torch.optim import Optimizer
 from offloadkit.errors import ConfigError, shown
 
 Rates = Callable[[int], list[float]]
-"""Iteration -> one number for each parameter group."""
+"""Iteration -> one number per parameter group."""
 
 
 class Schedule:
-    """Sets the learning rates of an optimizer's groups, and their first betas where these are cycled."""
+    """Sets the learning rates of an optimizer's groups, and the first betas if they are cycled."""
 
     def __init__(self, optimizer: Optimizer, rates: Rates, momenta: Rates | None = None) -> None:
-        """momenta: of the first betas; the second ones are 0.99 then, as in DeepSpeed."""
+        """momenta: schedule of the first betas. The second betas are then 0.99, as in DeepSpeed."""
         self.optimizer, self.last_batch_iteration = optimizer, -1
         self._rates, self._momenta = rates, momenta
         self._write()
 
     def get_lr(self) -> list[float]:
-        """The learning rates of the next update, by group."""
+        """Return the learning rates of the next update, by group."""
         return self._rates(self.last_batch_iteration)
 
     get_last_lr = get_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go on by one update, or to an iteration."""
+        """Advance by one update, or go to an iteration."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is. The optimizer's own state holds the learning rates."""
+        """Return the iteration. The optimizer's state holds the learning rates."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict()`."""
+        """Continue from a `state_dict()`."""
         self.last_batch_iteration = int(state["last_batch_iteration"])
 
     def _write(self) -> None:
@@ -60,10 +60,10 @@ class Schedule:
 
 
 def schedule_named(name: str, optimizer: Optimizer, arguments: dict[str, Any]) -> Any:
-    """A schedule of DeepSpeed's, or of torch.optim.lr_scheduler, as a ds_config.json names it.
+    """Create a schedule of DeepSpeed or torch.optim.lr_scheduler by its name in ds_config.json.
 
     Raises:
-        ConfigError: there is none of that name, or it does not take these arguments.
+        ConfigError: the name is unknown, or the schedule does not take these arguments.
     """
     make = _SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
     if not callable(make):
@@ -77,7 +77,7 @@ def schedule_named(name: str, optimizer: Optimizer, arguments: dict[str, Any]) -
 
 
 def _check_arguments(make: Callable[..., Schedule], arguments: dict[str, Any]) -> None:
-    """Raise `ValueError` for the first argument that is of another type than its parameter. Names are not looked at."""
+    """Raise `ValueError` for the first argument of a wrong type. Unknown names are ignored."""
     for name, hint in get_type_hints(make).items():
         if name not in arguments:
             continue
@@ -108,7 +108,7 @@ def _by_group(optimizer: Optimizer, value: float | Sequence[float], name: str) -
 
 
 def _warmup(iteration: int, num_steps: int, kind: str) -> float:
-    """The share of the way up, from 0 to 1, during a warmup of at least two steps."""
+    """Fraction of the warmup, from 0 to 1, over at least two steps."""
     if kind == "linear":
         return iteration / num_steps
     return (1 / math.log(num_steps)) * math.log(iteration + 1)
@@ -129,7 +129,7 @@ def _warmup_lr(
     warmup_num_steps: int = 1000,
     warmup_type: str = "log",
 ) -> Schedule:
-    """From the least to the highest rate, which stays."""
+    """Warm up from the lowest to the highest rate and stay there."""
     highest = [float(group["lr"]) for group in optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
     return _warmed_up(optimizer, warmup_min_lr, highest, warmup_num_steps, warmup_type, lambda _iteration: 1.0)
 
@@ -142,7 +142,7 @@ def _warmup_decay_lr(
     warmup_num_steps: int = 1000,
     warmup_type: str = "log",
 ) -> Schedule:
-    """From the least to the highest rate, which then falls to the least in a line."""
+    """Warm up from the lowest to the highest rate, then decay linearly to the lowest rate."""
     length = max(1.0, total_num_steps - max(2, warmup_num_steps))
 
     def after(iteration: int) -> float:
@@ -159,7 +159,7 @@ def _warmed_up(
     warmup_type: str,
     after: Callable[[int], float],
 ) -> Schedule:
-    """`after` the warmup: the share of the way from the least to the highest rate."""
+    """Warm up, then follow `after(iteration)`: the fraction between the lowest and the highest rate."""
     num_steps = _check_warmup(warmup_num_steps, warmup_type)
     lows, highs = _by_group(optimizer, least, "warmup_min_lr"), _by_group(optimizer, highest, "warmup_max_lr")
 
@@ -180,7 +180,7 @@ def _warmup_cosine_lr(
     cos_min_ratio: float = 0.0001,
     warmup_type: str = "log",
 ) -> Schedule:
-    """The groups' own rates, times a warmup and then half a period of a cosine."""
+    """Scale the groups' rates by a warmup and then by half a period of a cosine."""
     num_steps = _check_warmup(warmup_num_steps, warmup_type)
     own = [float(group["lr"]) for group in optimizer.param_groups]
 
@@ -233,7 +233,7 @@ def _one_cycle(
     cycle_max_mom: float | Sequence[float] = 0.9,
     decay_mom_rate: float = 0.0,
 ) -> Schedule:
-    """One cycle up and down, the momenta the other way, and then a decay (Smith, as above)."""
+    """One cycle of rates up and down with momenta in the opposite direction, then a decay (Smith, as above)."""
     first = float(cycle_first_step_size)
     second = first if cycle_second_step_size is None else float(cycle_second_step_size)
     if first <= 0 or second < 0:
@@ -247,7 +247,7 @@ def _one_cycle(
     high = _by_group(optimizer, cycle_max_mom, "cycle_max_mom")
 
     def share(iteration: int) -> float:
-        """How far up the cycle is, from 0 to 1."""
+        """Position in the cycle, from 0 (lowest rate) to 1 (highest rate)."""
         at = iteration + 1
         x = 1.0 + at / total - math.floor(1 + at / total)
         rising = x <= ratio
