@@ -74,9 +74,9 @@ class Hardware:
     cpu_tiny_bytes_per_second: float
     """The CPU step, `tiny`: 14 1/16 bytes per parameter. Bound by arithmetic like `compact`."""
     cpu_and_bus_bytes_per_second: float
-    """Sum of the rates of the CPU step (`exact`) and of copies both ways at once, which share DRAM.
+    """The CPU step (`exact`) and copies both ways at once, which share DRAM: the sum of their rates.
 
-    If they cannot run at once (no GPU, no pinned memory), it is the higher of the two rates.
+    If they cannot run at once (no GPU, no pinned memory), the higher of the two rates.
     """
     vram_bytes_per_second: float
     """An in-place addition over a large array. Bytes read and bytes written both count."""
@@ -88,8 +88,8 @@ class Hardware:
     fp32_flops_per_second: float
 
     num_ranks: int = 1
-    """Ranks that work at once on this host. `num_cores` and the rates of processor, RAM and bus are one rank's share;
-    RAM in bytes is the whole host's."""
+    """Concurrent ranks on this host. `num_cores` and the rates of processor, RAM and bus are one rank's share; RAM in
+    bytes is the whole host's."""
     link_bytes_per_second: float = 0.0
     """Bytes per second that a rank receives while all ranks exchange. 0: one rank, or unknown."""
     most_ctas: int = 0
@@ -99,8 +99,8 @@ class Hardware:
     link_is_bus: bool = False
     """Whether GPUs of one host exchange over the bus that also carries copies to and from RAM."""
     network_bytes_per_second: float = 0.0
-    """Bytes per second that a rank receives from other hosts while all ranks exchange, if `link_bytes_per_second` is
-    for the ranks of one host only; else 0."""
+    """Bytes per second that a rank receives from other hosts in an exchange, if the link is for one host's ranks; else
+    0."""
 
     disk_folder: str | None = None
     """Folder of the disk measurement. None: not measured, and the next three fields are zero."""
@@ -189,7 +189,7 @@ def text_of(path: Path) -> str:
 
 
 def _cgroup_dirs(controller: str) -> tuple[Path, ...]:
-    """Folders of this process's cgroup and its parents, innermost first: the tree of v2, or of one controller of v1."""
+    """This process's cgroup folder and its parents, innermost first (v2's tree, or one controller's of v1)."""
     return _dirs_of(text_of(OWN_CGROUPS), controller, CGROUP)
 
 
@@ -319,7 +319,7 @@ def vram_outside_bytes(device: torch.device) -> int:
 def vram_context_bytes(device: torch.device) -> int:
     """VRAM in use outside torch's allocator, in bytes: this process's CUDA context and libraries; 0 for the CPU.
 
-    Without `library_bytes` it is capped at 1.5 GiB, more than any context takes, because the VRAM of other processes
+    Except for `library_bytes` it is capped at 1.5 GiB, more than any context takes, because other processes' VRAM
     cannot be told apart everywhere.
     """
     if device.type != "cuda":

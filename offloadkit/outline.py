@@ -86,7 +86,6 @@ class Outline:
 
     @contextmanager
     def _as_trained(self) -> Iterator[None]:
-        """Inside this context, the model computes as in training."""
         kernels = self.machine.device != "cpu"
         capability = self.machine.compute_capability if self.machine.assumed else None
         with ExitStack() as undo:
@@ -232,7 +231,6 @@ def _num_elements(example: Any) -> int:
 
 
 def _with_rows(example: Any, number: int) -> Call:
-    """A micro-batch like `example` with another number of rows, without memory."""
     rows = _num_rows(example)
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
@@ -264,7 +262,7 @@ def held_in_ram(model: nn.Module) -> int:
 def _with_room_of(model: nn.Module, machine: Hardware) -> Hardware:
     """The machine with the model's memory counted as free, because the engine takes over its weights one by one.
 
-    Other VRAM of the process (a reference model) counts as needed, like the CUDA context.
+    Other VRAM of the process (such as a reference model) counts as needed, like the CUDA context.
     """
     tensors = (*model.parameters(), *model.buffers())
     in_vram = sum(tensor.nbytes for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
@@ -280,7 +278,6 @@ def _with_room_of(model: nn.Module, machine: Hardware) -> Hardware:
 
 
 def _rows(model: Any, batch: Any) -> Rows | None:
-    """Rows and lengths of a micro-batch of tokens; None for other inputs."""
     named = Call.of(batch).kwargs
     ids, labels = named.get("input_ids"), named.get("labels")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:

@@ -319,7 +319,7 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
 
 
 def _assumes_card(config: OffloadConfig, device: torch.device | None) -> bool:
-    """Whether the plan is for a card of the given size because this machine has no GPU."""
+    """Whether to plan for a card of the given size because this machine has no GPU."""
     return device is None and config.vram is not None and hardware.default_device().type == "cpu"
 
 
@@ -369,8 +369,6 @@ def _with_states_folder(machine: Hardware, config: OffloadConfig) -> Hardware:
 
 @dataclass(frozen=True)
 class _TaskOutline:
-    """The outline of a model for the micro-batches of a task."""
-
     outline: Outline
     task: Task
     eval_batch_size: int = 0
@@ -380,7 +378,6 @@ class _TaskOutline:
     def rows(
         self, batch_size: int | Literal["auto"], max_input_length: int | None, max_target_length: int | None
     ) -> Rows:
-        """The micro-batch to plan for, with defaults for omitted values."""
         outline = self.outline
         length = max_input_length or default_input_length(outline.model.config, self.task)
         target = (max_target_length or DEFAULT_TARGET_LENGTH) if self.task == "seq2seq" else None
@@ -445,8 +442,7 @@ def _outline(
     assumed: bool = False,
     label_smoothing: float = 0.0,
 ) -> _TaskOutline:
-    """The outline of the model on the meta device.
-
+    """
     Args:
         config: a config with a decided working dtype.
     """

@@ -1,8 +1,8 @@
 """Python's time to start the operations of a model's blocks, timed with blocks of the model on its GPU.
 
 A bare launch underestimates it: modules, autograd and the model's own code take several times as long, by a factor that
-differs between hosts and models. A block is built with zeros for weights and few rows, because Python's time depends on
-neither. Blocks are timed once on a machine, and cached with the machine's rates.
+differs between hosts and models. Timed blocks have zeros for weights and few rows, because Python's time depends on
+neither. Times are cached with the machine's rates.
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ class _Shape:
 
 @dataclass
 class _Kind:
-    """Blocks of one class that are called alike."""
-
     block: nn.Module
     arguments: list[Any]
     """The leaves of the arguments, with tensors as `_Shape`."""
@@ -190,6 +188,6 @@ def timed(kind: _Kind, device: torch.device) -> tuple[float, float]:
 
 
 def _made(shape: _Shape, rows: int, device: torch.device) -> torch.Tensor:
-    """Zeros of that shape. A first size that equals the micro-batch's rows is reduced to `_ROWS`."""
+    """Zeros of that shape, with at most `_ROWS` rows if the first size is the micro-batch's rows."""
     size = (min(rows, _ROWS), *shape.size[1:]) if shape.size[:1] == (rows,) else shape.size
     return torch.zeros(size, dtype=shape.dtype, device=device, requires_grad=shape.requires_grad)

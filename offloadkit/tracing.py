@@ -293,8 +293,6 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 
 class _Stages:
-    """Splits the counter's records into stages while the model runs forward and backward once."""
-
     def __init__(self, counter: OpCounter) -> None:
         self.counter = counter
         self._found: list[Stage] = []
@@ -302,7 +300,7 @@ class _Stages:
         self.begin()
 
     def in_order(self) -> tuple[Stage, ...]:
-        """The stages in order, without empty stages outside the blocks."""
+        """The stages in forward order, without empty ones outside the blocks."""
         return tuple(stage for stage in self._found if stage.block or stage.forward.num_operations)
 
     def begin(self) -> None:
@@ -330,7 +328,6 @@ class _Stages:
         self._at = index - 1
 
     def end_of_backward(self) -> None:
-        """End backward of the current outside stage."""
         passed, peak = self.counter.total - self._counted, self.counter.peak - self._before
         self._found[self._at] = replace(self._found[self._at], backward=passed, backward_peak_bytes=peak)
 
@@ -389,8 +386,6 @@ class _Stages:
 
 @dataclass(frozen=True)
 class _Kind:
-    """The trace of one kind of block."""
-
     stage: Stage
     outputs: list[Any]
     """A `_Made` or a `_Handed` for each tensor; other values unchanged."""
@@ -399,8 +394,6 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor that a block created."""
-
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
@@ -463,7 +456,7 @@ class _Block(torch.autograd.Function):
 
 @contextmanager
 def _followed(name: str, block: nn.Module, stages: _Stages) -> Iterator[None]:
-    """Inside this context, calls of `block` go through `stages`."""
+    """Route calls of `block` through `stages` inside this context."""
     own, forward = vars(block).get("forward"), block.forward
     block.forward = lambda *args, **kwargs: stages.run(name, block, forward, (args, kwargs))
     try:

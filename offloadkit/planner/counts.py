@@ -1,8 +1,5 @@
-"""Placements described by a few numbers (`Counts`), and the bytes of many placements at once.
-
-A search compares hundreds of counts. Their placements are rows of an array of codes with one column for each layer, and
-every formula of `layout` and `phases` is computed for all rows together. `Search.bytes` computes the same one by one.
-"""
+"""A search compares hundreds of counts, so every formula of `layout` and `phases` is computed for an array of placement
+codes with a row for each count and a column for each layer. `Search.bytes` computes the same one by one."""
 
 from __future__ import annotations
 
@@ -42,15 +39,14 @@ InVram = Literal["none", "gpu", "all"]
 
 @dataclass(frozen=True)
 class Counts:
-    """How many layers get each placement option. The counts determine which layers:
+    """Number of layers with each placement option. The counts determine the layers:
 
     - The first blocks recompute, since backward needs the last blocks' activations first. The first of these offload.
-    - Streamed blocks are spread evenly, so that their copies hide behind the resident blocks.
-    - Among the layers with weights in VRAM, layers with states in VRAM are spread evenly, starting with the first, so
-      that backward sends gradients to RAM throughout and not all at once.
+    - Streamed blocks are spread evenly, so that their copies hide behind resident blocks.
+    - States in VRAM are spread evenly over layers with weights in VRAM, starting with the first, so that backward sends
+      gradients to RAM throughout and not all at once.
     - The last layers have their states on disk.
-    - Among the layers with states in RAM, the layers that the GPU steps are spread evenly, so that CPU and GPU both
-      advance with forward.
+    - GPU steps are spread evenly over layers with states in RAM, so that CPU and GPU both advance with forward.
     """
 
     recomputed: int
@@ -132,7 +128,6 @@ class Spread:
         self._take_tables()
 
     def _take_tables(self) -> None:
-        """Compute the bytes of each layer, and of each layer in each placement."""
         layers, accumulation = self._layers, self._accumulation
 
         @cache
@@ -193,7 +188,7 @@ class Spread:
     # -- bytes
 
     def more_vram(self, some: Sequence[Counts]) -> list[Ints]:
-        """For each of `some`: the additional VRAM of each layer with weights in VRAM if its states are in VRAM too."""
+        """For each of `some`: the additional VRAM of each resident layer if its states are in VRAM too."""
         codes = self.codes(some)
         more = self._vram[:, [_IN_VRAM]].T - self._vram[self._columns, codes]
         resident = ~each(codes, lambda where: where.weights == "ram")
@@ -212,8 +207,7 @@ class Spread:
         return np.stack([vram, ram, self._disk[self._columns, codes].sum(1)], 1)
 
     def _activations_of(self, recomputed: int, offloaded: int) -> tuple[int, int]:
-        """VRAM of the activations, and the RAM in addition to the slabs: the larger of activations and the layer staged
-        before."""
+        """VRAM of the activations, and RAM beyond the slabs: the larger of activations and the layer staged before."""
         placements = self.placements(Counts(recomputed, offloaded, 0, 0))
         held = activations(self._work, choices(self._layers, placements, self._work))
         return held.vram, ram_peak(0, held.ram, self._staged, 0)

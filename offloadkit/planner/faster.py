@@ -1,7 +1,7 @@
-"""Finds a faster plan for a running training whose machine turned out faster or slower than planned.
+"""Finds a faster plan for a run whose machine turned out faster or slower than planned.
 
-The comparison uses rates (bytes that a resource moved per second of work), not seconds of a step: layers change their
-processor during a run (`StepBalancer`), and micro-batches may be shorter than planned.
+The comparison uses rates (bytes moved per second of work), not seconds of a step: layers change their processor during
+a run (`StepBalancer`), and micro-batches may be shorter than planned.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from offloadkit.planner.seconds import FEW_CORES, StepModel
 from offloadkit.telemetry import StepRecord
 
 TOLERANCE = 1.25
-"""A rate within this factor of the planned rate, either way, counts as planned. CPU steps on H200s took 0.95 to 1.15
-times the planned seconds in most rows of benchmarks/results.csv, so a smaller factor would correct the model's error
-instead."""
+"""A rate within this factor of the planned rate counts as planned. CPU steps on H200s took 0.95 to 1.15 times the
+planned seconds in most rows of benchmarks/results.csv, so a smaller factor would correct the model's error instead."""
 MIN_GAIN = 0.05
-"""Fraction of the current plan's step time that another plan must save to count as faster."""
+"""Least saving of step time (fraction) for another plan to count as faster."""
 MIN_SECONDS = 1e-3
-"""A resource that works less than this in a step, as measured or as planned, is not compared: waits for the clock and
-for Python would count as its work."""
+"""Resources that work less in a step are not compared: waits for the clock and for Python would count as work."""
 COMPUTE = "compute"
 """Forward and backward without waits, in steps per second."""
 PYTHON = "Python"
@@ -56,12 +54,11 @@ def judged(
     """The median measured rate and the planned rate of each resource ("H2D", "D2H", "CPU step", `COMPUTE` or `PYTHON`).
 
     Resources that work too little are left out. The CPU step is left out if states are on disk, and with few cores,
-    which it shares with Python. Forward and backward are left out with several ranks, because the planned seconds
-    include the exchange and the measured seconds do not. They are also left out if micro-batches differ from the
-    planned size, except if all are at most that size, a step has one micro-batch, and Python bounds the planned step.
+    which it shares with Python. Forward and backward are left out with several ranks, because only the planned seconds
+    include the exchange, and for micro-batches of other sizes, except shorter ones without accumulation if Python
+    bounds the planned step.
 
     Args:
-        plan: a plan made for a micro-batch on a machine.
         machine: the current estimate of the machine's rates.
         placements: the layers' placements, with the processors that step them now.
     """
@@ -90,7 +87,7 @@ def judged(
 def _judged_part(
     plan: Plan, machine: Hardware, placements: Sequence[Placement], records: Sequence[StepRecord]
 ) -> str | None:
-    """`COMPUTE` or `PYTHON`, whichever the seconds of forward and backward measure; None if they measure neither."""
+    """The rate that forward and backward measure: `COMPUTE`, `PYTHON` or None."""
     numbers = {record.num_tokens for record in records}
     if plan.num_tokens is None or plan.layers[0].num_ranks > 1:
         return None
@@ -154,7 +151,7 @@ def _planned_rates(plan: Plan, machine: Hardware, placements: Sequence[Placement
 def _computing(plan: Plan, machine: Hardware, placements: Sequence[Placement]) -> tuple[float, bool]:
     """Seconds of forward and backward without waits, and whether Python bounds them.
 
-    The slowdown of Python by the update's threads counts, although nothing waits for the update.
+    Includes Python's slowdown by the update's threads, although nothing waits for the update.
     """
     names = [name.name for name in fields(Hardware) if name.name.endswith("_bytes_per_second")]
     at_once: dict[str, Any] = dict.fromkeys(names, _AT_ONCE) | {"vram_bytes_per_second": machine.vram_bytes_per_second}
@@ -166,8 +163,8 @@ def _computing(plan: Plan, machine: Hardware, placements: Sequence[Placement]) -
 
 
 def _with_compute(plan: Plan, machine: Hardware, placements: Sequence[Placement], part: str, factor: float) -> Hardware:
-    """The machine with the bound of forward and backward `factor` times as fast: Python's launches or the GPU. Shorter
-    micro-batches (`PYTHON`) do not change the GPU's rates."""
+    """The machine with Python's launches or the GPU, whichever bounds forward and backward, `factor` times as fast.
+    `PYTHON` never changes the GPU's rates."""
     if _computing(plan, machine, placements)[1]:
         return replace(machine, launch_seconds=machine.launch_seconds / factor)
     if part == PYTHON:
@@ -179,8 +176,7 @@ def _with_compute(plan: Plan, machine: Hardware, placements: Sequence[Placement]
 def _with_copies_and_steps(machine: Hardware, factors: Mapping[str, float]) -> Hardware:
     """The machine with the rates of copies and of the CPU step multiplied by `factors`.
 
-    If the rates fall, the DRAM rate that CPU step and copies share falls in proportion, so they slow each other as
-    before.
+    The DRAM rate that CPU step and copies share falls in proportion, so they slow each other as before.
     """
     changed = _times(machine, factors.get("CPU step", 1.0), [*CPU_STEP_RATES.values(), "dram_bytes_per_second"])
     changed = _times(changed, factors.get("H2D", 1.0), ["h2d_bytes_per_second"])

@@ -1,9 +1,8 @@
-"""The plan's constants, fitted on H200s with PCIe 5 and 16 cores, each constant with its source.
+"""Constants fitted on H200s with PCIe 5 and 16 cores, with their sources in benchmarks/results.csv.
 
-The sources are rows of benchmarks/results.csv. "Steps" are the measured steps named by `COMMITS` in
-tests/planner/test_measured.py; the constant is the value that plans most of them right. "Launches" are the rows
-"launches, t5" and "launches, llama" of commit c40b67e: Python's time alone, mean of the two models
-(tests/test_plan_launches.py). "Rates" is the column of that name: results of `device.measure`, median of 13 hosts.
+"Steps": the measured steps named by `COMMITS` in tests/planner/test_measured.py; the constant plans most of them right.
+"Launches": rows "launches, t5" and "launches, llama" of commit c40b67e: Python's time alone, mean of the two models
+(tests/test_plan_launches.py). "Rates": the column of that name, from `device.measure`, median of 13 hosts.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ BOTH_WAYS_EFFICIENCY = 0.78
 
 LINK_EFFICIENCY = 0.3
 """Fraction of NVLink's bytes per second in one direction, in an exchange between all ranks: 136 of 450 GB/s between two
-H200s with 32 MiB to each. Used only if the link was not measured."""
+H200s with 32 MiB to each. For links that were not measured."""
 
 # ---- efficiency of the GPU relative to the measured rates -----------------------------------------------------------
 
@@ -67,28 +66,26 @@ H200. A VRAM budget holds it back until the context stops growing, and so does a
 NCCL_BYTES = 1408 << 20
 """VRAM of NCCL's buffers and kernels with NCCL's own number of thread blocks: 1.2 to 1.3 GiB between two H200s.
 
-Derived from the VRAM of processes outside torch's tensors: 2,083 and 2,079 MiB for t5-3b-2x24 and -2x28 (e91ecd8),
-1,334 and 1,326 with `FEW_CTAS` (7633a8b), including 472 for NCCL; 2,109 and 2,147 for llama-8b-2x24 and -2x80
-(e91ecd8), 1,369 and 1,365 with `FEW_CTAS` (07f6458), including 564 for NCCL. The largest direct count of NCCL's own
-choice was 1,152 MiB.
+Derived from VRAM outside torch's tensors: 2,083 and 2,079 MiB for t5-3b-2x24 and -2x28 (e91ecd8), 1,334 and 1,326 with
+`FEW_CTAS` (7633a8b), including 472 for NCCL; 2,109 and 2,147 for llama-8b-2x24 and -2x80 (e91ecd8), 1,369 and 1,365
+with `FEW_CTAS` (07f6458), including 564 for NCCL. The largest direct count of NCCL's own choice was 1,152 MiB.
 """
 NCCL_FEW_BYTES = 576 << 20
 """VRAM of NCCL with `FEW_CTAS`, or over PCIe alone: 564 MiB between two H200s with NVLink. With `FEW_CTAS` over PCIe it
 took at most 474 MiB. NCCL's own choice, which is few over PCIe too, was not measured."""
 FEW_CTAS = 4
-"""A small number of NCCL thread blocks, for links where it is enough. A block occupies one of the GPU's processors,
-even while it waits for another rank. With all of T5-3B in VRAM of two H200s a step took 0.19 s with 4 blocks and 0.24 s
-with NCCL's own choice; the link gave 34 and 136 GB/s."""
+"""NCCL thread blocks where few are enough. A block occupies one of the GPU's processors, even while it waits for
+another rank. With all of T5-3B in VRAM of two H200s a step took 0.19 s with 4 blocks and 0.24 s with NCCL's own choice;
+the link gave 34 and 136 GB/s."""
 CROWDED = 1.1
-"""Factor of the step time that a plan may lose with `FEW_CTAS`, because the plan does not count the GPU processors that
-NCCL's own choice takes."""
+"""Largest planned step time with `FEW_CTAS`, relative to NCCL's own choice, because the plan does not count the GPU
+processors that NCCL's own choice takes."""
 AGREE_SECONDS = 3e-4
 """Seconds of a gloo gather or sum of some thousand numbers, for each rank after the first, since gloo's ring has one
 step more for each. Two processes on a host with two cores took at least 0.26 to 0.33 ms to sum 3,000 to 43,000 numbers,
 and 0.18 to 0.32 ms to gather them."""
 EXCHANGE_SECONDS = 3e-5
-"""Seconds of an empty exchange or all-gather: NCCL starts a kernel on every rank, and the kernels meet. Not
-measured."""
+"""Seconds of an empty exchange or all-gather: kernels start on all ranks and meet. Not measured."""
 
 # ---- Python's time, in launches of a bare kernel -------------------------------------------------------------------
 
@@ -101,27 +98,23 @@ ENGINE_LAUNCHES = 54
 """The engine's part of `FORWARD_LAUNCHES` for one block: hooks and waits. Launches.
 
 It is added to the time of a timed block, which runs without the engine. Compiling does not reduce it. The value is the
-difference between `FORWARD_LAUNCHES` and a loop without an engine for T5-large's blocks: rows "ours-on-gpu" of
-growth-t5-large-2 and -8, commit e70d484, both bound by Python.
+difference to a loop without an engine for T5-large's blocks: rows "ours-on-gpu" of growth-t5-large-2 and -8, commit
+e70d484, both bound by Python.
 
-In backward the difference is 103, but nothing is added: the time of a block alone includes the start of autograd, and
-finds the GPU idle. The median one-GPU row with timed blocks is then planned at 0.93 of the measured seconds of backward
-and 0.96 of the step (tests/test_plan_launches.py).
+In backward the difference is 103, but nothing is added: the time of a block alone includes the start of autograd, with
+the GPU idle. The median one-GPU row with timed blocks is then planned at 0.93 of the measured seconds of backward and
+0.96 of the step (tests/test_plan_launches.py).
 """
 COMPILED_LAUNCHES = 0.44
 """Python's time for an operation of a compiled block, as a fraction of the uncompiled time. Launches."""
 ATTENTION_LAUNCHES = 8
-"""Launch overhead of our attention kernel, in launches of an ordinary op, in addition to the one launch that it counts
-as.
+"""Launches of our attention kernel beyond the one that it counts as, in launches of an ordinary op.
 
-The same in forward, in backward and in compiled blocks: compiling does not reduce it. Launches of commit e70d484, T5
-and Llama.
+The same in forward, backward and compiled blocks. Launches of commit e70d484, T5 and Llama.
 """
 RECOMPUTED_LAUNCHES = (1.1, 2.2)
-"""Python's overhead in forward and backward for each operation of a recomputed block's forward. Launches.
-
-Our attention counts as one operation. The launches of the recomputation itself are counted separately.
-"""
+"""Python's overhead in forward and backward for each operation of a recomputed block's forward, without the launches of
+the recomputation itself. Our attention counts as one operation. Launches."""
 STREAMED_LAUNCHES = (37, 33)
 """Python's time in forward and backward for a flat layer whose weights are streamed. Launches."""
 LAYER_LAUNCHES = 28
@@ -131,8 +124,8 @@ STEP_LAUNCHES = 50
 CHUNK_LAUNCHES = 25
 """Python's time for a chunk of states that the GPU steps: copies, kernel and events. Steps."""
 THREAD_SLOWS = 0.5
-"""Slowdown of Python in forward (fraction) by each working thread of the update (the CPU-step thread, and the thread
-that queues GPU steps of states in RAM), because all three share the interpreter's lock.
+"""Slowdown of Python in forward (fraction) by each working thread of the update (CPU step, and queueing of GPU steps of
+states in RAM), because all share the interpreter's lock.
 
 Steps barely constrain it: with 0 to 0.5 about as many rows of docs/results.md are planned within 15 %.
 """

@@ -1,4 +1,4 @@
-"""Bytes of a flat layer, of all flat layers, and of a whole run, by tier and category.
+"""Bytes of flat layers and of a whole run, by tier and category.
 
 The layers' bytes are exact: the engine allocates these sizes.
 """
@@ -16,11 +16,11 @@ from offloadkit.planner.fitted import NCCL_BYTES, NCCL_FEW_BYTES
 from offloadkit.planner.work import MicroBatch
 
 NUM_GRADIENT_BUCKETS = 2
-"""Layers whose gradients may be in VRAM at once on their way to RAM: autograd holds the gradients of one layer until
-they are complete, while a bucket holds the gradients of another layer."""
+"""Layers whose gradients may be in VRAM at once on their way to RAM: autograd holds one layer's gradients until they
+are complete, while a bucket holds another layer's."""
 SMALL_BUCKET = 64
-"""A gradient this many times smaller than the largest has its own bucket, because it may wait there for long: a small
-norm's gradient may not be complete before another layer's gradient arrives."""
+"""A gradient this many times smaller than the largest has its own bucket, because a small norm's gradient may wait
+there for another gradient."""
 NUM_WEIGHT_BUFFERS = 3
 """Buffers in VRAM for working weights in RAM: the current, the previous and the next layer."""
 NUM_STAGING = 2
@@ -49,12 +49,12 @@ CATEGORIES = (
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The properties of a flat layer that the planner needs."""
+    """A flat layer as the planner sees it."""
 
     name: str
     num_parameters: int
     numel: int
-    """Elements of the flat buffers, padding included; a multiple of 256."""
+    """Padded elements of the flat buffers; a multiple of 256."""
     kind: LayerKind
     num_norm_blocks: int
     """Norm blocks of the elements that this rank steps."""
@@ -71,7 +71,10 @@ class LayerShape:
     """Norm blocks of the elements that all ranks step; None with world size 1."""
 
     def shared_by(self, num_ranks: int) -> LayerShape:
-        """Real parts end at norm blocks, so their size differs by less than a block."""
+        """An equal part of the layer, for planning before the layer is cut (`FlatLayer.cut_for`).
+
+        Real parts end at norm blocks, so their size differs by less than a block.
+        """
         blocks = self.num_norm_blocks if self.norm_blocks_of_all is None else self.norm_blocks_of_all
         if num_ranks == 1:
             return replace(self, own=None, num_norm_blocks=blocks, num_ranks=1, norm_blocks_of_all=None)
@@ -116,7 +119,7 @@ class LayerShape:
         return 4 * self.numel if self.sums_whole(accumulation) else self.gradient_bytes(accumulation)
 
     def exchanged_bytes(self, placement: Placement, accumulation: int) -> int:
-        """Bytes that the other ranks send over the link in an update. Sums in RAM are added there without the link."""
+        """Bytes that the other ranks send over the link in an update. Sums in RAM do not use the link."""
         sums = self.sums_whole(accumulation)
         if sums and placement.gradients == "ram":
             return 0
@@ -208,8 +211,8 @@ def communicated_bytes(
 
 
 def is_built(placement: Placement, layer: LayerShape, accumulation: int, *, one_host: bool) -> bool:
-    """Whether the engine supports this placement of the layer. Several hosts share no RAM, so neither weights nor sums
-    that are exchanged once a step can be in RAM.
+    """Whether the engine supports this placement. Several hosts share no RAM for weights, or for sums that are
+    exchanged once a step.
 
     Args:
         one_host: whether all ranks are on one host.
@@ -267,11 +270,10 @@ def is_small(bucket_bytes: int, largest: int) -> bool:
 def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> dict[str, dict[str, int]]:
     """Bytes of buffers that layers share, by tier and category: gradient buckets, weight, staging and state buffers.
 
-    A tied weight's bucket is in use until the end of backward, and small layers have their own buckets; all other
-    layers share a bucket of the largest size. In addition autograd holds the gradients of one layer. If the GPU steps
-    any layer with states in RAM, the step buffers are wide enough for every layer that it might step. With several
-    ranks all gradients pass through buckets, and one buffer receives the other ranks' gradients, except for sums of
-    several micro-batches that wait in RAM.
+    Tied weights, which hold a bucket until the end of backward, and small layers have their own buckets; all other
+    layers share a bucket of the largest size. In addition autograd holds one layer's gradients. If the GPU steps any
+    layer with states in RAM, the step buffers fit every layer that it might step. With several ranks all gradients pass
+    through buckets, and one buffer receives the other ranks' gradients, except sums of several micro-batches in RAM.
     """
     through_ram = [layer for layer, where in placed if where.gradients == "ram"]
     exchanged = [layer for layer, _ in placed if layer.num_ranks > 1]
@@ -321,8 +323,8 @@ MIB = 1 << 20
 _PART = 256
 """Parts of a layer are multiples of this many elements, like the starts of parameters."""
 ALLOCATOR_BYTES = 256 * MIB
-"""cuBLAS's workspaces, small tensors, and the bytes that torch's allocator reserves beyond the peak of allocated bytes,
-with expandable segments (18 cases of benchmarks/results.csv: 52 to 374 MiB)."""
+"""cuBLAS's workspaces, small tensors, and memory that torch's allocator reserves beyond the allocated peak, with
+expandable segments (18 cases of benchmarks/results.csv: 52 to 374 MiB)."""
 FRAMEWORK_RAM_BYTES = {"cuda": 1700 * MIB, "cpu": 600 * MIB}
 """Resident RAM of Python, torch and transformers, with and without CUDA's libraries (measured)."""
 
@@ -349,10 +351,9 @@ class Activations:
 def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
     """Memory of the activations of a micro-batch.
 
-    Stages are added up in forward order. A stage adds the activations that it keeps until its backward: all of them;
-    only its outputs if it is recomputed; without its input if the input is offloaded (two offloaded inputs are in VRAM
-    at a time). Temporary memory of the stage in forward and backward comes on top. The part of backward includes the
-    recomputed activations, and the gradients of inputs that blocks share.
+    A stage adds the activations that it keeps until its backward: all of them; its outputs if it is recomputed; without
+    its input if the input is offloaded (two offloaded inputs are in VRAM at a time). Temporary memory in forward and
+    backward comes on top; in backward it includes recomputed activations and gradients of inputs that blocks share.
 
     Args:
         how: "keep", "checkpoint" or "offload" for each stage.

@@ -1,4 +1,4 @@
-"""Finds a leaner plan for a running training that has less memory than planned.
+"""Finds a leaner plan for a run that has less memory than planned.
 
 A plan with a known micro-batch and GPU is searched again with smaller budgets. Any other plan goes down a few rungs: a
 rung moves one kind of data out of the tier that is short, for as many layers as needed.

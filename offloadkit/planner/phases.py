@@ -1,8 +1,8 @@
-"""Peak memory of each phase of a run, with the formulas. Phases other than training steps take memory too.
+"""Peak memory of each phase of a run.
 
 Terms of the formulas: *slabs* are the RAM of the flat layers (`layout.tier_bytes`); *framework* is Python and its
-libraries; *held* are activations. torch keeps the VRAM that it has reserved, so no phase after training takes less VRAM
-than training. Without a GPU, the VRAM of a plan is in RAM, and activations are freed after each step.
+libraries; *held* are activations. torch keeps reserved VRAM, so phases after training take at least as much. Without a
+GPU, a plan's VRAM is in RAM, and activations are freed after each step.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ def ram_peak(slabs: int, held: int, staged: int, moved: int) -> int:
     """Peak RAM of a run on a GPU, without the framework's own.
 
     Slabs exist from before reading until closing. The staged layer is freed before the inputs of recomputed blocks
-    (`held`) and the rest of the framework are allocated. All slabs except weights are freed before the model is
-    `moved`.
+    (`held`) and the rest of the framework arrive, and slabs except weights before the model is `moved`.
     """
     return max(slabs + max(held, staged - _LATE_FRAMEWORK_BYTES), moved)
 
@@ -154,7 +153,7 @@ def _read_beside(layers: Sequence[LayerShape], placements: Sequence[Placement]) 
 
 
 def forward_bytes(work: MicroBatch | None) -> int:
-    """Peak activations of evaluation's forward, which keeps one stage's activations at a time."""
+    """Peak activations of evaluation's forward: one stage's at a time."""
     stages = (work.evaluation or work).stages if work else ()
     return max((stage.input_bytes + stage.shared_bytes + stage.forward_peak_bytes for stage in stages), default=0)
 
@@ -162,8 +161,8 @@ def forward_bytes(work: MicroBatch | None) -> int:
 def _cache_bytes(work: MicroBatch | None) -> int:
     """Bytes of the KV cache in generation: at most two arrays of hidden states for each block.
 
-    An encoder's blocks stand for the decoder's cache of the encoder's output. A causal model generates one row at a
-    time (`hf.evaluate.predict`).
+    An encoder's blocks stand for the decoder's cache of the encoder's output. Causal models generate one row at a time
+    (`hf.evaluate.predict`).
     """
     if work is None:
         return 0

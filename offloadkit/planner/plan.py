@@ -111,8 +111,8 @@ class Plan:
     def needs(self) -> dict[str, int]:
         """Planned bytes by tier, of the phase that takes the most. Without a GPU, VRAM counts as RAM too.
 
-        Generation is left out, because most runs do not generate. A model in memory is left out while it is read,
-        because it is freed layer by layer, or lies in the page cache.
+        Generation is left out, because most runs do not generate. So is a model in memory while it is read, because it
+        is freed layer by layer, or lies in the page cache.
         """
         phases, beside = [each for each in self.phases if each.name != "generation"], {"reading": self.basis.held_bytes}
         vram = max(phase.vram for phase in phases)
@@ -226,7 +226,6 @@ class Plan:
         }
 
     def __repr__(self) -> str:
-        """One line: the model, the tokens of a step, the memory and the seconds."""
         needs = of_tiers({tier: self.total_bytes(tier) for tier in ("vram", "ram")})
         parts = [f"{self.num_parameters:,} parameters in {len(self.layers)} flat layers", *_tokens(self), needs]
         if self.seconds is not None:
@@ -234,11 +233,10 @@ class Plan:
         return f"Plan({', '.join(parts if self.fits else [*parts, 'does not fit'])})"
 
     def __str__(self) -> str:
-        """The verdict, the machine and the model. `explain` and `details` have the rest."""
         return "\n".join([self.verdict, *(f"  {line}" for line in _about(self))])
 
     def _repr_html_(self) -> str:
-        """The whole plan in HTML for notebooks, in the page's colours. The details are folded."""
+        """HTML for notebooks, in the page's colours. The details are folded."""
         header, *rows = _rows(self)
         right = ' style="text-align:right"'
         cells = ["".join(f"<th{right}>{escape(cell)}</th>" for cell in header)]
@@ -280,12 +278,12 @@ def make_plan(
 ) -> Plan:
     """The plan of a model cut into `layers`. With several ranks, `layers` and `hardware` are one rank's.
 
-    If the config has a placement, every layer gets it as far as possible. Else, with `work` and a GPU in `hardware`,
-    the placements with the fastest predicted step within the budgets are searched. Else all states are in RAM. The
-    budgets are the config's `vram` and `ram`, or else the machine's free memory. `Basis` describes the other arguments.
+    Every layer gets the config's placement as far as possible. Without one, given `work` and a GPU in `hardware`, the
+    placements with the fastest predicted step within the budgets are searched; otherwise all states are in RAM. The
+    budgets are the config's `vram` and `ram`, or else the free memory. `Basis` describes the other arguments.
 
     If the link was also measured with few NCCL thread blocks, the plan chooses between few and NCCL's own choice
-    (`Hardware.most_ctas`) for the whole run. Few take less VRAM too: if a plan fits with few only, few are chosen.
+    (`Hardware.most_ctas`). Few take less VRAM: if a plan fits with few only, few are chosen.
     """
     layers = tuple(
         replace(
@@ -310,7 +308,7 @@ def make_plan(
 
 
 def _with_ctas(machine: Hardware) -> tuple[Hardware, Hardware]:
-    """The machine with few NCCL thread blocks, and with NCCL's own choice."""
+    """The machine with `FEW_CTAS`, and with NCCL's own choice."""
     own = replace(machine, few_ctas_link_bytes_per_second=0.0)
     return replace(own, most_ctas=FEW_CTAS, link_bytes_per_second=machine.few_ctas_link_bytes_per_second), own
 
@@ -374,9 +372,9 @@ def _plan(
 
 
 def _budgets(config: OffloadConfig, hardware: Hardware | None, num_ranks: int) -> dict[str, int]:
-    """Bytes that may be used, by tier: the config's, or else the free bytes. Ranks of one host share its RAM evenly.
+    """Available bytes by tier: the config's budgets, or else the free bytes. Ranks of one host share its RAM evenly.
 
-    The VRAM of this process's CUDA context is part of the budget, since the plan counts it as needed.
+    The CUDA context's VRAM is part of the budget, since the plan counts it as needed.
     """
     found: dict[str, int] = {}
     if hardware is not None:
@@ -416,7 +414,6 @@ def _kept_search(
     all_recomputed: bool,
     compiled: bool,
 ) -> Search:
-    """A cached search for any budgets. `_help` searches again with larger budgets."""
     options: dict[str, Any] = {"all_recomputed": all_recomputed, "compiled": compiled}
     return Search(layers, work, hardware, accumulation, frozen_bytes=frozen_bytes, **options)
 
@@ -528,7 +525,7 @@ def _tokens(plan: Plan) -> list[str]:
 
 
 def _placed(plan: Plan) -> list[str]:
-    """Lines on the places of states, gradients, weights and activations, where they differ from a large GPU."""
+    """Lines on placements that differ from a large GPU."""
     number = len(plan.layers)
     blocks = sum(layer.in_block for layer in plan.layers)
 
@@ -595,7 +592,6 @@ def _busy(plan: Plan, name: str) -> str:
 
 
 def _rates(machine: Hardware | None) -> str:
-    """An assumed machine described by its rates, since it has no name."""
     if machine is None:
         return "machine"
     half = "bf16" if machine.supports_bf16 else "fp16"
@@ -685,7 +681,6 @@ def _leaner_precisions(config: OffloadConfig) -> tuple[Precision, ...]:
 
 
 def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The plans that `nearest_fits` tries, in its order."""
     basis = plan.basis
     if basis.hardware is None:
         return
@@ -707,7 +702,7 @@ def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def _to_disk(plan: Plan) -> tuple[str, dict[str, Any]]:
-    """Words and plan changes for moving states to the proposed disk; "" and {} without a disk to propose."""
+    """Words and plan changes for states on the proposed disk; "" and {} without one."""
     machine = plan.basis.with_disk
     if machine is None:
         return "", {}
@@ -737,7 +732,6 @@ def _leanest(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def _leaner(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The plan with states in fewer bytes, with smaller micro-batches, and with both if neither is enough."""
     leaner, one_is_enough = _leaner_precisions(plan.basis.config), False
     for precision in leaner:
         other = replanned(plan, precision=precision)
@@ -760,8 +754,7 @@ def _smaller(plan: Plan, **changes: Any) -> Iterator[tuple[str, Plan]]:
 
 
 def _larger(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The plan with budgets that cover its needs, rounded up as shown. A plan that does not fit is already the leanest
-    plan."""
+    """The plan with budgets that cover its needs, which are the least possible because the plan does not fit."""
     needs, hardware = _of_all(plan, plan.needs()), plan.basis.hardware
     lacking: dict[str, Any] = {tier: rounded_up(needs[tier]) for tier in plan.lacking()}
     budgets = {tier: size for tier, size in lacking.items() if tier != "disk"}
@@ -812,7 +805,7 @@ def _limit(plan: Plan) -> Iterator[str]:
 
 
 def _limiting(plan: Plan, name: str) -> str:
-    """The resource in words; for the CPU step, whether RAM or arithmetic bounds it."""
+    """The bottleneck in words; for the CPU step, whether RAM or arithmetic bounds it."""
     if name != "CPU step":
         return _LIMITS[name]
     assert plan.basis.hardware is not None
@@ -826,7 +819,6 @@ def _limiting(plan: Plan, name: str) -> str:
 
 
 def _help(plan: Plan) -> Iterator[str]:
-    """Sentences on the smallest larger budget that makes the step noticeably faster, and on compact states."""
     if plan.seconds is None or not plan.fits or plan.on_cpu:
         return
     step = plan.seconds.step
@@ -857,7 +849,6 @@ def _help(plan: Plan) -> Iterator[str]:
 
 
 def _help_of_gpus(plan: Plan) -> Iterator[str]:
-    """Sentences on the effect of another GPU, of fewer exchanges and of the other order of exchange."""
     if plan.seconds is None or plan.tokens_per_second is None:
         return
     other = _with_another_gpu(plan)
@@ -913,7 +904,6 @@ def _faster(other: Plan, speedup: float) -> str:
 
 
 def _is_short_of_ram(plan: Plan) -> bool:
-    """Whether more RAM could change the placements."""
     work, hardware = plan.basis.work, plan.basis.hardware
     assert work is not None
     assert hardware is not None
@@ -924,7 +914,7 @@ def _is_short_of_ram(plan: Plan) -> bool:
 
 
 def _by_phase(plan: Plan) -> Iterator[str]:
-    """A small table of the phases' peaks. One line stands for consecutive phases with the same figures."""
+    """Table of the phases' peaks. One line stands for consecutive phases with the same figures."""
     if plan.num_tokens is None or not plan.fits:
         return
     yield "peaks by phase:" if plan.num_gpus == 1 else "peaks by phase, of each GPU and its process:"
@@ -935,8 +925,6 @@ def _by_phase(plan: Plan) -> Iterator[str]:
 
 
 def _changed(plan: Plan, other: Plan) -> str:
-    """The additional use of memory by `other`, in words."""
-
     def counts(of: Plan) -> dict[str, int]:
         wheres = of.placements
         return {

@@ -29,7 +29,7 @@ _OF_BUS = ("h2d_bytes_per_second", "d2h_bytes_per_second", "both_bytes_per_secon
 def for_ranks(
     machine: Hardware, num_ranks: int, *, link: float = 0.0, network: float = NETWORK_BYTES_PER_SECOND
 ) -> Hardware:
-    """The machine as one of `num_ranks` concurrent ranks has it, with a GPU like the machine's.
+    """The machine as seen by one of `num_ranks` concurrent ranks, with a GPU like the machine's.
 
     A host's ranks share cores and DRAM evenly. Every GPU has its own bus, whose copies use DRAM too.
 
@@ -65,8 +65,8 @@ def is_bus(link: float, machine: Hardware) -> bool:
 
 
 def _link(machine: Hardware) -> tuple[float, bool, str]:
-    """Bytes per second that a GPU receives from its host's other GPUs, whether they come over its bus, and the source
-    of the rate if it was not measured."""
+    """Bytes per second from the host's other GPUs, whether they use the GPU's bus, and the rate's source if not
+    measured."""
     if machine.link_bytes_per_second:
         return machine.link_bytes_per_second, machine.link_is_bus, ""
     try:

@@ -49,8 +49,6 @@ _WITH_GPU = [
 
 @dataclass(frozen=True)
 class _Room:
-    """Bytes that may be used, by tier."""
-
     vram: int
     ram: int
     disk: int
@@ -68,7 +66,7 @@ class _Tried:
         self.instead: dict[Counts, Counts | None] = {}
 
     def add(self, some: Iterable[Counts]) -> list[Counts]:
-        """Try more counts. Returns `some` as a list."""
+        """Try counts that are new, and return all of `some` as a list."""
         given = list(some)
         new = [counts for counts in dict.fromkeys(given) if counts not in self.instead]
         fitting = self._search.fitting(new, self._room)
@@ -83,7 +81,6 @@ class _Tried:
         return self._search.phases(fits).step if fits else float("inf")
 
     def ranked(self, cost: Callable[[Phases], float]) -> list[Counts]:
-        """The counts that fit, sorted by `cost`."""
         costs = {counts: cost(self._search.phases(fits)) for counts, fits in self.instead.items() if fits}
         return sorted(costs, key=lambda counts: costs[counts])
 
@@ -235,8 +232,8 @@ class Search:
                 yield replace(counts, states_in_vram=number)
 
     def _most_states(self, some: Sequence[Counts], room: _Room) -> list[int]:
-        """For each of `some`, which have no states in VRAM: the number of layers whose states fit in the rest of VRAM;
-        -1 if not even the counts without states fit."""
+        """For each of `some`, which have no states in VRAM: how many layers' states fit in the rest of VRAM; -1 if the
+        counts alone do not fit."""
 
         def left(counts: Counts, number: int) -> int:
             return room.vram - self.needs(replace(counts, states_in_vram=number)).vram
@@ -282,9 +279,9 @@ class Search:
     def fitting(self, some: Sequence[Counts], room: _Room) -> list[list[Counts]]:
         """For each of `some`: the counts alone if they fit, and an empty list if they lack VRAM.
 
-        If only RAM is short, up to two variants replace them, with as few changed layers as RAM allows. In one variant
-        the GPU steps more layers, which then have neither gradients nor a copy of the weights in RAM. In the other
-        variant more states are on disk.
+        If only RAM is short, up to two variants replace them, with as few changed layers as RAM allows: one with more
+        GPU steps, whose layers have neither gradients nor a copy of the weights in RAM, and one with more states on
+        disk.
         """
         self.learn(some)
         enough = [counts for counts in some if self.needs(counts).vram <= room.vram]
@@ -302,8 +299,8 @@ class Search:
         return [found.get(counts, []) for counts in some]
 
     def _with_least(self, some: Sequence[Counts], name: str, room: _Room) -> dict[Counts, Counts]:
-        """For each of `some`, the counts with the smallest increase of the count `name` that fits RAM. Counts are left
-        out if none is found, or if VRAM or disk is too small.
+        """`some` with the smallest increase of the count `name` that fits RAM. Counts without one, or that lack VRAM or
+        disk, are left out.
 
         All are bisected together, so their bytes are computed at once. The last changed layer may need more RAM,
         because a large layer needs large buffers.

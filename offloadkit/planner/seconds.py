@@ -91,7 +91,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class _StageCost:
-    """A stage's seconds on the GPU (`forward`, `backward`) and in Python (`..._launches`), and its flat layers."""
+    """Seconds of a stage on the GPU (`forward`, `backward`) and in Python (`..._launches`), and its flat layers."""
 
     forward: float
     backward: float
@@ -224,8 +224,7 @@ class StepModel:
         return found
 
     def _forward(self, placements: Sequence[Placement], *, updates: bool) -> Queues:
-        """Simulate forward and, if `updates`, the concurrent update of the last step: CPU steps, uploads and GPU
-        steps."""
+        """Simulate forward and, if `updates`, the concurrent update of the last step."""
         queues = Queues(self._hardware.num_cores)
         ring, bus = Ring(queues), self._bus_in_update(placements, updates)
         if updates:
@@ -284,9 +283,9 @@ class StepModel:
         return queues
 
     def _slowing(self, placements: Sequence[Placement], bus: _Bus, norm: float) -> tuple[tuple[float, float], ...]:
-        """(end, factor) of the periods in which the update's threads slow Python in forward, the earlier end first.
+        """(end, factor) of Python's slowdown in forward by the update's threads, the earlier end first.
 
-        Assumes that the threads work without a pause from the start, as if they waited for no disk and no other copy.
+        Assumes that the threads never pause from the start, as if they waited for no disk and no other copy.
         """
         if self._hardware.num_cores <= FEW_CORES:  # Python and the CPU step alternate already
             return ()
@@ -323,11 +322,8 @@ class StepModel:
         return ring.step(h2d_bytes / bus.h2d, d2h_bytes / bus.d2h, layer.gpu_step, layer.num_chunks)
 
     def _bus_in_update(self, placements: Sequence[Placement], updates: bool) -> _Bus:
-        """The bus during forward.
-
-        Streamed states share both directions with the other copies, and DRAM with the CPU step, so that both are slower
-        while both run.
-        """
+        """The bus during forward. Streamed states share it with the other copies, and DRAM with the CPU step, which
+        slows both."""
         machine = self._hardware
         streams = any(where.step == "gpu" and where.states == "ram" for where in placements)
         if not updates or not (streams or machine.link_is_bus):
@@ -357,7 +353,7 @@ class StepModel:
         return self._beside_link(bus, linked, h2d_bytes, d2h_bytes)
 
     def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> Queues:
-        """Simulate backward with recomputation, and the concurrent fetches and the sending and adding of gradients."""
+        """Simulate backward with recomputation, fetches, and the sending and adding of gradients."""
         queues, adds = Queues(self._hardware.num_cores), self._accumulation > 1
         python = queues.python
         bus = self._bus(placements, is_last=is_last)
@@ -445,7 +441,7 @@ class StepModel:
         return self._beside_link(bus, linked, fetched, sent)
 
     def _beside_link(self, bus: _Bus, linked: float, h2d_bytes: float, d2h_bytes: float) -> _Bus:
-        """The bus that is left for copies of so many bytes, if the link is this bus and works for `linked` seconds."""
+        """The rest of the bus for these copies, if the link is the bus and works for `linked` seconds."""
         if not self._hardware.link_is_bus:
             return bus
         num_bytes = linked * self.link
@@ -511,7 +507,7 @@ class LayerCost:
     step_bytes: int
     """Memory traffic of a step."""
     num_chunks: int
-    """Number of chunks in which the states pass through VRAM."""
+    """Number of chunks of the states on their way through VRAM."""
     cpu_step: float
     gpu_step: float
     bucket: float
@@ -629,7 +625,7 @@ class Queues:
 
     Attributes:
         python: the resource that Python occupies.
-        slowing: (end, factor) of consecutive periods in which Python is slower.
+        slowing: (end, factor) of consecutive periods with a slower Python.
     """
 
     def __init__(self, num_cores: int) -> None:
@@ -653,7 +649,6 @@ class Queues:
         return end
 
     def _slowed(self, seconds: float, began: float) -> float:
-        """Actual duration of `seconds` of Python's work, including the slowdown."""
         took = 0.0
         for until, factor in self.slowing:
             room = until - (began + took)
