@@ -1,4 +1,4 @@
-"""What an engine can be built for, and which models have an open engine."""
+"""Checks whether an engine can be built for a model, and keeps track of models with an open engine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.
 
 
 def engine_opened(model: nn.Module, engine: Any) -> None:
-    """From here on `engine` trains `model`, until it is closed or collected."""
+    """Register that `engine` trains `model`, until it is closed or collected."""
     _open_engines[model] = weakref.ref(engine)
 
 
 def engine_closed(model: nn.Module) -> None:
-    """The engine of `model` is closed."""
+    """Unregister the engine of `model`."""
     _open_engines.pop(model, None)
 
 
@@ -36,8 +36,8 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 def check_not_wrapped(model: nn.Module) -> None:
     """
     Raises:
-        ModelError: the model is in a wrapper that trains it on several ranks, its weights are cut between them, or
-            what is trained of it was compiled or scripted. Or it is quantised, without adapters beside.
+        ModelError: the model is wrapped for training on several ranks, its weights are DTensors, or a trained part was
+            compiled or scripted; or it is quantised and has no adapters.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {shown(model)}")
@@ -71,13 +71,14 @@ def check_not_wrapped(model: nn.Module) -> None:
 
 
 _QUANTISERS = ("bitsandbytes", "torchao", "quanto", "optimum")
-"""Packages whose kinds of tensors hold quantised weights."""
+"""Packages with tensor classes for quantised weights."""
 
 
 def _check_not_quantised(model: nn.Module) -> None:
     """
     Raises:
-        ModelError: weights are quantised, and no adapters (PEFT) were put beside them: what is left would be trained.
+        ModelError: weights are quantised, and the model has no adapters (PEFT), so only the other weights would be
+            trained.
     """
     modules = dict(model.named_modules())
     if any(getattr(module, "peft_config", None) for module in modules.values()):
@@ -99,11 +100,11 @@ def _check_not_quantised(model: nn.Module) -> None:
 def check_free(model: nn.Module, config: OffloadConfig) -> None:
     """
     Raises:
-        EngineStateError: an open engine trains the model, or another one that shares trained parameters with it. Or
-            another one computes with frozen parameters of it, which would be cast.
+        EngineStateError: an open engine trains the model or parameters of it, or computes with frozen parameters of it
+            that would be cast.
     """
     if _other(model) is not None:
-        forget_last_error()  # nobody may reach it any more: an interrupt's frames hold it, or a cycle does
+        forget_last_error()  # the engine may be unreachable, held only by an interrupt's frames or a reference cycle
     if (other := _other(model)) is not None:
         which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
         raise EngineStateError(f"{which} already has an open engine: call its close() first, or that of its Trainer")
@@ -129,5 +130,5 @@ def _other(model: nn.Module) -> nn.Module | None:
 
 
 def _trained(model: nn.Module) -> set[int]:
-    """The ids of parameters, since using one may be watched."""
+    """Ids instead of parameters, because operations on parameters may be watched."""
     return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}

@@ -1,4 +1,4 @@
-"""The buffers of a module as they were, for computing something again: BatchNorm's statistics, and the like."""
+"""Copies of a module's buffers (BatchNorm statistics and the like), to restore before computing something again."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ _Place = tuple[nn.Module, str]
 
 @dataclass
 class _Kept:
-    """A buffer as `keep` found it; `copy` is None where only its version is remembered."""
+    """A buffer as `keep` found it; `copy` is None if only its version is kept."""
 
     buffer: torch.Tensor
     version: int | None
     copy: torch.Tensor | None
 
     def is_unchanged(self, now: torch.Tensor) -> bool:
-        """Whether `now` is this buffer as it was. By value where that is known: BatchNorm counts no versions."""
+        """Whether `now` is the same buffer with the same contents. Compares values if a copy exists, because BatchNorm
+        does not increment versions."""
         if now is not self.buffer:
             return False
         return self.version == _version(now) if self.copy is None else torch.equal(self.copy, now)
 
 
 class Buffers:
-    """Remembers a module's buffers and brings them back.
+    """Keeps a module's buffers and restores them.
 
-    Constant ones (position tables) are copied once only: after that the version counter tells whether one was written.
+    Constant buffers (position tables) are copied only once; later the version counter detects writes.
     """
 
     def __init__(self) -> None:
@@ -38,9 +39,9 @@ class Buffers:
         self._changing: set[_Place] = set()
 
     def keep(self, model: nn.Module) -> None:
-        """Remember the buffers of `model` as they are, and forget what was remembered.
+        """Keep the present buffers of `model` instead of those kept before.
 
-        The second call compares all with their copies, for which it waits for the device.
+        The second call compares all buffers with their copies, and waits for the device.
         """
         before, self._kept = self._kept, {}
         for module in model.modules():
@@ -49,7 +50,7 @@ class Buffers:
                 if buffer is None:
                     continue
                 old = before.get(place)
-                is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # in evaluation mode it changes none yet
+                is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # changes none in evaluation mode
                 if is_norm or (old is not None and place not in self._changing and not old.is_unchanged(buffer)):
                     self._changing.add(place)
                 is_copied = old is None or place in self._changing
@@ -57,10 +58,10 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bring the buffers back as they were.
+        """Restore the buffers.
 
         Raises:
-            EngineStateError: one was written that had been constant until the last `keep`. None is changed then.
+            EngineStateError: a buffer was written that had been constant until the last `keep`. None is changed then.
         """
         for (module, name), kept in self._kept.items():
             if kept.copy is None and not kept.is_unchanged(kept.buffer):
@@ -73,5 +74,5 @@ class Buffers:
 
 
 def _version(buffer: torch.Tensor) -> int | None:
-    """How often it was written; None where torch does not count that."""
+    """The version counter; None for inference tensors."""
     return None if buffer.is_inference() else buffer._version

@@ -1,4 +1,4 @@
-"""Keys and values that a HuggingFace model caches for generation: useless in training, and they change its rounding."""
+"""The key/value cache of HuggingFace models for generation: useless in training, where it also changes rounding."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from offloadkit.changes import claim, unclaimed
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """The configs of `model` and its parts, each once."""
+    """The distinct configs of `model` and its submodules."""
     found = (getattr(module, "config", None) for module in model.modules())
     return list({id(config): config for config in found if config is not None}.values())
 
 
 def caching_configs(model: nn.Module) -> list[Any]:
-    """The configs of `model` and its parts that say whether keys and values are cached."""
+    """The configs of `model` and its submodules that have `use_cache`."""
     return [config for config in configs_of(model) if hasattr(config, "use_cache")]
 
 
 @contextmanager
 def without_caches(configs: Sequence[Any]) -> Iterator[None]:
-    """While it is open, none is cached. Afterwards the configs are as they were."""
+    """While open, the key/value cache is off. Restores the configs."""
     with ExitStack() as undo:
         for config in configs:
             if unclaimed(config, "use_cache"):  # another model with this config may be in its forward

@@ -1,7 +1,7 @@
-"""Copies of a model whose engine is open: `pickle`, `torch.save(model)` and `copy.deepcopy` get a plain model.
+"""Copies of a model with an open engine: `pickle`, `torch.save(model)` and `copy.deepcopy` get a plain model.
 
-It has the newest weights and no trace of the engine: no hook, no method and no setting of ours. What loads it needs
-neither the engine nor this package. Each module gets a `__getstate__` of its own while the engine is open.
+The copy has the newest weights and none of the engine's hooks, methods and settings, so loading it does not need this
+package. While the engine is open, every module has its own `__getstate__`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _OURS = __name__.partition(".")[0]
 
 
 def plain_copies(model: nn.Module) -> Callable[[], None]:
-    """Have copies of `model` and its parts be plain ones; returns what ends that.
+    """Make copies of `model` and its submodules plain; returns a function that undoes this.
 
-    Call it before the engine changes the modules: what an attribute was then is what a copy has.
+    Call it before the engine changes the modules, because copies get the attributes' values of that moment.
     """
     modules = [module for module in model.modules() if _NAME not in vars(module)]
     for module in modules:
@@ -38,7 +38,7 @@ def plain_copies(model: nn.Module) -> Callable[[], None]:
 
 
 def _state(before: dict[str, Any]) -> Callable[[nn.Module], Any]:
-    """A module's `__getstate__`. `before`: attributes that the engine may change, as they were."""
+    """A module's `__getstate__`. `before`: original values of attributes that the engine may change."""
 
     def state_of(module: nn.Module) -> Any:
         kind: Any = type(module)
@@ -63,7 +63,7 @@ def _state(before: dict[str, Any]) -> Callable[[nn.Module], Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether it is a function or method of this package."""
+    """Whether `value` is a function or method of this package."""
     while isinstance(value, partial | MethodType):
         value = value.func if isinstance(value, partial) else value.__func__
     return callable(value) and str(getattr(value, "__module__", "")).partition(".")[0] == _OURS

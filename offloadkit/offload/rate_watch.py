@@ -1,4 +1,4 @@
-"""Watches the rates that steps measure, and says when the plan should move because they are not those planned with."""
+"""Compares the rates that steps measure with the planned rates, and finds a faster plan if they differ."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from offloadkit.telemetry import StepRecord
 from offloadkit.units import format_seconds
 
 WARM_UP = 8
-"""Steps after a start or a move that are not judged: kernels compile, and the processors' shares settle."""
+"""Steps after a start or a move that are ignored, because kernels compile and the CPU/GPU balance settles."""
 NUM_STEPS = 16
-"""Steps that are judged together, by their medians: an evaluation or a checkpoint among them counts for nothing."""
+"""Steps judged together, by medians, so that a single evaluation or checkpoint does not count."""
 MAX_SEARCHES = 2
-"""Most times that a run is planned again for its rates. A search takes about a second, a move some seconds."""
+"""Maximum number of new searches per run. A search takes about a second, a move some seconds."""
 
 _RESOURCES = {
     "H2D": "copies to the GPU run at",
@@ -31,19 +31,19 @@ _RESOURCES = {
 
 
 class RateWatch:
-    """Collects the records of a run, and judges them `NUM_STEPS` at a time.
+    """Collects step records and judges them `NUM_STEPS` at a time.
 
-    It needs a plan whose placements were searched for a micro-batch on a GPU; with any other it does nothing.
+    Does nothing unless the plan's placements were searched for a micro-batch on a GPU.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._searches_left = MAX_SEARCHES
         self._found: tuple[Plan, Plan, float] | None = None
-        """A plan that `judge` found, the one before it, and the seconds of a step (or of a token) by that one."""
+        """(plan that `judge` found, the plan before it, seconds per step or token with the plan before it)."""
         self.begin(plan)
 
     def begin(self, plan: Plan) -> None:
-        """The run goes on by `plan`: what was measured before counts no more."""
+        """Start anew with `plan`, and discard earlier measurements."""
         basis = plan.basis
         searched = basis.work is not None and basis.config.placement is None and not plan.on_cpu
         self._machine: Hardware | None = basis.hardware if searched else None
@@ -53,7 +53,7 @@ class RateWatch:
             self._found = None
 
     def add(self, record: StepRecord) -> None:
-        """Take the next step's record."""
+        """Add a step's record."""
         has_more_to_say = self._searches_left or self._found is not None
         if self._machine is None or not has_more_to_say or record.skipped or self.is_due:
             return
@@ -64,7 +64,7 @@ class RateWatch:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something to judge."""
+        """Whether enough records have been collected."""
         return len(self._records) == NUM_STEPS
 
     def judge(
@@ -73,18 +73,18 @@ class RateWatch:
         room: Callable[[], Mapping[str, int]],
         ranks: Ranks = SOLO,
     ) -> tuple[Plan, str] | None:
-        """Judge the records, and begin to collect anew.
+        """Judge the records, and start collecting anew.
 
-        Several ranks call it together, when it is due on all of them. The slowest one's rates count, rank 0 judges, and
-        all get what it finds.
+        A collective, called when it is due on all ranks. The slowest rank's rates count, rank 0 judges, and all ranks
+        get its result.
 
         Args:
-            placements: where the layers are, with the processors that step them now.
-            room: says how many bytes of "vram" and "ram" a plan may need.
-            ranks: those that train together.
+            placements: current placements, with the processors that step the layers now.
+            room: returns the bytes of "vram" and "ram" that a plan may need.
+            ranks: the ranks that train together.
 
         Returns:
-            The plan to move to, and why; None to stay. A plan after which steps took longer is left for the one before.
+            (plan to move to, reason), or None to stay. If steps got slower after a move, the plan is the former one.
         """
         records, self._records = self._records, []
         assert self._machine is not None
@@ -130,10 +130,10 @@ class RateWatch:
 
 
 def _slowest(ranks: Ranks, rates: Mapping[str, Rate]) -> dict[str, Rate]:
-    """Each resource's rate on the rank where it is the slowest, by what was planned there.
+    """Each resource's rate on the rank where it is slowest relative to its plan. A collective.
 
-    Several ranks call it together. What a rank plans with is nearly the same on all of them, so its own is kept. What
-    only other ranks have judged is left out.
+    The planned rate is this rank's, because planned rates are nearly equal on all ranks. Resources that this rank has
+    not judged are left out.
     """
     names = list(_RESOURCES)
     own = [rates[name].measured / rates[name].planned if name in rates else np.inf for name in names]
@@ -143,12 +143,12 @@ def _slowest(ranks: Ranks, rates: Mapping[str, Rate]) -> dict[str, Rate]:
 
 
 def _pace(records: Sequence[StepRecord]) -> float:
-    """Median seconds of a step, or of a token where their number is known: rows have several lengths."""
+    """Median seconds per step, or per token if known, because rows differ in length."""
     return median(record.seconds["step"] / (record.num_tokens or 1) for record in records)
 
 
 def _in_words(rates: Mapping[str, Rate]) -> str:
-    """ "copies to the GPU run at 5.5 GB/s, planned with 55 GB/s"."""
+    """For example "copies to the GPU run at 5.5 GB/s, planned with 55 GB/s"."""
     parts = []
     for name, rate in rates.items():
         if not rate.differs:

@@ -1,7 +1,7 @@
-"""Several ranks: gradients on their way to the ranks that own them, and new weights on their way back.
+"""Communication of several ranks: gradients go to the ranks that own them, and new weights come back.
 
-All device operations of the ranks run on one stream, in one order that the ranks have agreed on. The main thread issues
-them: autograd's hooks those of gradients, the gates before forward those of weights.
+All device operations of the ranks run on one stream, in an order agreed on by all ranks. The main thread issues them,
+in autograd hooks for gradients and in the waits before forward for weights.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from offloadkit.offload.weights import LayerWeights
 
 
 class GradientExchange:
-    """Buffers in which this rank receives, of one layer at a time, what all ranks have for its range."""
+    """Buffers that receive all ranks' gradients of this rank's range, one layer at a time."""
 
     def __init__(self, ranks: Group, device: torch.device, received_bytes: int, summed_bytes: int) -> None:
         """
         Args:
-            received_bytes: of the largest layer's range, once for each rank.
-            summed_bytes: of the largest fp32 sum that leaves the device; 0 if none does.
+            received_bytes: size of the largest layer's range times the number of ranks.
+            summed_bytes: size of the largest fp32 sum that leaves the device; 0 if none does.
         """
         self._ranks, self._device, self.stream = ranks, device, ranks.stream
         self._received = torch.zeros(received_bytes, dtype=torch.uint8, device=device)
@@ -36,7 +36,8 @@ class GradientExchange:
         self._summed_until: Event | None = None
 
     def receive(self, bucket: torch.Tensor, layer: FlatLayer) -> torch.Tensor:
-        """Exchange a layer's gradient, 1-D [numel]; the stream has what all ranks sent: 1-D, in rank order."""
+        """Exchange a layer's gradient, 1-D [numel]. Returns all ranks' gradients of this rank's range, 1-D, in rank
+        order, valid on the exchange stream."""
         self.stream.wait(record_compute(self._device))  # wait: backward before an exchange
         if self._received_until is not None:
             self.stream.wait(self._received_until)  # wait: received gradients read before the next come
@@ -47,7 +48,7 @@ class GradientExchange:
         return received
 
     def add(self, received: torch.Tensor, into: torch.Tensor, *, begins: bool) -> None:
-        """Add what all ranks sent to `into`, fp32 1-D, in rank order; the first begins the sum if `begins`."""
+        """Add received gradients to `into`, fp32 1-D, in rank order; if `begins`, the first one overwrites it."""
         pieces = parts(received, self._ranks.size)
 
         def add() -> None:
@@ -57,7 +58,7 @@ class GradientExchange:
         self.stream.run(add)
 
     def sum(self, received: torch.Tensor, blocks: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        """The fp32 sum of what all ranks sent, in a buffer; its `block_sums` go to `sums`."""
+        """The fp32 sum of received gradients, in a reused buffer; its block sums go to `sums`."""
         numel = received.numel() // self._ranks.size
         into = self._summed[: 4 * numel].view(torch.float32)
         if self._summed_until is not None:
@@ -67,7 +68,7 @@ class GradientExchange:
         return into
 
     def busy(self, *, received_until: Event | None = None, summed_until: Event | None = None) -> None:
-        """Copies read what was received, or the sum, until these events."""
+        """Copies read the received gradients, or the sum, until these events."""
         self._received_until = received_until or self._received_until
         self._summed_until = summed_until or self._summed_until
 
@@ -79,11 +80,11 @@ def parts(flat: torch.Tensor, num: int) -> list[torch.Tensor]:
 
 
 class WeightGathers:
-    """The layers of an update whose new weights were not gathered yet, in the order in which all ranks gather them.
+    """The layers of an update whose new weights are not gathered yet, in the order in which all ranks gather them.
 
     Attributes:
-        looks_ahead: whether layers that are stepped are gathered before somebody asks for them. Without a GPU a gather
-            blocks the host until the other ranks come to it, so there it is left until all need it.
+        looks_ahead: gather stepped layers before they are needed. False without a GPU, because there a gather blocks
+            the host until the other ranks join.
     """
 
     def __init__(self, ranks: Group, device: torch.device, waits: Waits) -> None:
@@ -91,17 +92,17 @@ class WeightGathers:
         self.looks_ahead = device.type != "cpu"
         self._coming: deque[LayerWeights] = deque()
         self._newest: Event | None = None
-        """The end of the newest gather that was issued."""
+        """The end of the newest gather."""
 
     def begin(self, coming: Sequence[LayerWeights]) -> None:
-        """An update of the layers `coming` starts."""
+        """Register the layers of a new update, in order."""
         self._coming.extend(coming)
 
     def bring(self, wanted: LayerWeights | None = None) -> None:
-        """Issue the gathers up to that of `wanted`, or all; see `looks_ahead` for those behind it.
+        """Issue the gathers up to `wanted`, or all. With `looks_ahead`, also gathers stepped layers behind `wanted`.
 
-        A layer's `pending.arrived` is the end of its gather then. It blocks until the layers are stepped here, and,
-        without a GPU, on the other ranks.
+        Afterwards a layer's `pending.arrived` is the end of its gather. Blocks until this rank has stepped the layers
+        and, without a GPU, until the other ranks have.
         """
         must = len(self._coming) if wanted is None else self._position(wanted)
         while self._coming and (must > 0 or (self.looks_ahead and self._is_stepped(self._coming[0]))):
@@ -111,13 +112,13 @@ class WeightGathers:
 
     @property
     def has_any(self) -> bool:
-        """Whether an update that is done here, and was applied, has gathers that have not ended."""
+        """Whether a gather of an update that this rank has applied has not ended."""
         if self._newest is not None and not self._newest.done():
             return True
         return any(each.pending is not None and each.pending.arrived is not None for each in self._coming)
 
     def forget(self) -> None:
-        """No update comes."""
+        """Drop all pending gathers."""
         self._coming.clear()
 
     def _position(self, wanted: LayerWeights) -> int:
@@ -134,7 +135,7 @@ class WeightGathers:
             with self._waits.blocking():
                 watchdog.wait(pending.recorded, f"the update of {weights.layer.name!r}")  # wait: a gather's update
         if pending.arrived is None:
-            return  # the update was skipped, on all ranks alike
+            return  # all ranks have skipped the update
         stream = self._ranks.stream
         # `arrived` comes after the last use of the old weights.
         stream.wait(pending.arrived)  # wait: an update before its gather

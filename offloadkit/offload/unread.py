@@ -1,8 +1,8 @@
-"""Parameters whose numbers are still in a file, or not drawn yet: on the meta device, until the engine has their place.
+"""Parameters on the meta device whose numbers are read from a file, or drawn, when the engine places them.
 
-`leave_unread` notes on each of them who makes it real, and `make_real` asks for it. So whatever module they end up in,
-engines and Trainers find out by themselves. Until then what needs their numbers is an error that says what to do, and
-so is what writes them: it would be lost.
+`leave_unread` stores on each parameter the function that makes it real, and `make_real` calls it. Engines and Trainers
+therefore find unread parameters in any module. Until then, operations that need the numbers raise an error with advice.
+Writes raise too, because they would be lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from offloadkit.errors import ModelError
 from offloadkit.offload.outside import unwatched
 
 Materialise = Callable[[Sequence[nn.Parameter]], None]
-"""Gives those of the parameters that are on the meta device memory in RAM and their numbers, by `become`."""
+"""Gives the meta parameters among its arguments memory in RAM and their numbers, by `become`."""
 
 _HINT = (
     "this model's weights are not read yet: offloadkit.from_pretrained leaves that to the engine, which puts them "
@@ -29,10 +29,10 @@ _HINT = (
 
 
 def leave_unread(parameters: Iterable[nn.Parameter], materialise: Materialise, source: str = "") -> None:
-    """Have `make_real` call `materialise` for each of `parameters`, which are on the meta device.
+    """Make `make_real` call `materialise` for `parameters`, which are on the meta device.
 
     Args:
-        source: the folder or hub name that they are read from; "" if they are drawn.
+        source: the folder or hub name of their numbers; "" if they are drawn.
     """
     for parameter in parameters:
         parameter.__class__ = _Unread
@@ -40,20 +40,20 @@ def leave_unread(parameters: Iterable[nn.Parameter], materialise: Materialise, s
 
 
 def is_unread(model: nn.Module) -> bool:
-    """Whether some parameters of the model are unread."""
+    """Whether any parameter of the model is unread."""
     return any(type(parameter) is _Unread for parameter in model.parameters())
 
 
 def sources(model: nn.Module) -> set[str]:
-    """Where the model's unread parameters are read from."""
+    """The sources of the model's unread parameters."""
     return {vars(parameter)[_FROM][1] for parameter in model.parameters() if type(parameter) is _Unread}
 
 
 def make_real(parameters: Iterable[nn.Parameter]) -> None:
-    """Read or draw, into RAM, those of `parameters` that are unread.
+    """Read or draw the unread parameters among `parameters`, into RAM.
 
     Raises:
-        ModelError: a file is gone or broken.
+        ModelError: a file is missing or broken.
     """
     waiting: dict[Materialise, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -64,10 +64,10 @@ def make_real(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def become(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Give a parameter without memory the memory of `value`. It stays the object that modules and groups hold.
+    """Give a parameter without memory the memory of `value`. The parameter object stays the same.
 
     Raises:
-        ModelError: it has another shape now than the numbers that it was left unread with.
+        ModelError: the parameter's shape was changed since it was left unread.
     """
     if value.shape != parameter.shape:
         shapes = f"{tuple(value.shape)}, and was made {tuple(parameter.shape)} before it was read"
@@ -84,13 +84,13 @@ _DATA_OF = {torch.Tensor.data.__get__, torch.Tensor.detach}  # type: ignore[attr
 
 
 class _Watched:
-    """What an unread parameter and its `.data` have in common."""
+    """Common base of an unread parameter and its `.data`: operations that need numbers raise."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with unwatched():
             tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-            if not all(each.is_meta for each in tensors):  # an input, or what is to be written
+            if not all(each.is_meta for each in tensors):  # a real tensor: an input, or a value to write
                 raise ModelError(_HINT)
             versions = [each._version for each in tensors]
             try:
@@ -116,4 +116,4 @@ class _Unread(_Watched, nn.Parameter):
 
 
 class _UnreadData(_Watched, torch.Tensor):
-    """Its `.data`, a view of it, or what `state_dict()` has of it."""
+    """The `.data` of an unread parameter, a view of it, or its entry in `state_dict()`."""
