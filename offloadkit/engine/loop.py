@@ -27,18 +27,18 @@ from offloadkit.optim.table import GroupOptions
 
 
 class TrainingLoop:
-    """Forward, backward and update. It raises what goes wrong; `Replanner` does something about it.
+    """Forward, backward and update of a placed model. It raises errors; `Replanner` handles them.
 
     Attributes:
-        records: of the steps, for the telemetry.
-        loss_scale: multiplies the loss where working weights are fp16, else None.
-        profile: the trace that is being taken, if any.
-        newest_update: the last one that was started.
-        num_updates: updates so far, including those of a run that was resumed.
+        records: step records for the telemetry.
+        loss_scale: factor for the loss with fp16 working weights, else None.
+        profile: the trace in progress, or None.
+        newest_update: the last update that was started.
+        num_updates: updates so far, including those before a resume.
         num_backwards: micro-batches of the accumulation window so far.
-        has_graph: whether a forward was called and no backward since.
-        in_last: whether the window's last micro-batch is under way, with several ranks that exchange only then.
-        last_checkpoint: names the checkpoint to go on from, in errors.
+        has_graph: a forward was called, and no backward since.
+        in_last: the window's last micro-batch is running, on several ranks that exchange gradients only then.
+        last_checkpoint: the checkpoint to name in errors.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TrainingLoop:
         self._stepped = self._overflow_known = True
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's output. Each layer first waits for its own update of the last step."""
+        """The module's output. Before a layer is used, its update of the last step is finished."""
         if kwargs.get("use_cache") and self.placed.caching:
             raise ModelError(
                 "use_cache=True in training: cached keys and values serve generation only. Leave it out, or call the "
@@ -84,13 +84,13 @@ class TrainingLoop:
                 output = self._module(*args, **kwargs)
             except (RuntimeError, TypeError, AttributeError) as error:
                 if not isinstance(error, torch.OutOfMemoryError):
-                    self.untrained.check()  # it may be what made forward fail
+                    self.untrained.check()  # may explain why forward failed
                 raise
         self.has_graph = True
         return output
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Raise what `OffloadEngine.backward` says of a loss, or a micro-batch, that cannot be taken."""
+        """Raise the errors of `OffloadEngine.backward` for an invalid loss or a backward too many."""
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"backward() takes the loss, a scalar tensor, and got a {type(loss).__name__}: pass the loss that the "
@@ -117,7 +117,7 @@ class TrainingLoop:
             )
 
     def backward(self, loss: torch.Tensor, divisor: int) -> None:
-        """Backward of one micro-batch, whose loss is divided by `divisor`. Gradients go where they live."""
+        """Backward of one micro-batch, with the loss divided by `divisor`."""
         given = loss
         if self.loss_scale is not None and self._config.loss_scale != 1:
             self._check_nothing_outside(loss)
@@ -132,20 +132,20 @@ class TrainingLoop:
                     loss.backward()  # type: ignore[no-untyped-call]
             except BaseException as error:
                 if self._ranks.size == 1 or not isinstance(error, torch.OutOfMemoryError):
-                    self.drop_gradients()  # else the replanner does, when the other ranks know
+                    self.drop_gradients()  # several ranks: the replanner drops them when all ranks know of the OOM
                 with suppress(RuntimeError):  # a view of a larger tensor
-                    given.detach_()  # somebody may keep it, and with it what its graph holds
+                    given.detach_()  # the caller may keep the loss, and with it the graph's memory
                 if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-                    self.untrained.check()  # it may be what made backward fail
+                    self.untrained.check()  # may explain why backward failed
                 raise
 
     def added(self) -> None:
-        """A micro-batch's gradients are gathered."""
+        """Count a micro-batch whose gradients are gathered."""
         self.num_backwards += 1
         self._stepped = self.has_graph = False
 
     def _check_nothing_outside(self, loss: torch.Tensor) -> None:
-        """In the first backward: a scaled loss would give parameters outside of the model scaled gradients.
+        """In the first backward: check that the loss reaches no foreign parameter, whose gradient would be scaled.
 
         Raises:
             EngineStateError: the loss reaches such a parameter.
@@ -178,10 +178,10 @@ class TrainingLoop:
         return ends
 
     def start_update(self, order: Sequence[LayerState] | None) -> Update:
-        """Start the update of the window that ends here, without waiting. Forward waits for each updated layer.
+        """Start the update of the present window, without waiting. Forward waits for each updated layer.
 
         Args:
-            order: of the layers, where several ranks have agreed on it.
+            order: the layers in the order that several ranks have agreed on; None: forward order.
         """
         try:
             layers = self.placed.start_update(order)
@@ -193,25 +193,25 @@ class TrainingLoop:
             if self.profile is not None:
                 self.profile.boundary()
             self.step_thread.start(update)
-        except BaseException:  # also an interrupt: nothing may wait for an update that was never started
+        except BaseException:  # including an interrupt: nothing may wait for an update that was never started
             self.placed.forget_pending()
             self.drop_gradients()
             raise
         return update
 
     def end_window(self, update: Update) -> None:
-        """The window has ended, and `update` was started."""
+        """Count `update` after its start, and begin a new window."""
         self.num_updates += 1
         self.newest_update, self._overflow_known, self._stepped, self.num_backwards = update, False, True, 0
         self.in_last = False
         rate, received = self._optimizer.param_groups[0]["lr"], self._ranks.take_received()
         self.records.end_window(update, rate, self.placed.take_busy(), received)
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check it
 
     def update_loss_scale(self) -> None:
         """Adapt the loss scale to whether the last window overflowed, once per window.
 
-        The wait for the norm is short: forward has already waited for that update.
+        The wait for the norm is short, because forward has already waited for that update.
         """
         if self.loss_scale is None or self.newest_update is None or self._overflow_known or self.num_backwards:
             return
@@ -226,19 +226,19 @@ class TrainingLoop:
         self.num_backwards, self._stepped, self.has_graph, self.in_last = 0, True, False, False
 
     def settle(self) -> None:
-        """Wait until the newest update is done and the newest weights are where they live."""
+        """Wait until the newest update is done, with the newest weights where they live."""
         if self.newest_update is not None:
             self.step_thread.finish(self.newest_update)
         self.raise_thread_error()
         self.placed.settle()
 
     def let_go(self) -> None:
-        """The engine is closed: hold nothing of the model any more."""
+        """After the engine is closed: release all references to the model."""
         self.newest_update = None
         del self.placed, self.records, self.untrained
 
     def raise_thread_error(self) -> None:
-        """Raise what stopped the stepping thread, if anything did."""
+        """Raise the error that stopped the stepping thread, if there is one."""
         failure = self.step_thread.error
         if failure is None:
             return

@@ -1,12 +1,11 @@
-"""Compiled blocks: `torch.compile` once for all equal blocks of a model, with any placement.
+"""Compiled blocks: `torch.compile` once for all equal blocks of a model, independent of the placement.
 
-Blocks of one class whose parameters have the same shapes and dtypes share one graph. The weights are inputs of the
-graph. Hooks that move weights, and recomputation, run outside it. So every placement runs the same kernels on the same
+Blocks of one class whose parameters have the same shapes and dtypes share one graph, with the weights as inputs. Hooks
+that move weights, and recomputation, run outside the graph. Therefore all placements run the same kernels on the same
 numbers.
 
-Every engine compiles for itself. The first batch is compiled for rows of any number and length: torch by itself would
-compile for its length alone, and again at the second one. torch caches compiled code on disk
-(`TORCHINDUCTOR_CACHE_DIR`) for the next run.
+Every engine compiles anew, with the first batch, for any number and length of rows; torch by default would compile for
+its length only, and again for the second length. torch caches compiled code on disk (`TORCHINDUCTOR_CACHE_DIR`).
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ from offloadkit.offload.layers import repeated_blocks, replace_forwards
 BACKEND = "inductor"
 
 _DETERMINISTIC = "deterministic"
-"""Option of inductor: kernels and padding are not chosen by measured times, so that numbers do not depend on them."""
+"""Option of inductor: do not choose kernels and padding by measured times, so that numbers do not depend on them."""
 
 _CACHES = {"past_key_values": None, "layer_past": None, "use_cache": False}
-"""Keyword arguments of HuggingFace blocks that are useless in training, with the value that turns each off."""
+"""Keyword arguments of HuggingFace blocks that are useless in training, with values that turn them off."""
 
 _EMBEDDING = "a compiled embedding adds up its gradient with atomic operations, in no fixed order"
 
 _MARK = "_dynamo_weak_dynamic_indices"
-"""Attribute of a tensor that is marked; torch's."""
+"""Attribute that torch sets on marked tensors."""
 
 _numbers = itertools.count()
 
 
 def compile_blocks(model: nn.Module, tied: Collection[nn.Module]) -> Callable[[], None]:
-    """Have the repeated blocks of `model` run compiled wherever gradients are enabled.
+    """Compile the repeated blocks of `model` for calls with gradients enabled.
 
-    A block that cannot be compiled runs uncompiled, after a warning that says why. A block with an embedding (T5's
-    first) runs uncompiled without a warning: its compiled gradient would differ from run to run.
+    A block that cannot be compiled runs uncompiled, after a warning with the reason. A block with an embedding (T5's
+    first) runs uncompiled without a warning, because its compiled gradient would differ from run to run.
 
     Args:
-        tied: modules with hooks that exchange a weight while they run. A block with one of them is not compiled.
+        tied: modules with hooks that replace a weight while they run. A block with such a module is not compiled.
 
     Returns:
         A function that restores the blocks.
@@ -73,7 +72,7 @@ def compile_blocks(model: nn.Module, tied: Collection[nn.Module]) -> Callable[[]
 
 
 def _kind(block: nn.Module, tied: Collection[nn.Module]) -> Any:
-    """A key that is equal for blocks that share a graph. Its second part is why the block is not compiled, or ""."""
+    """A key that is equal for blocks that share a graph: (class, reason not to compile or "", parameters)."""
     from torch._inductor import config
 
     reason = ""
@@ -90,8 +89,8 @@ def _kind(block: nn.Module, tied: Collection[nn.Module]) -> Any:
 
 
 def _mark_lengths(inputs: Iterable[Any]) -> None:
-    """Tell torch of the sizes that other batches may change: all but a tensor's last one and, of [rows, heads, queries,
-    keys], all but the heads. torch may still find that one cannot change."""
+    """Mark sizes that may change with the batch as dynamic: all but the last, and in 4-D [rows, heads, queries, keys]
+    all but the heads. torch may still find that a size cannot change."""
     for value in inputs:
         if isinstance(value, tuple | list):
             _mark_lengths(value)
@@ -101,21 +100,21 @@ def _mark_lengths(inputs: Iterable[Any]) -> None:
 
 
 class _EqualBlocks:
-    """Blocks that share a graph, one for each kind of input."""
+    """Blocks that share a graph, one per kind of input."""
 
     def __init__(self, blocks: Sequence[nn.Module], reason: str) -> None:
-        """`reason`: why they cannot be compiled; "" if they can."""
+        """reason: why the blocks cannot be compiled; "" if they can."""
         self.what = f"{len(blocks)} x {type(blocks[0]).__name__}"
         self._own_forward = {block: vars(block)["forward"] for block in blocks if "forward" in vars(block)}
         self._ran: set[nn.Module] = set()
-        """Blocks that ran compiled. Their recomputation must run compiled too."""
+        """Blocks that ran compiled, and so must be recomputed compiled."""
         self._fails = False
         self._compiled: Callable[..., Any] = self.uncompiled
 
         def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return type(block).forward(block, *args, **kwargs)
 
-        # torch keeps compiled code, and which sizes it saw change, by code object. So each kind of block has its own.
+        # torch stores compiled code, and which sizes changed, by code object, so each kind of block has its own.
         code = run.__code__.replace(co_name=f"run_block_{next(_numbers)}")
         try:
             self._compiled = torch.compile(FunctionType(code, run.__globals__), backend=self._compile)
@@ -153,7 +152,7 @@ class _EqualBlocks:
         return type(block).forward(block, *args, **kwargs) if own is None else own(*args, **kwargs)
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        """The backend: `BACKEND`, with a line printed before and after, since the step waits for it."""
+        """The backend: `BACKEND`, with a line printed before and after, because the step waits for it."""
         from torch._dynamo import lookup_backend
 
         print(f"compiling {self.what}: this step waits for it", flush=True)

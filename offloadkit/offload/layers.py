@@ -1,8 +1,8 @@
-"""Flat layers: how a model's trainable parameters are grouped into contiguous 1-D buffers.
+"""Flat layers: a model's trainable parameters grouped into contiguous 1-D buffers.
 
-A flat layer is moved, stepped and waited for as one. It holds the trainable parameters of one repeated block (a
-T5Block, a LlamaDecoderLayer), or some of the parameters outside the blocks (embeddings, final norms, head). A model
-without repeated blocks is cut by size.
+A flat layer is the unit of placement, optimizer steps and waits. It holds the trainable parameters of one repeated
+block (a T5Block, a LlamaDecoderLayer), or some of the parameters outside the blocks (embeddings, final norms, head). A
+model without repeated blocks is cut by size.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from offloadkit.optim.table import DTYPES, Dtype, LayerKind, StateTable
 from offloadkit.planner import LayerShape, MicroBatch, Plan, make_plan
 
 VIEW_ALIGNMENT = 256
-"""In elements: every parameter view starts at a multiple of it, so blocks of 8-bit states do too."""
+"""In elements: every parameter view starts at a multiple of it, and so do blocks of 8-bit states."""
 MAX_PIECE_NUMEL = 32 * 1024 * 1024
-"""A layer outside the repeated blocks gets no further module's parameters beyond this many elements."""
+"""A layer outside the repeated blocks takes no further module beyond this many elements."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(eq=False)
 class ParameterView:
-    """One parameter's place in a flat layer."""
+    """The position of one parameter in a flat layer."""
 
     name: str
     """The parameter's (first) name in the model."""
     parameter: nn.Parameter
     order: int
-    """Position among the model's trainable parameters. Norms are added in this order."""
+    """Position among the model's trainable parameters, in which order norms are added."""
     group: int
-    """Index of its optimizer group."""
+    """Index of the optimizer group."""
     owners: list[tuple[nn.Module, str]]
-    """Every (module, attribute) that holds this tensor. Tied weights have more than one."""
+    """All (module, attribute) pairs that hold this tensor; more than one for tied weights."""
     start: int = 0
     """First element in the flat layer."""
     first: int = 0
-    """First element of the parameter that is here: not 0 in a shard that begins inside of it."""
+    """First element of the parameter in this view; not 0 in a shard that begins inside the parameter."""
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,12 +55,12 @@ class ParameterView:
 
     @property
     def elements(self) -> slice:
-        """Its elements of the flat layer."""
+        """The view's range in the flat layer."""
         return slice(self.start, self.start + self.numel)
 
     @property
     def shared(self) -> bool:
-        """Whether it is a tied weight."""
+        """Whether the parameter is a tied weight."""
         return len(self.owners) > 1
 
 
@@ -71,24 +71,24 @@ class FlatLayer:
     index: int
     name: str
     kind: LayerKind
-    """How all of its parameters are trained."""
+    """How the layer's parameters are trained."""
     views: list[ParameterView]
     modules: list[nn.Module]
-    """The layer's weights must be up to date before the forward of any of these."""
+    """The layer's weights must be up to date before the forward of any of these modules."""
     block: nn.Module | None = None
-    """The repeated block whose parameters these are. It is one of `modules`."""
+    """The repeated block that holds these parameters; it is one of `modules`."""
     exchange: str = "step"
     """As in `OffloadConfig`."""
     rank: int = 0
-    """This one, of those that share the layer."""
+    """This rank."""
     cuts: tuple[int, ...] = ()
-    """Where the ranks' ranges begin, and the end of the last one; () where there is one rank."""
+    """Boundaries of the ranks' ranges, num_ranks + 1 elements; () at world size 1."""
     begin: int = 0
-    """Of a shard: its first element in the whole layer."""
+    """Shards only: first element in the whole layer."""
     first_view: int = 0
-    """Of a shard: the index, in the whole layer, of its first view."""
+    """Shards only: index of the shard's first view in the whole layer."""
     numel: int = field(init=False)
-    """Elements of the flat buffers, padding included."""
+    """Elements of the flat buffers, including padding."""
     _shard: FlatLayer | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -101,14 +101,15 @@ class FlatLayer:
 
     @property
     def shard(self) -> FlatLayer:
-        """What this rank steps: its views are pieces of parameters. With one rank it is the layer itself."""
+        """The part that this rank steps, with pieces of parameters as views; the layer itself at world size 1."""
         return self._shard or self
 
     def cut_for(self, rank: int, num_ranks: int) -> None:
-        """Share the layer between ranks: each owns a range, and keeps its states and its gradient.
+        """Divide the layer between ranks: each rank owns a range, with its optimizer states and gradient.
 
-        Ranges end where blocks of the norm do (every 65,536 elements of a parameter), as near to equal as that allows.
-        So block sums, random bits and 8-bit blocks are those of the whole layer. A small layer's range may be empty.
+        The ranges are as equal as possible with ends at norm blocks (every 65,536 elements of a parameter). Therefore
+        block sums, random bits and 8-bit blocks do not depend on the number of ranks. A small layer's range may be
+        empty.
         """
         ends = [view.start + at for view in self.views for at in range(0, view.numel, NORM_BLOCK)] + [self.numel]
         self.rank = rank
@@ -126,7 +127,7 @@ class FlatLayer:
         self._shard.numel = end - start
 
     def shape(self) -> LayerShape:
-        """What the plan needs to know of the layer."""
+        """The layer's description for the planner."""
         shard = self.shard
         is_cut = shard is not self
         return LayerShape(
@@ -145,7 +146,7 @@ class FlatLayer:
 
     @property
     def num_norm_blocks(self) -> int:
-        """Block sums of the norm."""
+        """Number of block sums for the gradient norm."""
         return sum(-(-view.numel // NORM_BLOCK) for view in self.views)
 
     @property
@@ -155,17 +156,17 @@ class FlatLayer:
 
     @property
     def states(self) -> StateTable:
-        """The arrays of its optimizer states."""
+        """The arrays of the optimizer states."""
         return self.kind.states
 
     @property
     def shared(self) -> bool:
-        """Whether one of the views is a tied weight. The gradients of its uses are added in fp32."""
+        """Whether a view is a tied weight; gradients of its uses are then added in fp32."""
         return any(view.shared for view in self.views)
 
 
 def _nearest(ends: Sequence[int], target: float) -> int:
-    """The number of ascending `ends` that is nearest to `target`."""
+    """The element of ascending `ends` nearest to `target`."""
     at = bisect_left(ends, target)
     return min(ends[max(at - 1, 0) : at + 1], key=lambda end: abs(end - target))
 
@@ -177,7 +178,7 @@ def flat_layers(
 
     Raises:
         ModelError: nothing can be trained, or a parameter's dtype or group is not supported.
-        ConfigError: the optimizer cannot be offloaded, or not with this precision.
+        ConfigError: the optimizer is not supported, or not with this precision.
     """
     groups = group_indices(model, param_groups)
     dtypes = _working_dtypes(model, groups, config.working_dtype)
@@ -186,7 +187,7 @@ def flat_layers(
         for parameter, dtype in dtypes.items()
     }
     for kind in dict.fromkeys(kinds.values()):
-        _ = kind.states  # raises for an optimizer and a precision that do not go together
+        _ = kind.states  # raises if the optimizer does not support the precision
     layers = cut(model, groups, kinds)
     for layer in layers:
         layer.exchange = config.exchange
@@ -203,9 +204,9 @@ def plan_of(
     assumed: bool = False,
     num_ranks: int = 1,
 ) -> Plan:
-    """The plan of `model` as cut into `layers`. The model may be on the meta device. For the rest see `make_plan`.
+    """The plan of `model` for `layers`; see `make_plan`. The model may be on the meta device.
 
-    num_ranks: among which the layers are shared, if they are not cut for ranks yet.
+    num_ranks: the number of ranks, if the layers are not cut for ranks yet.
     """
     trained = {view.parameter for layer in layers for view in layer.views}
     frozen = [parameter for parameter in model.parameters() if parameter not in trained]
@@ -221,7 +222,7 @@ def plan_of(
 
 
 def check_is_plan(plan: object) -> None:
-    """Raise `ConfigError` for what is no plan."""
+    """Raise `ConfigError` unless `plan` is a `Plan`."""
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan must be what offloadkit.plan() returns, or an engine's plan, got {shown(plan)}")
 
@@ -231,7 +232,7 @@ def check_plan(plan: Plan, layers: Sequence[FlatLayer], config: OffloadConfig) -
 
     Raises:
         ModelError: it was made for other layers.
-        ConfigError: it was made for another accumulation, recomputation or placement than the config's.
+        ConfigError: it was made for another accumulation, recomputation or placement.
     """
     if not is_of(plan, layers):
         raise ModelError(
@@ -254,15 +255,15 @@ def check_plan(plan: Plan, layers: Sequence[FlatLayer], config: OffloadConfig) -
 
 
 def is_of(plan: Plan, layers: Sequence[FlatLayer]) -> bool:
-    """Whether the plan was made for these layers, among however many ranks they are shared."""
+    """Whether the plan was made for these layers, for any number of ranks."""
     return [shape.shared_by(1) for shape in plan.layers] == [layer.shape().shared_by(1) for layer in layers]
 
 
 def check_memory(model: nn.Module) -> None:
     """
     Raises:
-        ModelError: a trained parameter shares memory with another parameter or a buffer. They would part silently when
-            the parameter moves into its flat layer.
+        ModelError: a trained parameter shares memory with another parameter or a buffer, which would be lost silently
+            when the parameter moves into its flat layer.
     """
     placed: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -287,7 +288,7 @@ def check_memory(model: nn.Module) -> None:
 
 
 def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors whose ranges in one storage overlap have an element in common."""
+    """Whether two tensors with overlapping ranges in one storage have an element in common."""
     if (one.is_contiguous() and two.is_contiguous()) or one.element_size() != two.element_size():
         return True
     seen = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
@@ -296,10 +297,10 @@ def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def listed_groups(param_groups: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """`param_groups` with their parameters in lists. As torch does, it takes generators and single tensors too.
+    """`param_groups` with parameters in lists. Like torch, accepts generators and single tensors.
 
     Raises:
-        ConfigError: they are none.
+        ConfigError: `param_groups` are invalid.
     """
     if param_groups is None:
         return None
@@ -312,7 +313,7 @@ _AS_IN_TORCH = "give them as to a torch optimizer, such as [{'params': model.par
 
 
 def _listed(at: int, group: Any) -> dict[str, Any]:
-    """A group with its parameters in a list. Raises `ConfigError`."""
+    """The group with its parameters in a list. Raises `ConfigError`."""
     if not isinstance(group, Mapping) or "params" not in group:
         raise ConfigError(f"param_groups[{at}] must be a dict with 'params', got {shown(group)}: {_AS_IN_TORCH}")
     some = group["params"]
@@ -323,11 +324,11 @@ def _listed(at: int, group: Any) -> dict[str, Any]:
 
 
 def group_indices(model: nn.Module, param_groups: Sequence[dict[str, Any]] | None) -> dict[nn.Parameter, int]:
-    """Index of each trainable parameter's optimizer group. Without `param_groups` all are in group 0.
+    """Index of each trainable parameter's optimizer group; 0 without `param_groups`.
 
     Raises:
-        ModelError: there is nothing to train, or a trainable parameter is not floating-point. It is also raised where
-            a group has a tensor that is not the model's, or a trainable parameter is in no group or in two.
+        ModelError: there is nothing to train, a trainable parameter is not floating-point, a group has a tensor that is
+            not the model's, or a trainable parameter is in no group or in two groups.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for parameter, name in names.items():
@@ -364,9 +365,7 @@ def group_indices(model: nn.Module, param_groups: Sequence[dict[str, Any]] | Non
 def _working_dtypes(
     model: nn.Module, groups: dict[nn.Parameter, int], choice: Dtype | Literal["auto"]
 ) -> dict[nn.Parameter, torch.dtype]:
-    """dtype of each trainable parameter's working weight.
-
-    fp16 parameters that would overflow become fp32: see `stays_fp32`.
+    """dtype of each trainable parameter's working weight. fp16 parameters that would overflow become fp32.
 
     Raises:
         ModelError: a parameter's dtype is not supported.
@@ -400,9 +399,9 @@ class UntrainedParameters:
         self._found = self._entries()
 
     def _entries(self) -> list[int]:
-        """Identities of all parameters and submodules.
+        """Ids of all parameters and submodules.
 
-        No identity is reused: those of the start are kept alive by this object and by the views.
+        No id is reused, because this object and the views keep the original objects alive.
         """
         return list(map(id, chain.from_iterable(table.values() for table in self._tables)))
 
@@ -423,10 +422,10 @@ class UntrainedParameters:
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of the model's repeated blocks, in definition order. Blocks inside blocks are left out.
+    """(name, module) of the model's repeated blocks, in definition order, without nested blocks.
 
     HuggingFace models list their block classes in `_no_split_modules`. In other models, blocks are the members of
-    every `ModuleList` or `Sequential` that holds two or more modules of one class.
+    every `ModuleList` or `Sequential` of two or more modules of one class.
     """
     classes = set(getattr(model, "_no_split_modules", None) or ())
     blocks: list[tuple[str, nn.Module]] = []
@@ -443,7 +442,7 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Callable[[], None]:
-    """Give each module another `forward`. Returns a function that takes it away again."""
+    """Replace the modules' `forward`. Returns a function that restores them."""
     before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.forward = forward
@@ -465,7 +464,7 @@ def cut(model: nn.Module, groups: dict[nn.Parameter, int], kinds: dict[nn.Parame
     """The flat layers of `model`, in definition order.
 
     Args:
-        groups: optimizer group of each trainable parameter. Parameters not in it are in no layer.
+        groups: optimizer group of each trainable parameter. Other parameters are in no layer.
         kinds: the kind of each trainable parameter. A flat layer holds parameters of one kind.
     """
     blocks = repeated_blocks(model)
@@ -489,7 +488,7 @@ def cut(model: nn.Module, groups: dict[nn.Parameter, int], kinds: dict[nn.Parame
 
 
 def _views(model: nn.Module, groups: dict[nn.Parameter, int]) -> Iterator[ParameterView]:
-    """A view for each trainable parameter, in the model's order."""
+    """A view of each trainable parameter, in the model's order."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -1,13 +1,12 @@
 """`OffloadEngine.profile`: a trace of some steps, and the resource that bounds each phase.
 
-A trace begins and ends where a window ends. So each traced step has its forward, its backward, and the update of the
-step before, which runs at the same time as that forward. One step goes untraced first, because the first step after a
-`synchronize` has no update beside it.
+A trace begins and ends at the end of a window. A traced step therefore has a forward, which runs concurrently with the
+preceding step's update, and a backward. One step is skipped first, because the first forward after a `synchronize` runs
+without an update.
 
-A step has two phases: forward with the update beside it, and backward. They do not overlap, because clipping needs the
-whole norm before the first layer is stepped (docs/design.md, "The step in time order"). The bound of a phase is the
-time of the resource that would need the longest if it worked alone at its measured rate. The bound of the step is the
-sum of both.
+The two phases, update with forward, and backward, do not overlap, because clipping needs the whole norm before the
+first layer is stepped (docs/design.md, "The step in time order"). The bound of a phase is the time of its slowest
+resource, if that worked alone at its measured rate. The bound of the step is the sum of both.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class Share:
     Attributes:
         resource: "compute", "bus down" (to the GPU), "bus up" (to RAM), "cores" (the CPU's step), or "DRAM", which
             serves both the cores and the bus.
-        seconds: the least time for it: bytes over the measured rate. The two directions of the bus share their rate as
-            in the plan. For "compute" it is the measured time without waits.
-        busy_seconds: how long the resource worked.
-        num_bytes: how much it moved.
+        seconds: least possible time: bytes over the measured rate. The two directions of the bus share their rate as
+            in the plan. For "compute": the measured time without waits.
+        busy_seconds: time during which the resource worked.
+        num_bytes: bytes that the resource moved.
     """
 
     resource: str
@@ -63,7 +62,7 @@ class Bound:
 
     @property
     def seconds(self) -> float:
-        """The least seconds of a step."""
+        """Least possible seconds of a step."""
         return sum(self.limiting(phase).seconds for phase in self.shares)
 
     def limiting(self, phase: str) -> Share:
@@ -92,9 +91,9 @@ def bound(ranges: Sequence[Range], records: Sequence[StepRecord], machine: Hardw
     """The bound of the mean traced step.
 
     Args:
-        ranges: everything that ran in `len(records)` steps. The `num_bytes` of CPU steps is their memory traffic.
-        records: of these steps.
-        machine: its measured rates.
+        ranges: all ranges of `len(records)` steps. The `num_bytes` of CPU steps are memory traffic.
+        records: the records of these steps.
+        machine: measured rates.
     """
     number = len(records)
     backwards = [each for each in ranges if each.track == "GPU" and each.name.startswith("backward")]
@@ -135,14 +134,14 @@ def breakdown(record: StepRecord) -> str:
 
 
 class Profile:
-    """Traces some steps after an untraced one. Then it writes the trace, and prints each step's phases and the bound.
+    """Skips a step, traces the following ones, writes the trace, and prints phases and bound.
 
     Attributes:
-        bound: None until then.
+        bound: None until the trace is written.
     """
 
     def __init__(self, steps: int, path: Path, device: torch.device, undo: ExitStack, ranks: Solo | Group) -> None:
-        """`undo` gets a callback that ends the trace when the engine is closed. Of several `ranks` each writes a trace.
+        """`undo` receives a callback that ends the trace when the engine is closed. Each rank writes a trace.
 
         Raises:
             ConfigError: `steps` is not a positive int, or other steps are being traced.
@@ -159,20 +158,20 @@ class Profile:
         self.path, self.num_steps = path, steps
         self.bound: Bound | None = None
         self._done = 0
-        # Measured now: at the end there may be no VRAM left for it.
+        # Measured now, because there may be no VRAM left at the end.
         self._machine = measured_by(ranks, device)
         self._trace = trace.prepare(device, partial(record_compute, device, timing=True))
         undo.callback(self._end_with_engine)
 
     def boundary(self) -> None:
-        """Called when a window ends, before its update starts. The trace begins and ends here."""
+        """Called at the end of a window, before its update starts. The trace begins and ends here."""
         if self._done == 0:
             trace.begin()
         elif self._done == self.num_steps:
             trace.end()
 
     def step(self, settle: Callable[[], None], read_reports: Callable[[], None], telemetry: Telemetry) -> bool:
-        """Called when an update was started. After the last traced step, write the trace and print the results.
+        """Called after the start of an update. After the last traced step, writes the trace and prints the results.
 
         Args:
             settle: waits until the update is done.

@@ -1,6 +1,6 @@
-"""Records of steps: where each step's time went, its loss and norm, and warnings of steps that were not applied.
+"""Step records: times, loss and norm of each step, and warnings about steps that were not applied.
 
-A record is made once all of its step's events are over, a step or two later. So timing never makes anyone wait.
+A record is made when all events of its step are over, one or two steps later, so that timing never blocks.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from offloadkit.planner import Plan
 from offloadkit.telemetry import StepRecord, Telemetry
 
 LOOK = "Look at the data and the loss of that step, lower the learning rate"
-"""What to do about NaN, to be continued."""
+"""Advice about NaN; the message continues it."""
 
 _COPIES = ("h2d", "d2h")
 
 
 @dataclass
 class _Window:
-    """What is known of one accumulation window.
+    """Measurements of one accumulation window.
 
     Attributes:
         began, ended: `time.perf_counter()`; `last_backward` too.
-        forwards, backwards: events at which they began and ended.
+        forwards, backwards: (start, end) events.
         losses: a scalar in RAM for each micro-batch.
         other_seconds: wall seconds between a backward and the next forward.
         busy: waits and copies of the compute stream, by name.
-        received: bytes from other ranks, by kind, but for the norm's.
+        received: bytes from other ranks, by kind, without the norm.
     """
 
     began: float
@@ -58,32 +58,32 @@ class _Window:
 
 
 class StepRecords:
-    """Marks the phases of each step, adds finished steps to the telemetry, and reports those that were not applied.
+    """Marks the phases of each step, adds finished steps to the telemetry, and reports steps that were not applied.
 
-    Only `wait` waits.
+    Only `wait` blocks.
 
     Attributes:
-        plan: of the present placement.
+        plan: the plan in use.
     """
 
     def __init__(
         self, telemetry: Telemetry, plan: Plan, device: torch.device, on_nonfinite: str, num_ranks: int = 1
     ) -> None:
-        """num_ranks: that have as many micro-batches as this one, which makes its losses a part of the whole."""
+        """num_ranks: number of ranks with equally many micro-batches, by which this rank's loss is multiplied."""
         self._telemetry, self.plan, self._device, self._on_nonfinite = telemetry, plan, device, on_nonfinite
         self._num_ranks = num_ranks
         self._current = _Window(time.perf_counter())
         self._ended: deque[_Window] = deque()
-        """Windows without a record."""
+        """Windows without a record yet."""
         self._unreported: deque[Update] = deque()
-        """Updates that may not be applied."""
+        """Updates that may turn out to be skipped."""
         self._beside: list[tuple[str, BusyTime]] = []
-        """Copies of the update of the last window that was recorded. The next window's forward runs beside it."""
+        """Copies of the last recorded window's update, which runs concurrently with the next window's forward."""
         self._context_bytes: int | None = None
 
     @contextmanager
     def forward(self, num_tokens: int | None) -> Iterator[None]:
-        """While it is open, forward runs over `num_tokens` positions. One that fails is not recorded."""
+        """While open, forward runs over `num_tokens` positions. A failed forward is not recorded."""
         now = self._current
         if now.last_backward is not None:
             now.other_seconds += time.perf_counter() - now.last_backward
@@ -98,7 +98,7 @@ class StepRecords:
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """While it is open, backward of `loss` runs: a scalar, this micro-batch's share. Its value is copied to RAM."""
+        """While open, backward of `loss` runs: a scalar, this micro-batch's share. Its value is copied to RAM."""
         copy = torch.empty((), dtype=torch.float32, pin_memory=self._device.type == "cuda")
         copy.copy_(loss.detach().reshape(()), non_blocking=True)
         self._current.losses.append(copy)
@@ -110,7 +110,7 @@ class StepRecords:
         self._current.last_backward = time.perf_counter()
 
     def drop_window(self) -> None:
-        """The gradients so far were dropped. The record leaves out their loss and tokens, but not their seconds."""
+        """Remove the loss and tokens of dropped gradients from the record; their seconds stay."""
         if self._current.losses:
             self._current.losses.clear()
             self._current.num_tokens = None
@@ -118,11 +118,11 @@ class StepRecords:
     def end_window(
         self, update: Update, learning_rate: float, busy: list[tuple[str, BusyTime]], received: dict[str, int]
     ) -> None:
-        """The window ends, and `update` starts.
+        """End the window with `update`.
 
         Args:
             busy: waits and copies since the last window, by name.
-            received: bytes that came from other ranks since the last window, by kind.
+            received: bytes received from other ranks since the last window, by kind.
         """
         now = self._current
         now.update, now.learning_rate, now.busy, now.received = update, learning_rate, busy, received
@@ -132,13 +132,13 @@ class StepRecords:
         self._current = _Window(now.ended, last_backward=now.ended)
 
     def forget(self) -> None:
-        """Let go of the updates, and with them of the layers."""
+        """Release the updates, and with them the layers."""
         self._ended.clear()
         self._unreported.clear()
         self._beside.clear()
 
     def wait(self) -> None:
-        """Block until all windows are finished whose update is applied, so that `read` records them."""
+        """Block until the timings of all ended windows are available to `read`."""
         for window in self._ended:
             assert window.update is not None
             ends: list[Event | BusyTime] = [busy for _, busy in (*window.busy, *window.update.busy)]
@@ -147,7 +147,7 @@ class StepRecords:
                 end.synchronize()  # wait: timings
 
     def read(self) -> None:
-        """Record finished steps, and report those that were not applied.
+        """Record finished steps, and report steps that were not applied.
 
         Raises:
             NonFiniteGradientError: unless `on_nonfinite` is "skip", for the oldest such step not reported yet.
@@ -177,7 +177,7 @@ class StepRecords:
         )
 
     def _memory(self) -> dict[str, dict[str, int]]:
-        """Planned bytes by tier and category, and what the process uses now."""
+        """Planned bytes by tier and category, and present use of the process."""
         tiers = {tier: dict(categories) for tier, categories in self.plan.tiers.items()}
         tiers["ram"]["process"] = hardware.process_ram_bytes()
         if self._device.type == "cuda":
@@ -191,7 +191,7 @@ class StepRecords:
 
 
 def _traced(phase: str) -> None:
-    """Name the phase in the trace, if one is being taken."""
+    """Set the phase of a running trace."""
     if (tracing := trace.active()) is not None:
         tracing.phase(phase)
 
@@ -206,7 +206,7 @@ def _is_finished(window: _Window) -> bool:
 def _record(
     window: _Window, beside: list[tuple[str, BusyTime]], memory: dict[str, dict[str, int]], num_ranks: int
 ) -> StepRecord:
-    """`beside`: of the update before, whose copies shared the bus with the window's."""
+    """beside: copies of the preceding update, which shared the bus with the window's copies."""
     update = window.update
     assert update is not None
     seconds = {
@@ -243,9 +243,9 @@ def _record(
 
 
 def num_tokens(model: nn.Module, batch: dict[str, Any]) -> int | None:
-    """Positions of a batch: its input ids, and for an encoder-decoder its targets too. None if there are none."""
+    """Positions of a batch: input ids, plus targets for an encoder-decoder; None without input ids and targets."""
     parts = [batch.get("input_ids")]
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        # Without labels the loss is computed outside the model.
+        # Without labels, the loss is computed outside the model.
         parts.append(batch.get("labels", batch.get("decoder_input_ids")))
     return sum(part.numel() for part in parts if isinstance(part, torch.Tensor)) or None

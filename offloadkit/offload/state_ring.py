@@ -1,17 +1,17 @@
-"""Optimizer states in RAM that the GPU steps: chunk by chunk they pass through a few buffers in VRAM.
+"""Steps on the GPU of optimizer states in RAM: the states pass in chunks through a few VRAM buffers.
 
 A chunk is fetched on one stream, stepped on a second and sent back on a third, so that both directions of the bus and
-the GPU work at once. Events alone hold the order, and everything of a step may be queued at once:
+the GPU work at once. Only events order the operations, so a whole step may be queued at once:
 
 | | starts after |
 |---|---|
-| H2D of a chunk | D2H of what its buffer held, and of the same chunk in the last step; the step before it |
-| its step | its H2D; what the kernels' stream waits for: the compute stream still reads weights that stay in VRAM |
+| H2D of a chunk | D2H of the buffer's last chunk, and of the same chunk in the last step; the preceding chunk's step |
+| its step | its H2D; for weights in VRAM also the compute stream's reads, for which the kernels' stream waits |
 | D2H | its step; copies out of the same weights in RAM |
 
-Between two H2Ds the bus is free for a kernel's time, so that weights that forward waits for go first, on other streams.
-A stream whose next copy may always start at once would keep its copy engine until its queue is empty. On an H200 a
-layer's weights that were ready after 20 ms of an update then came at its end, after 260 ms.
+Between two H2Ds the bus is free for a kernel's time, so that weights that forward waits for get through on other
+streams. A stream whose next copy can always start at once keeps its copy engine until its queue is empty: on an H200, a
+layer's weights that were ready 20 ms into an update then arrived at its end, after 260 ms.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from offloadkit.optim.table import FlatState, Segment, aligned
 from offloadkit.planner import chunk_numel
 
 MOST_UNDER_WAY = 32
-"""Chunks that are queued and not stepped yet: a stream whose queue is full (about a thousand operations) would stop
-whoever queues next, on any stream."""
+"""Maximum number of chunks queued but not stepped: if a stream's queue is full (about a thousand operations), the next
+thread that queues an operation blocks, on any stream."""
 _PAUSE = 1e-3
 
 _Layout = tuple[tuple[str, torch.dtype, int], ...]
@@ -53,7 +53,7 @@ def cutter(memory: torch.Tensor) -> Callable[[int, torch.dtype], torch.Tensor]:
 
 @dataclass(eq=False)
 class _Chunk:
-    """Elements start .. start + numel of a layer, and the parts of its arrays in RAM that pass, by name."""
+    """Elements start .. start + numel of a layer, and the parts of its arrays in RAM to pass, by name."""
 
     start: int
     numel: int
@@ -67,14 +67,14 @@ class _Chunk:
 
 @dataclass(eq=False)
 class PassingStates:
-    """What of a layer passes through VRAM when the GPU steps it.
+    """The arrays of a layer that pass through VRAM when the GPU steps it.
 
     Attributes:
-        name: in a trace.
-        host: its states are in RAM, and so are its weights where they are not `resident`.
-        resident: 1-D working weights that are in VRAM and are stepped there.
-        gradient: 1-D, in RAM; None: it is in VRAM.
-        drained: the end of the newest copy into `host`'s arrays; until then nobody else reads or writes them.
+        name: label in a trace.
+        host: the states in RAM, and the weights in RAM if they are not `resident`.
+        resident: 1-D working weights that live in VRAM.
+        gradient: 1-D, in RAM; None if it is in VRAM.
+        drained: the end of the newest copy into `host`'s arrays, before which they must not be read or written.
     """
 
     name: str
@@ -85,9 +85,9 @@ class PassingStates:
 
     @cached_property
     def chunks(self) -> list[_Chunk]:
-        """In the order in which they pass."""
+        """The layer's chunks, in passing order."""
         total = self.host.weights.numel()
-        size = max(chunk_numel(total), 1)  # a rank may own nothing of a layer
+        size = max(chunk_numel(total), 1)  # a rank may own no part of a layer
         chunks = []
         for start in range(0, total, size):
             end = min(start + size, total)
@@ -102,16 +102,16 @@ class PassingStates:
 
 @dataclass(eq=False)
 class _Buffer:
-    """One place in VRAM for a chunk."""
+    """A VRAM buffer for one chunk."""
 
     memory: torch.Tensor
     views: dict[_Layout, dict[str, torch.Tensor]]
     free: Event | None = None
-    """The memory is made, or what it held is in RAM again."""
+    """The buffer is allocated, or its last chunk is back in RAM."""
     arrived: Event | None = None
 
     def parts(self, chunk: _Chunk) -> dict[str, torch.Tensor]:
-        """The parts of a chunk here, one after the other."""
+        """The chunk's arrays in this buffer, one after the other."""
         if chunk.layout not in self.views:
             cut = cutter(self.memory)
             self.views[chunk.layout] = {name: cut(numel, dtype) for name, dtype, numel in chunk.layout}
@@ -119,13 +119,10 @@ class _Buffer:
 
 
 class StateRing:
-    """Buffers in VRAM, of `num_bytes` each, that chunks of states take turns in.
-
-    It has the streams that fetch them and send them back.
-    """
+    """VRAM buffers of `num_bytes` each, which chunks of states use in turn, and the streams that copy the chunks."""
 
     fill_with_nan: ClassVar[bool] = False
-    """For tests: a buffer is filled with NaN as soon as its chunk was sent back."""
+    """For tests: fill a buffer with NaN as soon as its chunk was sent back."""
 
     def __init__(self, device: torch.device, num_bytes: int, num_buffers: int) -> None:
         self.h2d, self.d2h = CopyStream(device, "H2D"), CopyStream(device, "D2H")
@@ -138,12 +135,12 @@ class StateRing:
         self._stepped: Event | None = None
 
     def forget_ahead(self) -> None:
-        """What was fetched ahead is fetched again: its step was skipped, and RAM may have been written since."""
+        """Discard prefetched chunks, because their step was skipped and RAM may have been written since."""
         self._ahead.clear()
 
     def fetch_ahead(self, layer: PassingStates) -> None:
-        """Start fetching a layer's first chunks, but for gradients, which may still be on their way to RAM; as many as
-        there are buffers without a chunk. They are the next to be stepped."""
+        """Prefetch the first chunks of the layer to be stepped next, as many as buffers are available, without
+        gradients, which may not have arrived in RAM yet."""
         for chunk in layer.chunks:
             if len(self._ahead) == len(self._buffers):
                 return
@@ -160,15 +157,15 @@ class StateRing:
         *,
         unread: Event | None = None,
     ) -> Event:
-        """Queue one optimizer step of a layer; `layer.drained` is its end.
+        """Queue one optimizer step of a layer; it ends with `layer.drained`.
 
         Args:
-            gradient: 1-D, in VRAM, where it does not pass.
-            stream: where the kernels run.
-            unread: the weights in RAM are read until then.
+            gradient: 1-D, in VRAM; None if the gradient passes from RAM.
+            stream: the kernels' stream.
+            unread: event after which the weights in RAM are no longer read.
 
         Returns:
-            The end of the kernels: weights that stay in VRAM are stepped.
+            The end of the kernels, when weights in VRAM are up to date.
         """
         if unread is not None:
             self.d2h.wait(unread)  # wait: weights in RAM read before their update is copied
@@ -198,14 +195,14 @@ class StateRing:
         return stream.record()
 
     def copy_down(self, layer: PassingStates, into: torch.Tensor, source: torch.Tensor, after: Event | None) -> None:
-        """Copy from VRAM to RAM among the layer's other arrays."""
+        """Copy `source` in VRAM to `into`, which is in RAM; `layer.drained` covers the copy."""
         if after is not None:
             self.d2h.wait(after)  # wait: a step before its weights are copied down
         self.d2h.copy(into, source, layer.name)
         layer.drained = self.d2h.record()
 
     def _fetched(self, layer: PassingStates, chunk: _Chunk) -> _Buffer:
-        """The buffer that holds all of a chunk when `arrived` is reached."""
+        """The buffer that holds the whole chunk after `arrived`."""
         if self._ahead and self._ahead[0][0] is chunk:
             buffer = self._ahead.popleft()[1]
             return self._fetch(layer, chunk, buffer, ["gradient"]) if "gradient" in chunk.host else buffer
@@ -233,7 +230,7 @@ class StateRing:
 
 
 def _within(segments: Sequence[Segment], chunk: _Chunk) -> list[Segment]:
-    """The parts of `segments` that lie in a chunk, counted from its beginning."""
+    """The parts of `segments` inside a chunk, relative to its beginning."""
     found = []
     for start, length, scalars, key, offset in segments:
         first, end = max(start, chunk.start), min(start + length, chunk.start + chunk.numel)

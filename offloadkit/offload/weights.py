@@ -457,6 +457,7 @@ class TiedUses:
         return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
     def remove(self) -> None:
+        """Remove the hooks, and restore the parameters as attributes."""
         for hook in self._hooks:
             hook.remove()
         self.end()
