@@ -24,7 +24,8 @@ planned seconds in most rows of benchmarks/results.csv, so a smaller factor woul
 MIN_GAIN = 0.05
 """Least saving of step time (fraction) for another plan to count as faster."""
 MIN_SECONDS = 1e-3
-"""Resources that work less in a step are not compared: waits for the clock and for Python would count as work."""
+"""Resources that work less than this in a step, as measured or as planned, are not compared: waits for the clock and
+for Python would count as work."""
 COMPUTE = "compute"
 """Forward and backward without waits, in steps per second."""
 PYTHON = "Python"
@@ -176,7 +177,7 @@ def _with_compute(plan: Plan, machine: Hardware, placements: Sequence[Placement]
 def _with_copies_and_steps(machine: Hardware, factors: Mapping[str, float]) -> Hardware:
     """The machine with the rates of copies and of the CPU step multiplied by `factors`.
 
-    The DRAM rate that CPU step and copies share falls in proportion, so they slow each other as before.
+    If they fall, the DRAM rate that they share falls in proportion, so they slow each other as before.
     """
     changed = _times(machine, factors.get("CPU step", 1.0), [*CPU_STEP_RATES.values(), "dram_bytes_per_second"])
     changed = _times(changed, factors.get("H2D", 1.0), ["h2d_bytes_per_second"])

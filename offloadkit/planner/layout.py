@@ -194,7 +194,7 @@ class LayerShape:
 def communicated_bytes(
     layers: Sequence[LayerShape], placements: Sequence[Placement], accumulation: int
 ) -> dict[str, int]:
-    """Bytes that a rank receives in an optimizer step, by kind, if every parameter gets a gradient; {} with world size
+    """Bytes that a rank receives in an optimizer step, by kind, if every parameter has a gradient; {} with world size
     1.
 
     "exchange": gradients of the other ranks. "gather": new weights of the other ranks. "norm": sum of the block sums.
@@ -237,8 +237,8 @@ def chunk_numel(numel: int) -> int:
 
 
 def possible(placement: Placement, layer: LayerShape) -> Placement:
-    """`placement`, with weights and activations kept in VRAM unless the layer is a repeated block without tied
-    weights."""
+    """`placement`, with weights in VRAM unless the layer is a repeated block without tied weights, and with activations
+    kept outside blocks."""
     if layer.in_block and not layer.shared:
         return placement
     return replace(placement, weights="vram", activations=placement.activations if layer.in_block else "keep")

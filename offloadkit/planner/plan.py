@@ -46,9 +46,7 @@ class Basis:
     frozen_bytes: int
     """Bytes of the parameters outside the flat layers, and of buffers."""
     work: MicroBatch | None
-    """The micro-batch to plan for."""
     hardware: Hardware | None
-    """The machine to plan for."""
     assumed: bool
     """Whether the machine's rates are assumed, not measured."""
     chosen: str = ""
@@ -675,7 +673,6 @@ def nearest_fits(plan: Plan, most: int = 4) -> list[tuple[str, Plan]]:
 
 
 def _leaner_precisions(config: OffloadConfig) -> tuple[Precision, ...]:
-    """Precisions with fewer bytes of optimizer moments."""
     order = optimizer_named(config.optimizer).precisions
     return order[order.index(config.precision) + 1 :]
 

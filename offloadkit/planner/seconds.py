@@ -7,12 +7,12 @@ A step has two phases, which do not overlap because clipping needs the whole nor
   update goes in forward order, and forward waits layer by layer;
 - backward, together with the copies of gradients to RAM.
 
-With several ranks the simulation is of one rank. Gradients are exchanged over the link layer by layer in backward, and
-new weights are all-gathered over it in forward, in the same order on all ranks. Sums that are exchanged once a step go
-in the last backward; sums in RAM are added before the norm. If the link is the bus, its traffic slows the copies of the
-same phase.
+With several ranks, one rank is simulated. Gradients are exchanged over the link layer by layer in backward, and new
+weights are all-gathered in forward. The order is fixed, so a transfer waits for the previous one. Sums that are
+exchanged once a step go in the last backward; sums in RAM are added before the norm. If the link is the bus, its
+traffic slows the copies of the same phase.
 
-Each resource works through its own queue. A layer's work starts once its inputs have arrived and a buffer is free.
+Every resource works through its own queue. A layer's work starts once its inputs have arrived and a buffer is free.
 
 The constants are in `fitted`. docs/results.md compares planned and measured steps.
 """
