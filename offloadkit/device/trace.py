@@ -1,8 +1,8 @@
-"""A trace of some steps: named ranges of time by track, written as a Chrome trace (for ui.perfetto.dev).
+"""Tracing of steps: named time ranges by track, written as a Chrome trace (for ui.perfetto.dev).
 
-A range on the host is between two readings of the clock. A range on the device is between two events of one stream.
-Both get one time scale from an origin that is recorded while nothing runs. A trace is prepared at that origin and
-begins later, in the steady state, without a wait. While nothing is traced, `active()` is None and nothing is recorded.
+Host ranges lie between two clock readings, device ranges between two events of one stream. Both share a time scale
+whose origin is recorded while the device is idle. A trace is prepared at that origin and begins later, in the steady
+state, without waiting. Without a running trace `active()` is None and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRACKS = ("GPU", "step on the GPU", "H2D", "D2H", "norm", "CPU step")
 
 
 class Mark(Protocol):
-    """A point in a stream's work whose time is recorded."""
+    """A timed event in a stream's work."""
 
     def seconds_since(self, earlier: Self) -> float:
         """Seconds between `earlier` and this point."""
@@ -33,7 +33,7 @@ class Mark(Protocol):
 
 @dataclass(frozen=True)
 class Range:
-    """Something that ran. `began` and `ended`: seconds since the trace was prepared. `num_bytes`: what it moved."""
+    """A named range. `began` and `ended`: seconds since the trace was prepared. `num_bytes`: bytes moved."""
 
     track: str
     name: str
@@ -43,15 +43,15 @@ class Range:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration."""
         return self.ended - self.began
 
 
 class Trace:
-    """The ranges of all work that starts on the host, or is queued, between `begin` and `end`."""
+    """Ranges of all work started on the host or enqueued between `begin` and `end`."""
 
     def __init__(self, device: torch.device, mark: Callable[[], Mark]) -> None:
-        """mark: records a point of the compute stream."""
+        """mark: records an event on the compute stream."""
         self._device, self._mark = device, mark
         if device.type == "cuda":
             with watchdog.uninterruptible("the GPU's work"):
@@ -64,7 +64,7 @@ class Trace:
 
     @contextmanager
     def host(self, track: str, name: str, num_bytes: Callable[[], int]) -> Iterator[None]:
-        """A context that records a range of the calling thread's time."""
+        """Record the body as a range of the calling thread."""
         began = time.perf_counter()
         yield
         ended = time.perf_counter()
@@ -75,12 +75,12 @@ class Trace:
         self._device_ranges.append((track, name, began, ended, num_bytes))
 
     def phase(self, name: str) -> None:
-        """The compute stream begins "forward" or "backward". "": it ends."""
+        """Start "forward" or "backward" on the compute stream; "" ends it."""
         self._cut(self._phase)
         self._phase = name
 
     def reaches_layer(self, layer: str) -> None:
-        """Forward reaches a layer. In backward, where layers are recomputed, this does nothing."""
+        """Forward reaches a layer. Ignored in backward, which recomputes layers."""
         if self._phase == "forward":
             self._cut(None)
             assert self._since is not None
@@ -92,14 +92,14 @@ class Trace:
             self._cut(f"backward {layer}")
 
     def _cut(self, name: str | None) -> None:
-        """Record the compute stream's work since the last cut, under the name that was set then, or else `name`."""
+        """Record the compute stream's work since the last cut, named by that cut or else `name`."""
         now = self._mark()
         if self._since is not None and (known := self._since[0] or name):
             self.device("GPU", known, self._since[1], now)
         self._since = "", now
 
     def read(self) -> list[Range]:
-        """All ranges, ordered by their beginning. It waits until the device is done."""
+        """Wait for the device and return all ranges, ordered by start."""
         if self._device.type == "cuda":
             with watchdog.uninterruptible("the GPU's work"):
                 torch.cuda.synchronize(self._device)
@@ -115,29 +115,29 @@ _active: Trace | None = None
 
 
 def prepared() -> Trace | None:
-    """The trace that was prepared and not forgotten. There is one at a time."""
+    """Return the prepared trace; at most one exists."""
     return _prepared
 
 
 def active() -> Trace | None:
-    """The trace that has begun and not ended."""
+    """Return the running trace."""
     return _active
 
 
 def host(track: str, name: str, num_bytes: Callable[[], int] = int) -> AbstractContextManager[None]:
-    """`Trace.host` of the active trace. Without one it does nothing."""
+    """`Trace.host` of the running trace; a no-op without one."""
     return nullcontext() if _active is None else _active.host(track, name, num_bytes)
 
 
 def prepare(device: torch.device, mark: Callable[[], Mark]) -> Trace:
-    """Prepare a trace that begins later. It waits until the device is done, to record the origin of both clocks."""
+    """Prepare a trace that begins later. Waits for the device, to record the origin of both clocks."""
     global _prepared
     _prepared = Trace(device, mark)
     return _prepared
 
 
 def begin() -> None:
-    """Trace what is started or queued from now on."""
+    """Start tracing work that is started or enqueued from now on."""
     global _active
     _active = _prepared
 
@@ -149,14 +149,14 @@ def end() -> None:
 
 
 def forget() -> None:
-    """Stop tracing, and forget the prepared trace, so that another may be prepared."""
+    """Stop tracing and drop the prepared trace, so that another trace can be prepared."""
     global _prepared
     _prepared = None
     end()
 
 
 def write(path: Path, ranges: Sequence[Range]) -> None:
-    """Write the ranges as Chrome trace events, in microseconds. Tracks are threads of one process.
+    """Write ranges as Chrome trace events, in microseconds. Tracks become threads of one process.
 
     Raises:
         OutputError: `path` cannot be written.
@@ -178,7 +178,7 @@ def write(path: Path, ranges: Sequence[Range]) -> None:
 
 
 def busy_seconds(ranges: Sequence[Range]) -> float:
-    """Seconds in which any of the ranges ran, ordered by their beginning. Overlaps count once."""
+    """Total seconds covered by ranges that are ordered by start. Overlaps count once."""
     total, until = 0.0, float("-inf")
     for each in ranges:
         total += max(0.0, each.ended - max(each.began, until))

@@ -1,20 +1,20 @@
 """Triton kernels of attention with a position bias. Imported only if Triton is installed.
 
-After Dao, "FlashAttention-2". Forward carries each row's largest score and its sum from block to block of keys, so it
-writes no scores. Backward computes the scores again, once, for a few heads at a time:
+After Dao, "FlashAttention-2". Forward carries the maximum and the sum of every row across blocks of keys and writes no
+scores. Backward recomputes the scores once, for a few heads at a time:
 
-- `of_queries` computes the queries' gradients. It also writes the weights and the scores' gradients.
-- `of_keys_and_values` multiplies these with the queries and with the output's gradient.
-- The caller sums the scores' gradients over the batch. That is the bias's gradient, since the batch shares it.
+- `of_queries` computes the gradients of the queries, and writes the weights and the gradients of the scores.
+- `of_keys_and_values` multiplies these with the queries and the output's gradient.
+- The caller sums the gradients of the scores over the batch, which gives the gradient of the shared bias.
 
-No sum is atomic, so results do not vary. A hash of (seed, row of the batch, head, query, key) decides which weights are
-dropped. So backward, and a recomputation with the same seed, drop the same ones.
+Results are deterministic, because no sum is atomic. A hash of (seed, row of the batch, head, query, key) decides which
+weights are dropped, so backward and recomputation with the same seed drop the same weights.
 
-Triton compiles a kernel anew for integers that are 1 or a multiple of 16, and for those that are not. Lengths are kept
-out of that: `aligned` says whether 16 divides what memory is addressed by, so there are two variants and no more.
+Triton specializes kernels for integers that equal 1 or are multiples of 16. Lengths are excluded from that: `aligned`
+says whether 16 divides the strides of memory accesses, so there are only two variants.
 
-In all kernels queries, keys and values are (batch, heads, length, width). Their last stride is 1, the others are free.
-"rows" are (batch, heads, queries), contiguous.
+Queries, keys and values are (batch, heads, length, width) with last stride 1. "rows" are (batch, heads, queries),
+contiguous.
 """
 
 # mypy: ignore-errors
@@ -25,7 +25,7 @@ import triton.language as tl
 
 @triton.jit
 def _is_kept(seed, row, queries, keys, num_keys, threshold):
-    """bool (queries, keys): whether the hash of the place is at least `threshold`, of 2^32.
+    """bool (queries, keys): whether the hash of the position is at least `threshold`, out of 2^32.
 
     The hash is Wellons's lowbias32, two rounds.
     """
@@ -40,7 +40,7 @@ def _is_kept(seed, row, queries, keys, num_keys, threshold):
 
 @triton.jit
 def _multiple(number, aligned: tl.constexpr):
-    """`number`. If it is `aligned`, the compiler sees that 16 divides it, and reads several elements at once."""
+    """Return `number`; if `aligned`, tell the compiler that 16 divides it, which allows vectorized loads."""
     if aligned:
         return number // 16 * 16
     else:
@@ -49,7 +49,7 @@ def _multiple(number, aligned: tl.constexpr):
 
 @triton.jit
 def _block(at, stride, numbers, within, width: tl.constexpr):
-    """(numbers, width): vectors of one head of one row of the batch. Zeros beyond its length."""
+    """(numbers, width): vectors of one head of one batch row, zero beyond its length."""
     return tl.load(at + numbers[:, None] * stride + tl.arange(0, width)[None, :], mask=within[:, None], other=0.0)
 
 
@@ -57,7 +57,7 @@ def _block(at, stride, numbers, within, width: tl.constexpr):
 def _scores(
     query, key, bias, mask, mask_stride, queries, keys, inside, has_key, num_keys, scaling, has_mask: tl.constexpr
 ):
-    """fp32 (queries, keys): the scores. -inf beyond the last key."""
+    """fp32 (queries, keys): scores, -inf beyond the last key."""
     biases = tl.load(bias + queries[:, None] * num_keys + keys[None, :], mask=inside, other=0.0)
     scores = tl.dot(query, tl.trans(key)) * scaling + biases.to(tl.float32)
     if has_mask:
@@ -73,7 +73,7 @@ def forward(
     has_mask: tl.constexpr, drops: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr,
     block_queries: tl.constexpr, block_keys: tl.constexpr,
 ):  # fmt: skip
-    """Writes output: (batch, queries, heads, width), contiguous; and largest and total: fp32 rows."""
+    """Write output: (batch, queries, heads, width), contiguous; largest and total: fp32 rows."""
     num_keys = _multiple(num_keys, aligned)
     m_batch, m_row = _multiple(m_batch, aligned), _multiple(m_row, aligned)
     row = tl.program_id(1).to(tl.int64)
@@ -96,7 +96,7 @@ def forward(
         inside = has_query[:, None] & has_key[None, :]
         scores = _scores(q, k, bias, mask, m_row, queries, keys, inside, has_key, num_keys, scaling, has_mask)
         new = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)  # every key of the row was masked so far
+        base = tl.where(new == float("-inf"), 0.0, new)  # all keys of the row were masked so far
         shrink = tl.exp(most - base)
         weights = tl.exp(scores - base[:, None])
         sums = sums * shrink + tl.sum(weights, 1)
@@ -120,10 +120,9 @@ def of_queries(
     has_mask: tl.constexpr, drops: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr,
     block_queries: tl.constexpr, block_keys: tl.constexpr,
 ):  # fmt: skip
-    """Writes, for some heads:
+    """Write for some heads:
 
-    used, d_scores: (batch, some heads, queries, keys), contiguous: the weights as forward used them, and the scores'
-        gradients.
+    used, d_scores: (batch, some heads, queries, keys), contiguous: forward's weights, and gradients of the scores.
     d_query: (batch, queries, heads, width), contiguous.
     """
     num_keys = _multiple(num_keys, aligned)
@@ -176,7 +175,7 @@ def of_keys_and_values(
     heads, num_queries, num_keys, scaling,
     aligned: tl.constexpr, width: tl.constexpr, block_queries: tl.constexpr, block_keys: tl.constexpr,
 ):  # fmt: skip
-    """Writes d_key and d_value, for some heads: (batch, keys, heads, width), contiguous."""
+    """Write d_key and d_value for some heads: (batch, keys, heads, width), contiguous."""
     num_keys = _multiple(num_keys, aligned)
     some_row = tl.program_id(1).to(tl.int64)
     batch, head = some_row // some_heads, first_head + some_row % some_heads

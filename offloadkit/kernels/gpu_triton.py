@@ -1,9 +1,8 @@
-"""The Triton kernels of the optimizer step and of the gradient norm; imported only where Triton is there.
+"""Triton kernels of the optimizer step and the gradient norm. Imported only if Triton is installed.
 
-The step does the operations of `adamw`, `lion` and `moments` in their order, each rounded once: launched with
-`enable_fp_fusion=False`, with correctly rounded division and root. The norm's binary trees are spelled out, so that the
-order of additions is the one of `norm`. Rows are added from registers: the elements of one column of a block never
-leave their thread.
+The step performs the operations of `adamw`, `lion` and `moments` in order, each rounded once: it is launched with
+`enable_fp_fusion=False`, and division and root are correctly rounded. The norm's binary trees are written out to fix
+the order of additions to the order in `norm`. Rows are added in registers: a thread keeps whole columns of a block.
 """
 
 import triton
@@ -13,14 +12,14 @@ import triton.language as tl
 
 
 ROWS = 4
-"""Rows of 256 elements that one program steps."""
+"""Rows of 256 elements per program of the step."""
 PRECISIONS = ("exact", "compact", "tiny")
-"""Precisions of moments that the step's kernels know."""
+"""Precisions that the step's kernels support."""
 
 
 @triton.jit
 def _gradient(gradient, at, inside, is_bf16: tl.constexpr):
-    """fp32 of gradients; those in bf16 come as int16 patterns, which devices without bf16 can shift too."""
+    """Load gradients as fp32. bf16 arrives as int16 bits, so that devices without bf16 can shift it."""
     value = tl.load(gradient + at, mask=inside, other=0)
     if is_bf16:
         return (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -30,7 +29,7 @@ def _gradient(gradient, at, inside, is_bf16: tl.constexpr):
 
 @triton.jit
 def _master(weights, remainder, at, inside):
-    """fp32 master weights: of int16 halves (split bf16), beside fp16 weights, or the weights themselves."""
+    """Load fp32 master weights: split bf16 (int16 halves), stored with fp16 weights, or the fp32 weights themselves."""
     if weights.dtype.element_ty == tl.int16:
         high = tl.load(weights + at, mask=inside, other=0).to(tl.int32) << 16
         low = tl.load(remainder + at, mask=inside, other=0).to(tl.int32)
@@ -66,7 +65,7 @@ def _random_bits(key_low, key_upper, elements):
 
 @triton.jit
 def _round_stochastically(values, random):
-    """`moments.round_stochastically`: int16 patterns of bf16."""
+    """`moments.round_stochastically`: bf16 as int16 bits."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     bits = tl.where(magnitude < 0x7F800000, bits + random, bits)
@@ -76,7 +75,7 @@ def _round_stochastically(values, random):
 
 @triton.jit
 def _power_of_ten(exponent):
-    """10 to the power of 0 .. 7; exact."""
+    """10**exponent for 0 .. 7, exact."""
     low = tl.where((exponent & 1) != 0, 10.0, 1.0) * tl.where((exponent & 2) != 0, 100.0, 1.0)
     return low * tl.where((exponent & 4) != 0, 10000.0, 1.0)
 
@@ -106,7 +105,7 @@ def _number(share, random, least: tl.constexpr, largest: tl.constexpr, first_exp
 
 @triton.jit
 def _load_moment(moment, scale, at, inside, rows, has_row, has_sign: tl.constexpr):
-    """fp32 of a moment that is stored in fp32, bf16 (as int16 patterns) or 8-bit codes."""
+    """Load a moment as fp32 from fp32, bf16 (int16 bits) or 8-bit codes."""
     stored = tl.load(moment + at, mask=inside, other=0)
     if moment.dtype.element_ty == tl.float32:
         return stored
@@ -124,7 +123,7 @@ def _load_moment(moment, scale, at, inside, rows, has_row, has_sign: tl.constexp
 
 @triton.jit
 def _store_moment(moment, scale, at, inside, rows, has_row, values, random, has_sign: tl.constexpr):
-    """random: uint32, whose lower half rounds the moment with a sign, the upper the one without."""
+    """random: uint32; the lower half rounds signed moments, the upper half unsigned moments."""
     if moment.dtype.element_ty == tl.float32:
         tl.store(moment + at, values, mask=inside)
     else:
@@ -155,9 +154,9 @@ def adamw(
     beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, step_size, inv_sqrt_bias_correction2,
     key_low, key_upper, offset, is_bf16_gradient: tl.constexpr,
 ):  # fmt: skip
-    """A program steps 4 rows of 256 elements of the segment of `length` elements at `start`.
+    """Step 4 rows of 256 elements per program, in the segment of `length` elements at `start`.
 
-    bf16 arrays come as int16 patterns, the halves of the random key as int32. The scales are those of 8-bit moments.
+    bf16 arrays arrive as int16 bits, the halves of the random key as int32. Only 8-bit moments have scales.
     """
     rows = tl.program_id(0).to(tl.int64) * 4 + tl.arange(0, 4)
     has_row = rows * 256 < length
@@ -184,7 +183,7 @@ def lion(
     beta1, beta2, one_minus_beta1, one_minus_beta2, decay, lr,
     key_low, key_upper, offset, is_bf16_gradient: tl.constexpr,
 ):  # fmt: skip
-    """As `adamw`; exp_avg is fp32, and nothing is rounded at random."""
+    """As `adamw`, with fp32 exp_avg and without stochastic rounding."""
     rows = tl.program_id(0).to(tl.int64) * 4 + tl.arange(0, 4)
     elements = rows[:, None] * 256 + tl.arange(0, 256)[None, :]
     inside = elements < length
@@ -199,10 +198,10 @@ def lion(
 
 
 PIECES = 32
-"""Pieces of a 65,536-element block: 2048 elements, 64 rows of 32 columns, each."""
+"""Pieces of a 65,536-element block: 2048 elements each, 64 rows of 32 columns."""
 
 PIECES_AT_ONCE = 8
-"""Pieces of one program."""
+"""Pieces per program."""
 
 
 @triton.jit
@@ -226,7 +225,7 @@ def _rows_16(values, offsets, length, row):
 
 @triton.jit
 def sum_rows_of_pieces(gradient, blocks, rows_out):
-    """A program takes 8 pieces: the 64 rows of squares of each become one row of 32 fp64 numbers."""
+    """Reduce 8 pieces per program: 64 rows of squares to one row of 32 fp64 numbers."""
     program = tl.program_id(0).to(tl.int64)
     block, first_piece = program // 4, program % 4 * 8
     values, length = gradient + tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
@@ -239,9 +238,9 @@ def sum_rows_of_pieces(gradient, blocks, rows_out):
 
 @triton.jit
 def sum_pieces_of_block(rows_in, out):
-    """A program takes one block: the rows of its 32 pieces become one row, and that row's columns one number.
+    """Reduce one block per program: the rows of its 32 pieces to one row, then the columns to one number.
 
-    A sum over an axis of length 2 has one order only, so reshaping before each sum spells out the tree.
+    A sum over an axis of length 2 has only one order, so reshaping before every sum fixes the tree.
     """
     block = tl.program_id(0).to(tl.int64)
     values = tl.load(rows_in + block * 1024 + tl.arange(0, 1024))

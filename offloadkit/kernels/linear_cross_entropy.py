@@ -1,14 +1,14 @@
-"""Head and cross-entropy together, over chunks of the vocabulary. The [tokens, vocabulary] logits are never whole.
+"""Fused head and cross-entropy over chunks of the vocabulary, without the full [tokens, vocabulary] logits.
 
-A chunk's logits are computed in the working dtype, as the head computes them. The loss is computed in fp32. Forward
-keeps one logsumexp per token.
+A chunk's logits are computed in the working dtype, as by the head, and the loss in fp32. Forward saves one logsumexp
+per token.
 
-Backward computes each chunk again. Its logits' gradient is rounded to the working dtype once, as without chunks. The
-weight's gradient is one matmul over all tokens, so nothing of the weight's size is in fp32. The hidden states' gradient
-is added over the chunks in fp32. In all that is four matmuls of the head's size instead of three.
+Backward recomputes every chunk. The logits' gradient is rounded to the working dtype once, as without chunks. The
+weight's gradient is one matmul over all tokens, so no fp32 buffer of the weight's size exists. The hidden states'
+gradient is accumulated over chunks in fp32. The total is four matmuls of the head's size instead of three.
 
-The vocabulary is cut, not the tokens. With chunks of tokens the weight's gradient would need an fp32 sum of its size (2
-GiB for Llama-3.1-8B), which every chunk reads and writes.
+Chunks of tokens instead would need an fp32 sum of the weight's size (2 GiB for Llama-3.1-8B), read and written by every
+chunk.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Step = Callable[[Tensor, slice], Tensor]
-"""An element-wise function of the head's output: (logits, their columns of the vocabulary) -> logits."""
+"""Element-wise function of the head's output: (logits, their columns of the vocabulary) -> logits."""
 
 
 def token_losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, steps: tuple[Step, ...], chunk_elements: int
 ) -> Tensor:
-    """The cross-entropy of each token: [tokens] in fp32 (fp64 for fp64), differentiable once.
+    """Cross-entropy per token: [tokens] in fp32 (fp64 for fp64), differentiable once.
 
     Args:
         hidden: [tokens, width], the head's input.
-        weight: [vocabulary, width], of the same dtype.
+        weight: [vocabulary, width], in the dtype of `hidden`.
         bias: [vocabulary], or None.
-        target: [tokens] int64, each in the vocabulary.
+        target: [tokens], int64, indices into the vocabulary.
         steps: functions of the head's output, applied before the softmax.
-        chunk_elements: approximate number of logits in a chunk.
+        chunk_elements: approximate number of logits per chunk.
 
     Raises:
-        IndexError, RuntimeError: a target is not in the vocabulary. (On the GPU it is a device-side assertion.)
+        IndexError, RuntimeError: a target is outside the vocabulary (a device-side assertion on the GPU).
     """
     apply: Any = _TokenLosses.apply
     losses: Tensor = apply(hidden, weight, bias, target, steps, chunk_elements)
@@ -48,20 +48,18 @@ def token_losses(
 
 
 def no_autocast(like: Tensor) -> AbstractContextManager[None]:
-    """A context without autocast on this tensor's device."""
+    """Disable autocast on this tensor's device."""
     device = like.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 class _TokenLosses(torch.autograd.Function):
-    """The function of `token_losses`, with its own backward."""
-
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, steps: tuple[Step, ...],
         chunk_elements: int,
     ) -> Tensor:  # fmt: skip
-        weight[:, 0].gather(0, target)  # raises torch's own error if a label is not in the vocabulary
+        weight[:, 0].gather(0, target)  # raises torch's error for labels outside the vocabulary
         logsumexp = at_target = None
         with no_autocast(hidden):
             for columns in _chunks(len(hidden), len(weight), chunk_elements):
@@ -100,9 +98,9 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _gradient(saved: tuple[Any, ...], d_losses: Tensor, steps: tuple[Step, ...], columns: slice) -> Tensor:
-    """Gradient of the head's output in these columns: [tokens, columns], in its dtype.
+    """Gradient of the head's output in these columns: [tokens, columns], in the output's dtype.
 
-    It is (softmax - one-hot) * d_losses, through the backward of the steps.
+    It is (softmax - one-hot) * d_losses, propagated back through the steps.
 
     Args:
         saved: hidden, weight, bias, target and logsumexp.
@@ -120,7 +118,7 @@ def _gradient(saved: tuple[Any, ...], d_losses: Tensor, steps: tuple[Step, ...],
 def _chunk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[Step, ...], columns: slice
 ) -> tuple[Tensor, Tensor]:
-    """The head's output in these columns of the vocabulary, and the logits that the steps make of it."""
+    """The head's output in these columns of the vocabulary, and the logits after the steps."""
     with torch.no_grad():
         output = F.linear(hidden, weight[columns], None if bias is None else bias[columns])
     logits = output.requires_grad_(torch.is_grad_enabled())
@@ -130,14 +128,14 @@ def _chunk(
 
 
 def _places(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Whether each target lies in these columns: bool [tokens]; and where: [tokens, 1], arbitrary for the others."""
+    """Whether a target is in these columns (bool [tokens]), and its column ([tokens, 1], arbitrary if outside)."""
     index = target - columns.start
     width = columns.stop - columns.start
     return (index >= 0) & (index < width), index.clamp(0, width - 1).unsqueeze(1)
 
 
 def _chunks(num_tokens: int, vocabulary: int, chunk_elements: int) -> Iterator[slice]:
-    """Equal chunks of the vocabulary. All but the last are multiples of 64 columns."""
+    """Equal chunks of the vocabulary; all but the last are multiples of 64 columns."""
     num_chunks = max(1, -(-num_tokens * vocabulary // chunk_elements))
     width = -(-vocabulary // num_chunks // 64) * 64
     for start in range(0, vocabulary, width):
@@ -145,5 +143,5 @@ def _chunks(num_tokens: int, vocabulary: int, chunk_elements: int) -> Iterator[s
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """In fp32, or fp64 if they are."""
+    """Convert to fp32; fp64 stays."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

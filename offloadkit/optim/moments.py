@@ -1,15 +1,15 @@
-"""How moments are stored in fewer bits than fp32: the definitions, in torch operations.
+"""Storage of moments in fewer bits than fp32: the definitions, in torch operations.
 
-bf16 (`compact`): rounded stochastically. 8 bits (`tiny`): a code, and an fp32 scale for each 256 elements. A step reads
-the moments to fp32, updates the weights with the new fp32 moments, and rounds only what it stores. C and Triton do the
-same integer operations and the same fp32 operations, each rounded once, and store the same bits.
+bf16 (`compact`): rounded stochastically. 8 bits (`tiny`): a code per element and an fp32 scale per 256 elements. A step
+decodes moments to fp32, updates the weights with the new fp32 moments, and rounds only stored values. C and Triton
+perform the same integer and fp32 operations, each rounded once, and store the same bits.
 
-Random bits are a hash of a key and of the element within the parameter. The key is made from the seed, the step and the
-parameter's name. So the bits depend on neither the processor, the cutting nor the threads.
+Random bits are a hash of a key and the element's index in the parameter. The key is made from seed, step and parameter
+name, so the bits do not depend on processor, chunking or threads.
 
 Rounding to nearest would let moments stall. A step moves exp_avg_sq by a thousandth, and exp_avg by a tenth, of its
 distance to the new value. That is less than half the gap to the next number: 0.4 to 0.8 % in bf16; in the 8-bit maps
-0.7 % near the block's largest value, and more below it. An exp_avg that stalls moves its weight one way for ever.
+0.7 % near the block's maximum, and more below it. A stalled exp_avg moves its weight in one direction forever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-"""Elements that share a scale in 8 bits. Blocks start where their parameter starts."""
+"""Elements per scale of 8-bit moments. Blocks start at the parameter's first element."""
 
 INVERSE_OF_0_9 = 1.1111112
 """1 / 0.9 in fp32."""
@@ -32,17 +32,17 @@ _LOW_32 = 0xFFFFFFFF
 
 
 def random_key(seed: int, name: str, step: int) -> int:
-    """The 64-bit key of one parameter's random bits: `step` is the number of the applied step, the first is 1."""
+    """The 64-bit key of one parameter's random bits. `step` counts applied steps from 1."""
     text = f"{seed} {step} {name}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def random_bits(key: int, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """32 random bits for each of the elements first .. first + count of a parameter: int64 [count] of 0 .. 2**32 - 1.
+    """32 random bits for elements first .. first + count of a parameter: int64 [count] of 0 .. 2**32 - 1.
 
-    The lower 16 bits round the first moment, the upper 16 the second. The hash is lowbias32 (Wellons, "Prospecting for
-    Hash Functions", 2018) of (element + lower half of the key), its state xored with the upper half between the two
-    multiplications; each 2**32 elements have an upper half of their own.
+    The lower 16 bits round the first moment, the upper 16 bits the second moment. The hash is lowbias32 (Wellons,
+    "Prospecting for Hash Functions", 2018) of (element + lower half of the key), with the state xored with the upper
+    half between the two multiplications. Every 2**32 elements use another upper half.
     """
     elements = torch.arange(first, first + count, dtype=torch.int64, device=device)
     upper = ((key >> 32) + (elements >> 32) * 0x9E3779B9) & _LOW_32
@@ -53,10 +53,10 @@ def random_bits(key: int, first: int, count: int, device: torch.device | str = "
 
 
 def round_stochastically(values: Tensor, random: Tensor) -> Tensor:
-    """fp32 `values` as bf16: up or down with the odds that make the mean the value.
+    """Round fp32 to bf16, up or down with probabilities that preserve the mean.
 
-    random: integers of 0 .. 65535, added to the fp32 pattern, whose upper half is kept. What that carries past the
-    largest bf16 becomes Inf; Inf stays; every NaN becomes one NaN.
+    random: integers of 0 .. 65535, added to the fp32 bits before truncation to the upper half. Overflow of the largest
+    bf16 becomes Inf; Inf stays; every NaN becomes one canonical NaN.
     """
     bits = values.view(torch.int32)
     rounded = torch.where((bits & _EXPONENT) == _EXPONENT, bits, bits + random.to(torch.int32))
@@ -67,10 +67,10 @@ class Map(NamedTuple):
     """A map of 8-bit codes to levels of 0 .. 1, after the dynamic tree of Dettmers et al., "8-bit Optimizers via
     Block-wise Quantization" (arXiv 2110.02861).
 
-    Levels are numbered. 0.1 .. 1 times a power of ten is cut into equal parts, whose middles are the levels; each of
-    the seven decades from 1e-7 on has twice as many as the one before. Number n, with n + 0.5 = y * 2**e and
-    1 <= y < 2, is the level (0.9 * y - 0.8) * 10**(e - first_exponent) * 1e-6; the least number is zero, the largest 1.
-    (It is arithmetic since a table and a search in it made the CPU wait for gathers: the step took 3 times as long.)
+    Levels are numbered. Each of the seven decades from 1e-7 to 1 is cut into equal parts, whose midpoints are the
+    levels; a decade has twice as many levels as the decade below. Number n, with n + 0.5 = y * 2**e and 1 <= y < 2, is
+    the level (0.9 * y - 0.8) * 10**(e - first_exponent) * 1e-6; the least number is zero, the largest 1. (This is
+    computed, because a table lookup made the CPU wait for gathers: the step took 3 times as long.)
     """
 
     least: int
@@ -79,15 +79,16 @@ class Map(NamedTuple):
 
 
 EXP_AVG_MAP = Map(0, 127, 0)
-"""1, 2, 4 ... 64 levels a decade. A code is the number, and the sign as bit 7. The paper's 1.0, which has no negative,
-is given to both signs instead of the largest middle (0.993), so that a block's extreme is exact whatever its sign."""
+"""1, 2, 4 ... 64 levels per decade. A code is the number, with the sign in bit 7. Both signs have the level 1.0 instead
+of the largest midpoint (0.993), so that a block's extreme is exact; the paper has only the positive 1.0.
+"""
 
 EXP_AVG_SQ_MAP = Map(1, 256, 1)
-"""2, 4, 8 ... 128 levels a decade; a code is the number less 1."""
+"""2, 4, 8 ... 128 levels per decade. A code is the number minus 1."""
 
 
 def level(number: Tensor, map: Map) -> Tensor:
-    """fp32 levels of integers: one fp32 operation after the other, as C and Triton do them."""
+    """fp32 levels of integers, in the order of fp32 operations that C and Triton use."""
     bits = (number + 0.5).view(torch.int32)
     decade = ((bits >> 23) - 127 - map.first_exponent).clamp(0, 6)
     within = (bits & 0x7FFFFF | 0x3F800000).view(torch.float32) * 0.9 - 0.8
@@ -96,14 +97,14 @@ def level(number: Tensor, map: Map) -> Tensor:
 
 
 def _power_of_ten(exponent: Tensor) -> Tensor:
-    """fp32 of 10**exponent, which is exact, for int32 of 0 .. 6."""
+    """fp32 of 10**exponent, exact, for int32 of 0 .. 6."""
     return torch.tensor([1.0, 10.0, 1e2, 1e3, 1e4, 1e5, 1e6], device=exponent.device)[exponent]
 
 
 def round_to_number(shares: Tensor, random: Tensor, map: Map) -> Tensor:
-    """The number (int32) of one of the two levels around each of `shares`, fp32 of 0 .. 1.
+    """Round `shares` (fp32 of 0 .. 1) to one of the two nearest levels and return its number (int32).
 
-    random: 0 .. 65535; the upper one is taken with the odds that make the mean the share.
+    random: 0 .. 65535; the upper level is taken with the probability that preserves the mean.
     """
     borders = torch.tensor([1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1], device=shares.device)
     decade = torch.bucketize(shares, borders, right=True, out_int32=True)
@@ -115,25 +116,25 @@ def round_to_number(shares: Tensor, random: Tensor, map: Map) -> Tensor:
 
 
 def encode_bf16(values: Tensor, random: Tensor, is_signed: bool) -> tuple[Tensor, None]:
-    """fp32 [n] as bf16 [n], see `round_stochastically`. There are no scales, and the sign is bf16's own."""
+    """Round fp32 [n] to bf16 [n] with `round_stochastically`. No scales."""
     return round_stochastically(values, random), None
 
 
 def decode_bf16(stored: Tensor, scales: Tensor | None, is_signed: bool) -> Tensor:
-    """fp32 of bf16, exactly."""
+    """Convert bf16 to fp32, exactly."""
     return stored.float()
 
 
 def encode_8_bit(values: Tensor, random: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
-    """fp32 [n] as codes (uint8 [n]) and scales (fp32 [n / 256, rounded up]).
+    """Encode fp32 [n] as codes (uint8 [n]) and scales (fp32 [n / 256, rounded up]).
 
-    A block's scale is its largest magnitude. A magnitude over the scale lies between two levels and takes one of the
-    two with the odds that make the mean the value; random: integers of 0 .. 65535. A block with Inf or NaN has the
-    scale NaN and reads as NaN.
+    A block's scale is its largest magnitude. The ratio of a magnitude to the scale is rounded to one of the two nearest
+    levels with probabilities that preserve the mean; random: integers of 0 .. 65535. A block with Inf or NaN gets the
+    scale NaN and decodes to NaN.
 
-    Without a sign the numbers are not negative, and none but zero is stored as zero. A number below the smallest level,
-    3.25e-7 of the largest in its block, is stored as that level. Stored as zero, it would leave exp_avg / eps as the
-    next update where the gradient vanishes. So such an element takes smaller steps than in `exact`, never larger ones.
+    Unsigned values are not negative, and only zero is stored as zero. Values below the smallest level, 3.25e-7 of the
+    block's maximum, are stored as that level, because zero would make exp_avg / eps the next update if the gradient
+    vanishes. Such elements take smaller steps than in `exact`, never larger ones.
     """
     if is_signed:
         numbers, scales = _encode(values, random, EXP_AVG_MAP)
@@ -145,7 +146,7 @@ def encode_8_bit(values: Tensor, random: Tensor, is_signed: bool) -> tuple[Tenso
 
 
 def decode_8_bit(codes: Tensor, scales: Tensor | None, is_signed: bool) -> Tensor:
-    """fp32 [n] of uint8 [n] and fp32 [n / 256, rounded up]: the level times the scale."""
+    """Decode uint8 [n] and scales fp32 [n / 256, rounded up] to fp32 [n]: level times scale."""
     assert scales is not None
     codes = codes.to(torch.int32)
     if not is_signed:
@@ -159,7 +160,7 @@ def _spread(scales: Tensor, like: Tensor) -> Tensor:
 
 
 def _encode(values: Tensor, random: Tensor, map: Map) -> tuple[Tensor, Tensor]:
-    """The magnitudes' numbers (int32 [n]) and the scales."""
+    """Numbers of the magnitudes (int32 [n]), and the scales."""
     magnitudes = values.view(torch.int32) & 0x7FFFFFFF
     num_blocks = -(-values.numel() // BLOCK)
     padded = torch.nn.functional.pad(magnitudes, (0, num_blocks * BLOCK - values.numel()))
