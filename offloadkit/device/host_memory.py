@@ -119,7 +119,6 @@ class SharedSlab(HostSlab):
         self._map(mmap.MAP_SHARED)
 
     def _map(self, kind: int) -> None:
-        """Replace the slab's mapping with a mapping of the file."""
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         libc.mmap.restype = ctypes.c_void_p
@@ -220,7 +219,6 @@ def _check_available(needed: int, what: str) -> None:
 
 
 def _back_with_ram(slabs: Sequence[HostSlab], device: torch.device, part: tuple[int, int]) -> None:
-    """Populate `part` of every slab, and pin whole slabs if `device` is a GPU."""
     if device.type != "cuda":
         for slab in slabs:
             slab.populate(*part)

@@ -41,7 +41,7 @@ from offloadkit.optim.table import DTYPES, FlatState, Segment, state_table
 from offloadkit.threads import ThreadPool
 
 _VERSION = 6
-"""Version of the measurements. Raise it when they change, to invalidate cached rates."""
+"""Raise it when the measurements change, to invalidate cached rates."""
 DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
 RATES = {
     field.name
@@ -158,7 +158,6 @@ def host_rates() -> dict[str, float]:
 
 
 def _times_of_own_cores() -> list[Any]:
-    """psutil's CPU times of every core that this process may run on."""
     cores = psutil.cpu_times(percpu=True)
     own = hardware.own_cores() or range(len(cores))
     return [times for core, times in enumerate(cores) if core in own]
@@ -210,7 +209,7 @@ def _machine_key(device: torch.device, num_ranks: int = 1, num_cores: int | None
 
 
 def cache_file() -> Path:
-    """Path of the cache of measured rates."""
+    """Path of the cache."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "offloadkit" / "hardware.json"
 
@@ -332,7 +331,6 @@ def usual_seconds(run: Callable[[], object], device: torch.device, times: int = 
 
 
 def _timed(run: Callable[[], object], device: torch.device, times: int) -> float:
-    """Seconds of `times` runs enqueued at once."""
     started = time.perf_counter()
     for _ in range(times):
         run()
@@ -378,7 +376,6 @@ def step_traffic_bytes(precision: Precision) -> float:
 
 
 _Timing = Callable[..., float]
-"""`best_seconds` or `usual_seconds`."""
 
 
 def _triad_rate(slab: HostSlab, numel: int, seconds: _Timing) -> float:
@@ -452,12 +449,11 @@ def step_beside_copies(
 
 
 def _done_bytes(ends: list[tuple[Event, int]]) -> int:
-    """Bytes moved by the finished copies. Copies finish in order."""
+    """Copies finish in order."""
     return sum(num_bytes for _, num_bytes in takewhile(lambda end: end[0].done(), ends))
 
 
 def _room(device: torch.device) -> int:
-    """Free VRAM in bytes; free RAM if the device is the CPU."""
     return hardware.vram_bytes(device)[0] if device.type == "cuda" else hardware.ram_available_bytes()
 
 
@@ -517,7 +513,6 @@ _DISK_PIECE_BYTES = 4 << 20
 _MAX_DISK_PIECES = 16
 _NUM_DISK_THREADS = 4
 _MAX_PASS_SECONDS = 0.15
-"""Time limit of one pass."""
 
 
 def disk_rates(folder: Path) -> dict[str, float]:

@@ -41,15 +41,12 @@ Move = Callable[[int, list[memoryview], int], int]
 
 
 class _Mapping:
-    """A memory-mapped part of a file."""
-
     def __init__(self, file: int, length: int, at: int) -> None:
         self._mapping = mmap.mmap(file, length, offset=at)
         # A view keeps the buffer alive but not the mapping's lock, so this object keeps the lock.
         self.memory: Any = (ctypes.c_ubyte * length).from_buffer(self._mapping)
 
     def forget_pages(self, start: int, num_bytes: int) -> None:
-        """Flush pages to disk and drop them from RAM."""
         self._mapping.flush(start, num_bytes)
         self._mapping.madvise(mmap.MADV_DONTNEED, start, num_bytes)
 
@@ -100,7 +97,6 @@ class StateFile:
         return self._map(sizes)
 
     def _map(self, sizes: Sequence[int]) -> list[int]:
-        """Map regions of `sizes` at the end of the file; returns their indices."""
         *starts, total = accumulate(map(_whole_pages, sizes), initial=0)
         length, first = max(total, _PAGE), len(self._regions)
         mapping = _Mapping(self._file, length, self._end)

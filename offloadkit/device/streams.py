@@ -155,7 +155,7 @@ class BusyTime:
         self.num_bytes = 0
         self._pairs: list[tuple[Event, Event]] = []
         self._spans: list[tuple[float, float]] = []
-        """Finished pairs: (seconds from `first` to the start, duration in seconds)."""
+        """See `spans`."""
 
     def add(self, began: Event, ended: Event, num_bytes: int = 0) -> None:
         """Append a pair of events recorded with `timing`; pairs must come in stream order."""
@@ -191,7 +191,7 @@ class BusyTime:
 
 
 def seconds_of_any(times: Iterable[BusyTime]) -> float:
-    """Device seconds in which at least one of several streams was busy. All work must be finished.
+    """Device seconds in which any of several streams was busy. All work must be finished.
 
     Streams that copy in one direction share a copy engine. A copy waits between its own events while another copy runs,
     so a sum over the streams would count those seconds twice.
@@ -227,7 +227,7 @@ class CopyStream:
         self.device_stream.wait(event)
 
     def synchronize(self) -> None:
-        """Block the calling thread until all enqueued copies are done, after which their memory may be freed."""
+        """Block the calling thread until all enqueued copies are done and their memory may be freed."""
         self.device_stream.synchronize()
 
     def record(self, timing: bool = False) -> Event:

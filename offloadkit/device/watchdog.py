@@ -122,7 +122,7 @@ _calls: dict[int, _Call] = {}
 """Running calls by thread id."""
 _lock = threading.Lock()
 _watching: int | None = None
-"""Process id of the watching thread: a forked process must start another thread."""
+"""Process id of the watching thread. A forked process must start another thread."""
 
 
 def _start_watching() -> None:

@@ -1,11 +1,11 @@
 """`launch`: run a function in new processes of this machine, one per rank, that end with this process.
 
-Ranks get the environment variables that torchrun sets, so `world.join` treats both alike. This process hosts the
-TCPStore for rendezvous, on a port chosen by the system.
+Ranks get torchrun's environment variables, so `world.join` treats both alike. This process hosts the TCPStore, on a
+port chosen by the system.
 
-The function and its arguments are written to a file with torch and dill. dill includes definitions of `__main__`, from
-a notebook or script, without running it again. A socket to every rank carries messages, errors and stop requests. When
-this process ends for any reason, the sockets close, and every rank kills itself and its children.
+torch and dill write the function and its arguments to a file. dill includes definitions of `__main__`, from a notebook
+or script, without running it again. A socket to every rank carries messages, errors and stop requests. When this
+process ends for any reason, the sockets close, and every rank kills itself and its children.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Link = connection.Connection
 
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 10.0
-"""Time for the other ranks to end by themselves after a failure."""
+"""Time for the other ranks to end after a failure."""
 _END_SECONDS = 10.0
 """Time for a rank to exit after all ranks have returned."""
 _TAIL_LINES = 60
-"""Lines of a rank's output that an error shows."""
+"""Lines of a rank's output in an error."""
 _START = "import sys; from offloadkit.distributed.launch import _serve; _serve(*sys.argv[1:])"
 
 _T = TypeVar("_T")
@@ -103,7 +103,6 @@ def _kill(ranks: Sequence[_Rank]) -> None:
 
 
 def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops: Callable[[], bool]) -> None:
-    """Wait until all ranks have returned, or raise the reason why they have not."""
     forwarded_ones: list[int] = []
 
     def tell(number: int) -> None:
@@ -213,7 +212,7 @@ class _Rank:
 
     @property
     def tail(self) -> str:
-        """End of the rank's output received so far."""
+        """End of the output received so far."""
         return "".join(self._lines)
 
     def say(self, word: str) -> None:
@@ -221,7 +220,6 @@ class _Rank:
             self.link.send(word)
 
     def take(self, hear: Callable[[int, Any], None]) -> None:
-        """Receive the next message."""
         try:
             kind, *what = self.link.recv()
         except (EOFError, OSError):
@@ -253,7 +251,6 @@ class _Rank:
         self.failure, self.failed_at = failure, time.monotonic()
 
     def end(self) -> None:
-        """Let the process exit after all ranks have returned."""
         self.say("end")
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
@@ -287,7 +284,6 @@ class _Rank:
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """Environment variables of a rank: torchrun's variables and PYTHONPATH."""
     count = str(num_ranks)
     found = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks))}
     if "lo" in (name for _, name in socket.if_nameindex()):
@@ -342,7 +338,7 @@ def _write_work(function: Callable[..., Any], arguments: dict[str, Any], path: P
 
 
 def _packed(error: BaseException) -> bytes | None:
-    """Pickle an error; None if it cannot be pickled."""
+    """None if the error cannot be pickled."""
     try:
         with _recursing():
             data = dill.dumps(error.with_traceback(None))
@@ -371,8 +367,6 @@ def _is_consequence(error: BaseException | None) -> bool:
 
 @dataclass
 class _Parent:
-    """The process that launched this one."""
-
     link: Link
     scratch: str
     lock: threading.Lock = field(default_factory=threading.Lock)

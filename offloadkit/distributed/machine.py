@@ -25,10 +25,10 @@ from offloadkit.planner.fitted import FEW_CTAS
 from offloadkit.planner.ranks import is_bus
 
 _SENT_BYTES = {"cuda": 256 << 20, "cpu": 2 << 20}
-"""Bytes that every rank sends to measure the link, spread over all ranks."""
+"""Bytes that a rank sends to measure the link, spread over all ranks."""
 _LINK, _FEW_CTAS_LINK = "link_bytes_per_second", "few_ctas_link_bytes_per_second"
 _NUM_EXCHANGES = 4
-"""Number of exchanges; the fastest one counts."""
+"""The fastest exchange counts."""
 _OF_CTAS = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS")
 """Environment variables that override the plan's number of NCCL thread blocks."""
 _MOST_CORES = 4096
@@ -102,7 +102,6 @@ def _as_bits(cores: set[int]) -> NDArray[np.int64]:
 
 
 def _bind(before: set[int], cores: set[int]) -> None:
-    """Set the affinity of this process's threads to `cores` if it is `before`."""
     for thread in os.listdir("/proc/self/task") if before != cores else ():
         with suppress(OSError):  # the thread has ended
             if os.sched_getaffinity(int(thread)) == before:
@@ -117,8 +116,8 @@ def measured_by(ranks: Solo | Group, device: torch.device, folder: str | Path | 
 def measured_together(ranks: Group, device: torch.device, folder: str | Path | None = None) -> Hardware:
     """Measure one rank's machine while all ranks work; equal on all ranks except for names of parts.
 
-    Rates and sizes are the minimum over all ranks, because the ranks wait for the slowest one. The link is measured by
-    an exchange between all ranks.
+    Rates, sizes and costs are the worst over all ranks, because the ranks wait for the slowest one. The link is
+    measured by an exchange between all ranks.
 
     Args:
         folder: as for `measure`.
@@ -160,7 +159,7 @@ def _link_of(num_ranks: int) -> str:
 
 
 def _links(ranks: Group, device: torch.device, num_ranks: int) -> dict[str, float]:
-    """Bytes per second that the slowest rank receives while all ranks exchange.
+    """Bytes per second received by the slowest rank while all ranks exchange, by field of `Hardware`.
 
     Measured with NCCL's default number of thread blocks and, on GPUs, with few thread blocks, unless the environment
     sets the number.

@@ -249,7 +249,7 @@ class Group:
         self._between_devices = None  # set last, so that `_abort` can still abort the group
 
     def take_received(self) -> dict[str, int]:
-        """Return the bytes received since the last call, by "exchange", "gather" and "agreement"."""
+        """Return the bytes received since the last call, by kind of operation."""
         taken, self._received = self._received, Counter()
         return dict(taken)
 

@@ -75,7 +75,6 @@ def _round_stochastically(values, random):
 
 @triton.jit
 def _power_of_ten(exponent):
-    """10**exponent for 0 .. 7, exact."""
     low = tl.where((exponent & 1) != 0, 10.0, 1.0) * tl.where((exponent & 2) != 0, 100.0, 1.0)
     return low * tl.where((exponent & 4) != 0, 10000.0, 1.0)
 

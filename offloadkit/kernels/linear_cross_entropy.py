@@ -143,5 +143,4 @@ def _chunks(num_tokens: int, vocabulary: int, chunk_elements: int) -> Iterator[s
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """Convert to fp32; fp64 stays."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -181,7 +181,6 @@ class Optimizer:
     update: Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[float]], None]
     """(master weights, gradient, moments, scalars): one step in place on fp32 tensors of one shape."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Default betas."""
     trainer_names: tuple[str, ...] = ()
     """Names of this optimizer in `TrainingArguments.optim`, if different."""
 
@@ -295,7 +294,6 @@ class LayerKind:
     optimizer: str = "adamw"
     """A name in `OPTIMIZERS`."""
     precision: Precision = "exact"
-    """Precision of the optimizer's moments."""
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -315,7 +313,6 @@ class FlatState:
     weights: Tensor
     """Working weights in bf16, fp16 or fp32. fp32 weights are the master weights."""
     arrays: dict[str, Tensor]
-    """The table's arrays, by name."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.arrays[name]
@@ -342,7 +339,6 @@ class Segment(NamedTuple):
     """A multiple of 256 if moments have scales."""
     length: int
     scalars: tuple[float, ...]
-    """The optimizer's scalars for this step."""
     random_key: int = 0
     """`moments.random_key` of the step and parameter; unused without stochastic rounding."""
     offset: int = 0
