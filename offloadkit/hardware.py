@@ -188,7 +188,7 @@ def text_of(path: Path) -> str:
         return ""
 
 
-def _cgroup_dirs(controller: str) -> tuple[Path, ...]:
+def cgroup_dirs(controller: str) -> tuple[Path, ...]:
     """This process's cgroup folder and its parents, innermost first (v2's tree, or one controller's of v1)."""
     return _dirs_of(text_of(OWN_CGROUPS), controller, CGROUP)
 
@@ -209,7 +209,7 @@ def _dirs_of(own_cgroups: str, controller: str, mount: Path) -> tuple[Path, ...]
 def cpu_quota() -> float | None:
     """Cores' worth of CPU time that all processes of this cgroup may take together; None: unlimited."""
     quotas: list[float] = []
-    for folder in _cgroup_dirs("cpu"):
+    for folder in cgroup_dirs("cpu"):
         quota, _, period = text_of(folder / "cpu.max").partition(" ")
         if not quota:
             quota, period = text_of(folder / "cpu.cfs_quota_us"), text_of(folder / "cpu.cfs_period_us")
@@ -221,7 +221,7 @@ def cpu_quota() -> float | None:
 def _cgroup_ram() -> list[tuple[int, int]]:
     """(limit, usage without page cache), in bytes, of each memory cgroup of this process that has a limit."""
     found: list[tuple[int, int]] = []
-    for folder in _cgroup_dirs("memory"):
+    for folder in cgroup_dirs("memory"):
         names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # above `high` the kernel slows a process down
         limits = [int(limit) for limit in (text_of(folder / name) for name in names) if limit.isdigit()]
         limit = min(limits, default=1 << 60)

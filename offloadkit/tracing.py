@@ -335,7 +335,7 @@ class _Stages:
         """A block's outputs. If a block of its kind was traced before, they are made from the first trace."""
         self._end_outside()
         leaves, spec = tree_flatten(arguments)
-        key, tensors = _kind(block, leaves, spec), _tensors(leaves)
+        key, tensors = kind_of(block, leaves, spec), _tensors(leaves)
         if key not in self._kinds:
             self._kinds[key] = self._follow(forward, leaves, spec)
         kind = self._kinds[key]
@@ -415,7 +415,7 @@ def _described(output: Any, inputs: Sequence[torch.Tensor]) -> Any:
     return _Made(output.shape, output.dtype, output.requires_grad)
 
 
-def _kind(block: nn.Module, leaves: Sequence[Any], spec: Any) -> Any:
+def kind_of(block: nn.Module, leaves: Sequence[Any], spec: Any) -> Any:
     """A key that is equal for blocks with the same computation over the same shapes."""
 
     def form(leaf: Any) -> Any:

@@ -192,7 +192,7 @@ def test_blocks_of_one_kind_are_followed_once(monkeypatch: pytest.MonkeyPatch) -
     model, batch = on_meta(t5()), tokens(4, 64, labels=32)
     together = trace_micro_batch(model, batch)
     serial = itertools.count()
-    monkeypatch.setattr(tracing, "_kind", lambda *_: next(serial))
+    monkeypatch.setattr(tracing, "kind_of", lambda *_: next(serial))
     each = trace_micro_batch(model, batch)
     assert next(serial) == 6
     assert each == together

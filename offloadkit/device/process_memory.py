@@ -17,7 +17,7 @@ from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.telemetry import Peaks
 
 _cuda: Any = torch.cuda  # typed in some releases of torch only
-_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def let_segments_grow(device: torch.device) -> None:
@@ -26,7 +26,7 @@ def let_segments_grow(device: torch.device) -> None:
     Freed memory then serves allocations of other sizes. On an H200 torch reserves 0.02 to 0.37 GiB beyond the allocated
     bytes; without expandable segments up to 0.67 GiB. No effect if the user configures the allocator or outside Linux.
     """
-    if device.type != "cuda" or sys.platform != "linux" or any(name in os.environ for name in _VARIABLES):
+    if device.type != "cuda" or sys.platform != "linux" or any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
     settings: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if settings is None:  # torch 2.8 and older
@@ -96,7 +96,7 @@ class VramCap:
         if self._limit is None:
             return
         self._device = hardware.indexed(device)
-        _load_libraries(self._device)
+        load_libraries(self._device)
         get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # missing in torch 2.6
         if self._device not in self._shares:
             self._shares[self._device] = {None: get_fraction(self._device)}
@@ -139,7 +139,7 @@ class VramCap:
             torch.cuda.empty_cache()
 
 
-def _load_libraries(device: torch.device) -> None:
+def load_libraries(device: torch.device) -> None:
     """Load the libraries that every training loads into the context."""
     square = torch.zeros(16, 16, device=device)
     torch.mm(square, square)

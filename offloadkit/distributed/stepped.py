@@ -19,7 +19,7 @@ from offloadkit.errors import RankError
 _PAUSE = 2e-5
 """Initial polling interval in seconds; it doubles up to `_LONGEST_PAUSE`."""
 _LONGEST_PAUSE = 1e-4
-_CHECKS_EVERY = 0.1
+CHECKS_EVERY = 0.1
 """Interval in seconds between checks for ranks that ended."""
 
 
@@ -95,7 +95,7 @@ class Stepped:
         while not self.reached():
             time.sleep(pause)
             pause, now = min(2 * pause, _LONGEST_PAUSE), time.monotonic()
-            if now - checked < _CHECKS_EVERY:
+            if now - checked < CHECKS_EVERY:
                 continue
             checked, missing = now, self._of.missing()
             if missing is not None and not self.reached():

@@ -25,7 +25,7 @@ from offloadkit.offload.layers import repeated_blocks, replace_forwards
 
 BACKEND = "inductor"
 
-_DETERMINISTIC = "deterministic"
+DETERMINISTIC = "deterministic"
 """Option of inductor: do not choose kernels and padding by measured times, so that numbers do not depend on them."""
 
 _CACHES = {"past_key_values": None, "layer_past": None, "use_cache": False}
@@ -65,7 +65,7 @@ def compile_blocks(model: nn.Module, tied: Collection[nn.Module]) -> Callable[[]
     without_caches = bool(getattr(model, "supports_gradient_checkpointing", False))
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for (_, reason, _), blocks in kinds.items():
-        forward = _EqualBlocks(blocks, reason).forward(without_caches)
+        forward = EqualBlocks(blocks, reason).forward(without_caches)
         for block in blocks:
             forwards[block] = MethodType(forward, block)
     return replace_forwards(forwards)
@@ -82,7 +82,7 @@ def _kind(block: nn.Module, tied: Collection[nn.Module]) -> Any:
         reason = "it holds a tied weight"
     elif any(isinstance(module, nn.Embedding) for module in block.modules()):
         reason = _EMBEDDING
-    elif BACKEND == "inductor" and not hasattr(config, _DETERMINISTIC):
+    elif BACKEND == "inductor" and not hasattr(config, DETERMINISTIC):
         reason = f"torch {torch.__version__} chooses kernels by measured time, so numbers would vary; 2.10 need not"
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
     return type(block), reason, tuple(parameters)
@@ -99,7 +99,7 @@ def _mark_lengths(inputs: Iterable[Any]) -> None:
             torch._dynamo.maybe_mark_dynamic(value, [at for at in sizes if value.shape[at] > 1])
 
 
-class _EqualBlocks:
+class EqualBlocks:
     """Blocks that share a graph, one per kind of input."""
 
     def __init__(self, blocks: Sequence[nn.Module], reason: str) -> None:
@@ -157,7 +157,7 @@ class _EqualBlocks:
 
         print(f"compiling {self.what}: this step waits for it", flush=True)
         began = time.perf_counter()
-        options: dict[str, Any] = {"config_patches": {_DETERMINISTIC: True}} if BACKEND == "inductor" else {}
+        options: dict[str, Any] = {"config_patches": {DETERMINISTIC: True}} if BACKEND == "inductor" else {}
         compiled: Callable[..., Any] = lookup_backend(BACKEND)(graph, inputs, **options)
         print(f"compiled {self.what} in {time.perf_counter() - began:.1f} s", flush=True)
         return compiled

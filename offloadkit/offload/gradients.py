@@ -60,22 +60,22 @@ class BucketPool:
 
     def __init__(self, device: torch.device, num_bytes: int, waits: Waits) -> None:
         self._device, self._num_bytes, self._waits = device, num_bytes, waits
-        self._free: list[tuple[torch.Tensor, Event | None]] = []
+        self.free: list[tuple[torch.Tensor, Event | None]] = []
 
     def take(self) -> torch.Tensor:
         """A free uint8 buffer of `num_bytes`; if all are busy, the oldest."""
-        ready = [item for item in self._free if item[1] is None or item[1].done()]
-        if not ready and len(self._free) < NUM_GRADIENT_BUCKETS - 1:
+        ready = [item for item in self.free if item[1] is None or item[1].done()]
+        if not ready and len(self.free) < NUM_GRADIENT_BUCKETS - 1:
             return torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
-        buffer, busy = (ready or self._free)[0]
-        self._free = [item for item in self._free if item[0] is not buffer]
+        buffer, busy = (ready or self.free)[0]
+        self.free = [item for item in self.free if item[0] is not buffer]
         if busy is not None:
             self._waits.delay(busy)
         return buffer
 
     def give_back(self, buffer: torch.Tensor, busy: Event | None) -> None:
         """Return a buffer that copies read until `busy`."""
-        self._free.append((buffer, busy))
+        self.free.append((buffer, busy))
 
 
 class LayerGradient:
@@ -234,6 +234,7 @@ class Gradients:
         layers: in definition order.
         order: several ranks: indices of the layers in the order of their exchange.
         completed: indices of the layers in the order in which the last backward completed them.
+        pool: the buckets of gradients that leave VRAM.
         ends_window: the next backward is the last of the accumulation window.
     """
 
@@ -291,14 +292,14 @@ class Gradients:
         # Layers whose gradient leaves the bucket as soon as the micro-batch completes it.
         passing = [layer for layer in layers if not layer.layer.shared and (not layer.on_device or self._is_sum)]
         sizes = [layer.bucket_bytes for layer in passing]
-        self._pool = BucketPool(self._device, max(sizes, default=0), self._waits)
+        self.pool = BucketPool(self._device, max(sizes, default=0), self._waits)
         self._pooled = {layer for layer in passing if not is_small(layer.bucket_bytes, max(sizes))}
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in staging:
             self._staging.put(buffer)
         self._in_vram: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         """(gradients of one dtype in VRAM, their norm blocks, their block sums): summed by one operation."""
-        self._allocate()
+        self.allocate()
         if isinstance(self._ranks, Group):
             self._exchange = self._new_exchange(self._ranks)
         for gradient in layers:
@@ -331,11 +332,11 @@ class Gradients:
             layer.forget_buffers()
         self._layer_of.clear()
         self.layers, self._pooled, self._in_vram, self._exchange = (), set(), [], None
-        self._pool = BucketPool(self._device, 0, self._waits)
+        self.pool = BucketPool(self._device, 0, self._waits)
         self._staging = queue.SimpleQueue()
         self._host_sums = self._device_sums = torch.empty(0)
 
-    def _allocate(self) -> None:
+    def allocate(self) -> None:
         """Allocate the block sums of all layers, on the device and in pinned RAM, and the gradients that stay in VRAM,
         one buffer per dtype."""
         groups: dict[torch.dtype | None, list[LayerGradient]] = {}
@@ -683,14 +684,14 @@ class Gradients:
         A layer has its own buffer if it is small, has tied weights, or keeps its gradient there until the boundary.
         """
         if layer in self._pooled:
-            return self._pool.take()
+            return self.pool.take()
         if layer.own_buffer is None:
             layer.own_buffer = torch.zeros(layer.bucket_bytes, dtype=torch.uint8, device=self._device)
         return layer.own_buffer
 
     def _release(self, layer: LayerGradient, busy: Event | None) -> None:
         if layer.buffer is not None and layer.buffer is not layer.own_buffer:
-            self._pool.give_back(layer.buffer, busy)
+            self.pool.give_back(layer.buffer, busy)
             layer.buffer = None
 
     def _reopen(self, layer: LayerGradient) -> None:

@@ -61,6 +61,8 @@ class PlacedModel:
         states: the flat layers, in definition order.
         plan: the plan in use: the plan given, or a leaner one if the GPU was full.
         is_whole: the model can be trained on. False after a move failed and could not rebuild the shared buffers.
+        gathers: with several ranks, brings the weights that other ranks stepped.
+        offloaded_inputs: the inputs of recomputed blocks that wait in RAM.
         caching: configs that turn the key/value cache on and off.
         pinning_seconds: seconds spent populating and pinning RAM.
     """
@@ -115,7 +117,7 @@ class PlacedModel:
         for buffer in module.buffers():
             ranks.broadcast(buffer)
         undo.callback(self._bind_to_ram)  # the model must keep the weights that live in RAM, however the engine ends
-        self._offloaded = OffloadedInputs(device, self._waits)
+        self.offloaded_inputs = OffloadedInputs(device, self._waits)
         self.caching = caching_configs(module)
         if config.compile_blocks:
             tied = {owner for layer in layers for view in layer.views if view.shared for owner, _ in view.owners}
@@ -555,7 +557,7 @@ class PlacedModel:
         if choices or self._config.activation_checkpointing:
             compiled = self._config.compile_blocks
             self._stop_recomputing = checkpoint_activations(
-                self.module, choices, self._weights_of, self._offloaded, compiled=compiled
+                self.module, choices, self._weights_of, self.offloaded_inputs, compiled=compiled
             )
         self._recomputed = choices
 
@@ -745,7 +747,7 @@ class PlacedModel:
 
     def take_busy(self) -> list[tuple[str, BusyTime]]:
         """Since the last call: waits of the compute stream by name, and busy time of the "h2d" and "d2h" copies."""
-        copies = [("d2h", self.gradients.d2h), ("d2h", self._offloaded.d2h), ("h2d", self._offloaded.h2d)]
+        copies = [("d2h", self.gradients.d2h), ("d2h", self.offloaded_inputs.d2h), ("h2d", self.offloaded_inputs.h2d)]
         if self._ring is not None:
             copies.append(("h2d", self._ring.h2d))
         return [*self._waits.take().items(), *((name, stream.take_busy()) for name, stream in copies)]
@@ -773,7 +775,7 @@ class PlacedModel:
         self.states.clear()
         self.gradients.forget_buffers()  # a loss that the user keeps references the hooks of tied weights, and so it
         del self.gradients
-        self._offloaded.release()
+        self.offloaded_inputs.release()
         if self._ring is not None:
             self._ring.synchronize()  # wait: fetches before weights are released
             self._ring.close()

@@ -126,7 +126,7 @@ class RateWatch:
         if plan is None:
             return None
         self._found = plan, self._plan, pace
-        return plan, _in_words(rates)
+        return plan, in_words(rates)
 
 
 def _slowest(ranks: Ranks, rates: Mapping[str, Rate]) -> dict[str, Rate]:
@@ -147,7 +147,7 @@ def _pace(records: Sequence[StepRecord]) -> float:
     return median(record.seconds["step"] / (record.num_tokens or 1) for record in records)
 
 
-def _in_words(rates: Mapping[str, Rate]) -> str:
+def in_words(rates: Mapping[str, Rate]) -> str:
     """For example "copies to the GPU run at 5.5 GB/s, planned with 55 GB/s"."""
     parts = []
     for name, rate in rates.items():

@@ -202,11 +202,9 @@ class OffloadedInputs:
     def __init__(self, device: torch.device, waits: Waits) -> None:
         self.device, self._waits = device, waits
         self.d2h, self.h2d = CopyStream(device, "D2H"), CopyStream(device, "H2D")
-        self._free: list[_OffloadedInput] = []
-        self._copying: list[tuple[torch.Tensor, Event]] = []
-        """VRAM that a copy still reads or writes, and the end of that copy."""
-        self._order: list[_OffloadedInput] = []
-        """The inputs in RAM, in forward order."""
+        self.free: list[_OffloadedInput] = []
+        self.copying: list[tuple[torch.Tensor, Event]] = []
+        self.in_ram: list[_OffloadedInput] = []
 
     def checkpoint(
         self,
@@ -240,12 +238,12 @@ class OffloadedInputs:
 
     def release(self) -> None:
         """Free the RAM. The model may keep this object alive, in the functions with which its blocks recompute."""
-        self._free.clear()
-        self._copying.clear()
+        self.free.clear()
+        self.copying.clear()
 
     def _send(self, tensor: torch.Tensor, name: str) -> _Handle:
         self._free_vram(1)
-        view = self._take(tensor.numel() * tensor.element_size())
+        view = self.take(tensor.numel() * tensor.element_size())
         tensor = tensor.detach().contiguous()
         view.name, view.shape, view.device = name, tensor.shape, None
         view.slab.clear()
@@ -254,8 +252,8 @@ class OffloadedInputs:
         if view.returned is not None:
             self.d2h.wait(view.returned)  # wait: a fetched input before its RAM is used again
         view.arrived = self.d2h.copy_all([(view.host, tensor.view(-1))], name)
-        self._copying.append((tensor, view.arrived))
-        self._order.append(view)
+        self.copying.append((tensor, view.arrived))
+        self.in_ram.append(view)
         handle = _Handle(view)
         weakref.finalize(handle, self._free_ram, view).atexit = False
         return handle
@@ -266,9 +264,9 @@ class OffloadedInputs:
         The compute stream waits for these copies, because it may reuse the memory. Without this limit, Python running
         far ahead of the device would keep the VRAM of many inputs.
         """
-        self._copying = [(memory, event) for memory, event in self._copying if not event.done()]
-        while len(self._copying) > num_left:
-            _, event = self._copying.pop(0)
+        self.copying = [(memory, event) for memory, event in self.copying if not event.done()]
+        while len(self.copying) > num_left:
+            _, event = self.copying.pop(0)
             self._waits.delay(event)
 
     def _free_ram(self, view: _OffloadedInput) -> None:
@@ -276,23 +274,23 @@ class OffloadedInputs:
 
         A dropped graph's input may have been prefetched, and its copy to VRAM may still be running.
         """
-        self._order.remove(view)
+        self.in_ram.remove(view)
         if view.device is not None and view.returned is not None:
-            self._copying.append((view.device, view.returned))
+            self.copying.append((view.device, view.returned))
         view.device = None
-        self._free.append(view)
+        self.free.append(view)
 
-    def _take(self, num_bytes: int) -> _OffloadedInput:
+    def take(self, num_bytes: int) -> _OffloadedInput:
         """The smallest free RAM buffer of at least `num_bytes`. If none exists, a new one replaces the largest free
         buffer, so that RAM does not grow with each new sequence length."""
-        fitting = [view for view in self._free if view.slab.num_bytes >= num_bytes]
+        fitting = [view for view in self.free if view.slab.num_bytes >= num_bytes]
         if fitting:
             view = min(fitting, key=lambda each: each.slab.num_bytes)
-            self._free.remove(view)
+            self.free.remove(view)
             return view
-        unused = [view for view in self._free if view.returned is None or view.returned.done()]
+        unused = [view for view in self.free if view.returned is None or view.returned.done()]
         if unused:
-            self._free.remove(max(unused, key=lambda each: each.slab.num_bytes))
+            self.free.remove(max(unused, key=lambda each: each.slab.num_bytes))
         del unused
         (slab,) = host_memory.allocate([num_bytes], self.device, "inputs of recomputed blocks")
         return _OffloadedInput(slab)
@@ -307,9 +305,9 @@ class OffloadedInputs:
         self._free_vram(0)
         saved = packed.view
         here = self._fetch(saved)
-        at = self._order.index(saved)
+        at = self.in_ram.index(saved)
         if at > 0:
-            self._fetch(self._order[at - 1])
+            self._fetch(self.in_ram[at - 1])
         assert saved.returned is not None
         self._waits.delay(saved.returned)
         saved.device = None

@@ -27,9 +27,9 @@ from offloadkit.planner.plan import TIERS
 from offloadkit.threads import Thread
 from offloadkit.units import format_bytes
 
-_INTERVAL_SECONDS = 0.2
+POLL_SECONDS = 0.2
 """Interval between readings of free RAM."""
-_ABOUT = 1.02
+TOLERANCE = 1.02
 """A plan may exceed the free VRAM by this factor, because the framework's share is an estimate."""
 _MIN_FLOOR_BYTES = 256 << 20
 """Least RAM that must stay free, also on small machines."""
@@ -52,7 +52,7 @@ class RamPoll:
 
     def run(self) -> None:
         """Read the free RAM until closed; set `warning` if it is too low."""
-        while not self.closed.wait(_INTERVAL_SECONDS):
+        while not self.closed.wait(POLL_SECONDS):
             process_memory.sample_ram()
             available = hardware.ram_available_bytes()
             if available < self.floor_bytes:
@@ -81,7 +81,7 @@ class RamWatch:
 
     def __init__(self, planned: Mapping[str, int], floor_bytes: int | None = None) -> None:
         if floor_bytes is None:
-            floor_bytes = _floor_bytes()
+            floor_bytes = ram_floor()
         self.poll = RamPoll(dict(planned), floor_bytes)
         self._thread = Thread(target=self.poll.run, name="offloadkit-ram-watch", daemon=True)
         weakref.finalize(self, self.poll.closed.set)
@@ -112,7 +112,7 @@ class RamWatch:
             self._thread.join()
 
 
-def _floor_bytes() -> int:
+def ram_floor() -> int:
     return max(hardware.ram_limit_bytes() // 100, _MIN_FLOOR_BYTES)
 
 
@@ -163,7 +163,7 @@ def of_all(ranks: Ranks, budgets: Mapping[str, int]) -> dict[str, int]:
 
 def _spare_ram(plan: Plan) -> int:
     """Bytes of RAM that this run may still take: an equal part of the host's free RAM for each of its ranks."""
-    return max(0, hardware.ram_available_bytes() - _floor_bytes()) // plan.num_on_host
+    return max(0, hardware.ram_available_bytes() - ram_floor()) // plan.num_on_host
 
 
 def room(plan: Plan, device: torch.device) -> dict[str, int]:
@@ -214,7 +214,7 @@ def with_less_ram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan
     The ranks of a host share the shortage equally.
     """
     now = {tier: plan.total_bytes(tier) for tier in TIERS}
-    lacking = (2 * _floor_bytes() - hardware.ram_available_bytes()) // plan.num_on_host
+    lacking = (2 * ram_floor() - hardware.ram_available_bytes()) // plan.num_on_host
     budgets = {"ram": max(1, now["ram"] - max(now["ram"] // 8, lacking))}
     if device.type == "cuda":
         used = hardware.vram_context_bytes(device) + process_memory.peak_reserved_bytes(device)
@@ -240,7 +240,7 @@ def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int, ranks: 
     if machine:  # measured before the ranks connected
         context = machine.vram_context_bytes + hardware.library_bytes[device.index or 0]
     there = hardware.vram_bytes(device)[0] + context + freed_bytes
-    fits = plan.total_bytes("vram") <= _ABOUT * there
+    fits = plan.total_bytes("vram") <= TOLERANCE * there
     if ranks.agree(np.array([fits], dtype=np.int64)).all():
         return plan
     ram = max(plan.total_bytes("ram"), plan.budgets.get("ram", 0))

@@ -128,24 +128,24 @@ class StateRing:
         self.h2d, self.d2h = CopyStream(device, "H2D"), CopyStream(device, "D2H")
         memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
         made = record_compute(device)
-        self._buffers = [_Buffer(memory, {}, free=made) for memory in memories]
-        self._turns = cycle(self._buffers)
-        self._ahead: deque[tuple[_Chunk, _Buffer]] = deque()
-        self._under_way: deque[Event] = deque()
+        self.buffers = [_Buffer(memory, {}, free=made) for memory in memories]
+        self._turns = cycle(self.buffers)
+        self.ahead: deque[tuple[_Chunk, _Buffer]] = deque()
+        self.under_way: deque[Event] = deque()
         self._stepped: Event | None = None
 
     def forget_ahead(self) -> None:
         """Discard prefetched chunks, because their step was skipped and RAM may have been written since."""
-        self._ahead.clear()
+        self.ahead.clear()
 
     def fetch_ahead(self, layer: PassingStates) -> None:
         """Prefetch the first chunks of the layer to be stepped next, as many as buffers are available, without
         gradients, which may not have arrived in RAM yet."""
         for chunk in layer.chunks:
-            if len(self._ahead) == len(self._buffers):
+            if len(self.ahead) == len(self.buffers):
                 return
             states = [name for name in chunk.host if name != "gradient"]
-            self._ahead.append((chunk, self._fetch(layer, chunk, next(self._turns), states)))
+            self.ahead.append((chunk, self._fetch(layer, chunk, next(self._turns), states)))
 
     def step(
         self,
@@ -184,7 +184,7 @@ class StateRing:
             stream.wait(buffer.arrived)
             stream.run(partial(optimizer_step, state, own, parts, grad_scale))
             self._stepped = stepped = stream.record()
-            self._under_way.append(stepped)
+            self.under_way.append(stepped)
             self.d2h.wait(stepped)
             stepped_parts = [(part, here[of]) for of, part in chunk.host.items() if of != "gradient"]
             buffer.free = drained = self.d2h.copy_all(stepped_parts, layer.name)
@@ -203,10 +203,10 @@ class StateRing:
 
     def _fetched(self, layer: PassingStates, chunk: _Chunk) -> _Buffer:
         """The buffer that holds the whole chunk after `arrived`."""
-        if self._ahead and self._ahead[0][0] is chunk:
-            buffer = self._ahead.popleft()[1]
+        if self.ahead and self.ahead[0][0] is chunk:
+            buffer = self.ahead.popleft()[1]
             return self._fetch(layer, chunk, buffer, ["gradient"]) if "gradient" in chunk.host else buffer
-        self._ahead.clear()
+        self.ahead.clear()
         return self._fetch(layer, chunk, next(self._turns), list(chunk.host))
 
     def _fetch(self, layer: PassingStates, chunk: _Chunk, buffer: _Buffer, names: Sequence[str]) -> _Buffer:
@@ -222,9 +222,9 @@ class StateRing:
         return buffer
 
     def _hold_back(self) -> None:
-        while len(self._under_way) >= MOST_UNDER_WAY:
-            if self._under_way[0].done():
-                self._under_way.popleft()
+        while len(self.under_way) >= MOST_UNDER_WAY:
+            if self.under_way[0].done():
+                self.under_way.popleft()
             else:
                 time.sleep(_PAUSE)
 

@@ -338,8 +338,7 @@ class StepBalancer:
     """Moves layers between CPU and GPU so that both finish an update at the same time."""
 
     def __init__(self) -> None:
-        self._unread: deque[StepTimes] = deque()
-        """Updates that the GPU may not have finished."""
+        self.unread: deque[StepTimes] = deque()
         self._averaged: deque[tuple[float, float, float, float]] = deque(maxlen=MAX_AVERAGED)
         """(CPU seconds, CPU elements, GPU seconds, GPU elements) of each update."""
         self._num_updates = 0
@@ -350,28 +349,28 @@ class StepBalancer:
         self._num_updates += 1
         self._was_waited_for, self._earlier_was_waited_for = False, self._was_waited_for
         if self._num_updates > WARM_UP:
-            self._unread.append(times)
+            self.unread.append(times)
 
     def forget(self) -> None:
         """Forget all updates, because the placement changes."""
-        self._unread.clear()
+        self.unread.clear()
         self._averaged.clear()
 
     def disregard_newest(self) -> None:
         """Exclude the newest update, because the engine waited for it: without a concurrent forward, the GPU finished
         sooner than usual. If the engine waits for every update, updates do count.
         """
-        if not self._was_waited_for and not self._earlier_was_waited_for and self._unread:
-            self._unread.pop()
+        if not self._was_waited_for and not self._earlier_was_waited_for and self.unread:
+            self.unread.pop()
         self._was_waited_for = True
 
     def correct(self, layers: Sequence[LayerState]) -> None:
         """Before `layers` are stepped: move up to `MAX_MOVES` of them, if the finished updates predict a gain."""
         movable = [layer for layer in layers if layer.switchable]
-        while self._unread:
-            if (last := self._unread[0].gpu) is not None and not last[1].done():
+        while self.unread:
+            if (last := self.unread[0].gpu) is not None and not last[1].done():
                 break  # the GPU may be a step behind Python
-            times = self._unread.popleft()
+            times = self.unread.popleft()
             gpu = times.gpu[1].seconds_since(times.gpu[0]) if times.gpu else 0.0
             self._averaged.append((times.cpu_seconds, times.cpu_numel, gpu, times.gpu_numel))
         if not movable or not self._averaged:
@@ -391,7 +390,7 @@ class StepBalancer:
             for layer in moved:
                 layer.on_gpu = not layer.on_gpu
         elif moved:
-            self._unread.clear()  # these times belong to the old assignment
+            self.unread.clear()  # these times belong to the old assignment
             self._averaged.clear()
 
 

@@ -91,7 +91,7 @@ class StreamedWeights(LayerWeights):
 
     def bind_to_ram(self) -> None:
         """Bind the parameters to RAM, for reads and writes from outside."""
-        if self._bound is not self._home:
+        if self.bound is not self._home:
             self.bind(self._home)
 
     def unbind(self) -> None:
@@ -113,7 +113,7 @@ class StreamedWeights(LayerWeights):
 
     def save(self, views: Sequence[ParameterView]) -> None:
         """Copy the parameters of `views`, written in VRAM, to RAM. Does nothing if the parameters are bound to RAM."""
-        if self._bound is self._home or self._bound is self._unbound:
+        if self.bound is self._home or self.bound is self._unbound:
             return
         self.begin_write()
         with unwatched():
@@ -130,7 +130,7 @@ class StreamedWeights(LayerWeights):
         self.bind(self._views[address])
 
     def for_graph(self, view: ParameterView) -> torch.Tensor:
-        if self._bound is not self._home:
+        if self.bound is not self._home:
             return view.parameter  # the block is running, and the ring packs the tensors that autograd saves
         with torch.no_grad():
             value = view.parameter.detach()  # shares the version counter, so backward raises after a step in between
@@ -144,9 +144,9 @@ class StreamedWeights(LayerWeights):
 
     def is_viewed(self) -> bool:
         """Whether other tensors share the VRAM that the parameters are bound to."""
-        if self._bound is self._home or self._bound is self._unbound:
+        if self.bound is self._home or self.bound is self._unbound:
             return False
-        counts = [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in self._bound]
+        counts = [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in self.bound]
         return max(counts) > _own_users()
 
     def use(self) -> None:
@@ -387,7 +387,7 @@ class WeightRing:
             layer.wait()
         if current is not None:
             self._release(current, block)
-        buffer = self._buffer_of(block) or self._fetch(block)
+        buffer = self._buffer_of(block) or self.fetch(block)
         assert buffer.arrived is not None
         self._waits.delay(buffer.arrived)
         self._num_uses += 1
@@ -396,7 +396,7 @@ class WeightRing:
             layer.bind_to_vram(memory)
         following = self._successor.get((self.in_backward, block))
         if following is not None and following.ready() and not self.holds(following):
-            self._fetch(following)
+            self.fetch(following)
 
     def computes_with(self, block: StreamedBlock) -> bool:
         """Whether the block is the last one used, with its parameters bound to VRAM."""
@@ -520,7 +520,7 @@ class WeightRing:
         if self.in_backward:
             self._guard(left)
 
-    def _fetch(self, block: StreamedBlock) -> _Buffer:
+    def fetch(self, block: StreamedBlock) -> _Buffer:
         """Copy a block into an empty buffer, or into the least recently used one."""
         free = [buffer for buffer in self._buffers if buffer is not self._current or buffer.released is not None]
         buffer = min(free, key=lambda buffer: (buffer.block is not None, buffer.last_use))

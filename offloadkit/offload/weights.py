@@ -51,6 +51,7 @@ class LayerWeights:
         pending: an update that forward has not waited for yet.
         num_updates: number of changes, by updates or by the user.
         stepped_on_gpu: the GPU steps the layer. Otherwise the CPU steps it, and the weights are copied to the device.
+        bound: the tensors whose memory the parameters share, one for each view.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class LayerWeights:
         self.num_updates = 0
         self.stepped_on_gpu = False
         self._waits, self._process = waits, os.getpid()
-        self._bound: list[torch.Tensor] = []
+        self.bound: list[torch.Tensor] = []
         self._home: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._versions: list[int] = []
@@ -90,7 +91,7 @@ class LayerWeights:
         with unwatched():
             for view, tensor in zip(self.layer.views, tensors, strict=True):
                 set_data(view.parameter, tensor)
-        self._bound = tensors
+        self.bound = tensors
 
     def start(self) -> None:
         """Bind the parameters to `flat` for the first time, and drop their gradients."""
@@ -103,9 +104,9 @@ class LayerWeights:
 
     def own_tensors(self) -> list[torch.Tensor]:
         """All known tensors that share the settled weights' memory: bound tensors first, then parameters."""
-        bases = (tensor._base for tensor in self._bound)
+        bases = (tensor._base for tensor in self.bound)
         return [
-            *self._bound,
+            *self.bound,
             *(view.parameter for view in self.layer.views),
             *(each for each in bases if each is not None),
         ]
@@ -114,7 +115,7 @@ class LayerWeights:
         """Release the weights, because the layer has new ones. Backward through a graph that saved them will raise."""
         torch.autograd.graph.increment_version([view.parameter for view in self.layer.views])
         self.num_updates += 1
-        self.flat, self._bound, self._home, self._versions = torch.empty(0), [], [], []
+        self.flat, self.bound, self._home, self._versions = torch.empty(0), [], [], []
         self.own = self.flat
 
     def _present_versions(self) -> list[int]:
@@ -231,8 +232,8 @@ class LayerWeights:
         """
         written = {}
         with unwatched():
-            at_home = self._bound is self._home  # bound tensors may have left `flat` if other tensors shared its memory
-            addresses = self._addresses if at_home else [bound.data_ptr() for bound in self._bound]
+            at_home = self.bound is self._home  # bound tensors may have left `flat` if other tensors shared its memory
+            addresses = self._addresses if at_home else [bound.data_ptr() for bound in self.bound]
             for view, address, old in zip(self.layer.views, addresses, self._versions, strict=True):
                 if view.parameter.data_ptr() != address:
                     raise moved_or_cast(view)

@@ -829,7 +829,7 @@ def _help(plan: Plan) -> Iterator[str]:
                 on_each = " on each GPU" if tier == "vram" and plan.num_gpus > 1 else ""
                 yield f"{more} more {TIERS[tier]}{on_each} would {_changed(plan, other)}: {_faster(other, speedup)}"
                 break
-            if tier == "ram" and not _is_short_of_ram(other):
+            if tier == "ram" and not is_short_of_ram(other):
                 break  # larger budgets lead to the same plan
     if plan.basis.config.precision == "exact" and "compact" in _leaner_precisions(plan.basis.config):
         other = replanned(plan, precision="compact")
@@ -900,7 +900,7 @@ def _faster(other: Plan, speedup: float) -> str:
     return ", ".join([*_speed(other), f"{speedup:.3g}x faster"])
 
 
-def _is_short_of_ram(plan: Plan) -> bool:
+def is_short_of_ram(plan: Plan) -> bool:
     work, hardware = plan.basis.work, plan.basis.hardware
     assert work is not None
     assert hardware is not None

@@ -48,10 +48,14 @@ _WITH_GPU = [
 
 
 @dataclass(frozen=True)
-class _Room:
+class Room:
     vram: int
     ram: int
     disk: int
+
+    def holds(self, needs: Room) -> bool:
+        """Whether `needs` is at most this room in every tier."""
+        return needs.vram <= self.vram and needs.ram <= self.ram and needs.disk <= self.disk
 
 
 class _Tried:
@@ -61,7 +65,7 @@ class _Tried:
         instead: in order of trial, the fastest counts that fit in place of each tried `Counts`; None if none fit.
     """
 
-    def __init__(self, search: Search, room: _Room) -> None:
+    def __init__(self, search: Search, room: Room) -> None:
         self._search, self._room = search, room
         self.instead: dict[Counts, Counts | None] = {}
 
@@ -118,10 +122,10 @@ class Search:
         self._quick = QuickSeconds(self.model, self._spread, hardware, accumulation)
         self._num_blocks = len(self._spread.blocks)
         self._num_streamed = self._num_blocks if one_host else 0
-        self._needs: dict[Counts, _Room] = {}
+        self._needs: dict[Counts, Room] = {}
         self._phases: dict[Counts, Phases] = {}
         self.placements, self.best = cache(self._spread.placements), cache(self._best)
-        self._short_of_ram: set[_Room] = set()
+        self._short_of_ram: set[Room] = set()
 
     # -- bytes and seconds of counts
 
@@ -148,9 +152,9 @@ class Search:
         """Compute and cache the bytes that `some` need, all at once."""
         if new := [counts for counts in dict.fromkeys(some) if counts not in self._needs]:
             found = self._spread.bytes(new, self._spread.codes(new)).tolist()
-            self._needs |= {counts: _Room(*needs) for counts, needs in zip(new, found, strict=True)}
+            self._needs |= {counts: Room(*needs) for counts, needs in zip(new, found, strict=True)}
 
-    def needs(self, counts: Counts) -> _Room:
+    def needs(self, counts: Counts) -> Room:
         self.learn([counts])
         return self._needs[counts]
 
@@ -176,10 +180,10 @@ class Search:
            RAM. The three best are refined in the same way.
         """
         recomputed = self._num_blocks if self._all_recomputed else 0
-        (everything,) = self.fitting([Counts(recomputed, 0, 0, len(self._layers))], _Room(vram, ram, 0))
+        (everything,) = self.fitting([Counts(recomputed, 0, 0, len(self._layers))], Room(vram, ram, 0))
         if everything:
             return self.placements(everything[0])
-        room = _Room(vram, ram, disk)
+        room = Room(vram, ram, disk)
         tried = _Tried(self, room)
         tried.add(self._coarse(room))
         promising = tried.ranked(self._promise)
@@ -196,13 +200,13 @@ class Search:
     def is_short_of_ram(self, vram: int, ram: int, disk: int = 0) -> bool:
         """Whether `best` met placements that lack RAM. If not, more RAM does not change its result."""
         self.best(vram, ram, disk)
-        return not self._short_of_ram.isdisjoint({_Room(vram, ram, 0), _Room(vram, ram, disk)})
+        return not self._short_of_ram.isdisjoint({Room(vram, ram, 0), Room(vram, ram, disk)})
 
     def _promise(self, seconds: Phases) -> float:
         """Estimate of a step's seconds after the GPU takes over its share of the CPU steps."""
         return max(seconds.backward + seconds.busy_forward, seconds.step - self.model.gpu_share() * seconds.busy_cpu)
 
-    def _shared(self, counts: Counts, room: _Room) -> Iterator[Counts]:
+    def _shared(self, counts: Counts, room: Room) -> Iterator[Counts]:
         """`counts` with the GPU stepping its share of the layers, with and without their gradients in VRAM.
 
         The rest of VRAM is filled with states.
@@ -214,7 +218,7 @@ class Search:
             if most >= 0:
                 yield replace(shared, states_in_vram=most, gpu_steps=max(1, round(share * (number - most))))
 
-    def _coarse(self, room: _Room) -> Iterator[Counts]:
+    def _coarse(self, room: Room) -> Iterator[Counts]:
         """The counts of the coarse grid that fit VRAM, the most in VRAM first."""
         num_blocks = self._num_blocks
         numbers, more = _grid(num_blocks), _grid(num_blocks)[1:]
@@ -231,7 +235,7 @@ class Search:
             for number in [*states, most][-GRID // 2 :] if most >= 0 else ():
                 yield replace(counts, states_in_vram=number)
 
-    def _most_states(self, some: Sequence[Counts], room: _Room) -> list[int]:
+    def _most_states(self, some: Sequence[Counts], room: Room) -> list[int]:
         """For each of `some`, which have no states in VRAM: how many layers' states fit in the rest of VRAM; -1 if the
         counts alone do not fit."""
 
@@ -276,7 +280,7 @@ class Search:
             if within and near.offloaded <= near.recomputed:
                 yield near
 
-    def fitting(self, some: Sequence[Counts], room: _Room) -> list[list[Counts]]:
+    def fitting(self, some: Sequence[Counts], room: Room) -> list[list[Counts]]:
         """For each of `some`: the counts alone if they fit, and an empty list if they lack VRAM.
 
         If only RAM is short, up to two variants replace them, with as few changed layers as RAM allows: one with more
@@ -298,7 +302,7 @@ class Search:
                 found[counts] = list(filter(None, (stepped.get(leaner[counts]), on_disk.get(counts))))
         return [found.get(counts, []) for counts in some]
 
-    def _with_least(self, some: Sequence[Counts], name: str, room: _Room) -> dict[Counts, Counts]:
+    def _with_least(self, some: Sequence[Counts], name: str, room: Room) -> dict[Counts, Counts]:
         """`some` with the smallest increase of the count `name` that fits RAM. Counts without one, or that lack VRAM or
         disk, are left out.
 
@@ -319,9 +323,9 @@ class Search:
                     high[counts] = between[counts]
                 else:
                     low[counts] = between[counts] + 1
-        return {counts: lean for counts, lean in changed(high) if _is_within(self.needs(lean), room)}
+        return {counts: lean for counts, lean in changed(high) if room.holds(self.needs(lean))}
 
-    def _leanest(self, room: _Room) -> tuple[Placement, ...]:
+    def _leanest(self, room: Room) -> tuple[Placement, ...]:
         """If nothing fits: the placements that lack the least VRAM, since VRAM cannot be added to a card.
 
         Ties are resolved by the number of other tiers that lack bytes, then by the lacking bytes. Free VRAM is filled
@@ -352,10 +356,6 @@ def _grid(most: int) -> list[int]:
 
 def _at_least_gpu(counts: Counts) -> InVram:
     return "gpu" if counts.gradients_in_vram == "none" else counts.gradients_in_vram
-
-
-def _is_within(needs: _Room, room: _Room) -> bool:
-    return needs.vram <= room.vram and needs.ram <= room.ram and needs.disk <= room.disk
 
 
 def _with(counts: Counts, values: dict[str, int]) -> Counts:

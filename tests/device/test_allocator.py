@@ -17,7 +17,7 @@ from tests.models import TinyLM
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append, raising=False)
-    for name in allocator._VARIABLES:
+    for name in allocator.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return found
 
@@ -28,7 +28,7 @@ def test_segments_grow_on_a_gpu(settings: list[str]) -> None:
     assert settings == ["expandable_segments:True"]
 
 
-@pytest.mark.parametrize("name", allocator._VARIABLES)
+@pytest.mark.parametrize("name", allocator.ALLOCATOR_VARIABLES)
 def test_the_users_own_settings_stay(settings: list[str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:64")
     allocator.let_segments_grow(torch.device("cuda", 0))
@@ -36,7 +36,9 @@ def test_the_users_own_settings_stay(settings: list[str], monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(any(name in os.environ for name in allocator._VARIABLES), reason="the allocator is configured")
+@pytest.mark.skipif(
+    any(name in os.environ for name in allocator.ALLOCATOR_VARIABLES), reason="the allocator is configured"
+)
 def test_an_engine_has_segments_that_grow() -> None:
     engine = OffloadEngine(TinyLM(width=512, hidden=2048).cuda(), OffloadConfig(), device="cuda")
     engine.backward(engine(torch.randint(1, 60, (8, 128), device="cuda")))

@@ -69,7 +69,7 @@ def test_a_peak_that_is_forgotten_counts_in_its_phase(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: counter[0])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: counter.__setitem__(0, 3))
     monkeypatch.setattr(hardware, "vram_context_bytes", lambda _: 100)
-    monkeypatch.setattr(process_memory, "_highest_reserved", {})
+    forget_peak(device)
     peaks: Peaks = {}
     with phase("training", peaks, device):
         counter[0] = 9
@@ -93,7 +93,7 @@ class Card:
         patch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: self.allowed / self.total)
         patch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: self.share(share))
         patch.setattr(torch.cuda, "empty_cache", self.empty)
-        patch.setattr(process_memory, "_load_libraries", lambda _: None)
+        patch.setattr(process_memory, "load_libraries", lambda _: None)
 
     def info(self, _: Any) -> tuple[int, int]:
         self.num_readings += 1
@@ -168,10 +168,11 @@ def test_the_memory_that_is_read_is_that_of_the_device_itself(
     visible: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uuids = [f"GPU-{letter}" for letter in "abcd"]
+    used = dict.fromkeys(range(len(uuids)), 100)
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetMemoryInfo=lambda index: SimpleNamespace(used=100 * index),
+        nvmlDeviceGetMemoryInfo=lambda index: SimpleNamespace(used=used[index]),
         nvmlDeviceGetComputeRunningProcesses=lambda _: [],
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -181,9 +182,9 @@ def test_the_memory_that_is_read_is_that_of_the_device_itself(
         "CUDA_VISIBLE_DEVICES", raising=False
     )
     memory = DeviceMemory(torch.device("cuda", 1))
-    assert memory._nvml_device == number
+    used |= {each: 100 + each for each in used}
     memory.sample()
-    assert (memory.source, memory.peak_bytes) == ("NVML, growth of the device", 0)
+    assert (memory.source, memory.peak_bytes) == ("NVML, growth of the device", number)
 
 
 @pytest.mark.gpu

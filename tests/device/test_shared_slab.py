@@ -66,7 +66,7 @@ def test_memory_and_files_go_with_the_last_tensor() -> None:
 
 @pytest.mark.parametrize("end", ["says so", "dies", "is late"])
 def test_waiting_for_a_rank_that_steps_nothing_any_more_is_an_error(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    monkeypatch.setattr("offloadkit.distributed.stepped._CHECKS_EVERY", 0.0)
+    monkeypatch.setattr("offloadkit.distributed.stepped.CHECKS_EVERY", 0.0)
     file = file_in_ram(8 * 4)
     lost = 1 if end == "dies" else None
     ranks = [SteppedLayers(each, at, 2, 1, 0.0, lambda: lost) for at, each in enumerate((file, os.dup(file)))]

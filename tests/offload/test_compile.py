@@ -186,12 +186,11 @@ def test_where_compiling_fails_training_goes_on_without(
     assert_equal(trained("llama", work, device, placement, compile_blocks=False), found)
 
 
-def test_a_block_that_ran_compiled_is_recomputed_compiled_after_another_failed() -> None:
+def test_a_block_that_ran_compiled_is_recomputed_compiled_after_another_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else backward's recomputation would have other numbers than forward."""
     from torch._dynamo.exc import InternalTorchDynamoError
 
     blocks, ran = [Residual(3, 5) for _ in range(3)], list[int]()
-    equal = compiled._EqualBlocks(blocks, "")
     x = torch.ones(1, 3)
 
     def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -200,8 +199,8 @@ def test_a_block_that_ran_compiled_is_recomputed_compiled_after_another_failed()
             raise InternalTorchDynamoError("no such card")
         return x
 
-    equal._compiled = run
-    forward = equal.forward(False)
+    monkeypatch.setattr(torch, "compile", lambda function, backend: run)
+    forward = compiled.EqualBlocks(blocks, "").forward(False)
     assert forward(blocks[0], x) is x
     with pytest.warns(RuntimeWarning, match="3 x Residual cannot be compiled"):
         assert torch.equal(forward(blocks[1], x), blocks[1](x))
@@ -223,7 +222,7 @@ def test_where_torch_compiles_for_no_such_system_training_goes_on_without(
 
 
 def test_a_torch_whose_choice_of_kernels_varies_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_DETERMINISTIC", "no_such_option")
+    monkeypatch.setattr(compiled, "DETERMINISTIC", "no_such_option")
     with pytest.warns(RuntimeWarning, match="4 x Residual cannot be compiled: torch .* chooses kernels by measured"):
         trained("lm", batches("lm", "cpu"), "cpu")
 

@@ -29,7 +29,6 @@ from offloadkit.errors import OffloadkitError, OutOfRamError, OutOfVramError, Re
 from offloadkit.offload import model as placed_model
 from offloadkit.offload import shortage
 from offloadkit.offload.gradients import Gradients
-from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.states import LayerState
 from offloadkit.planner import Plan
 from tests.models import Residual, TinyLM, tokens
@@ -345,7 +344,7 @@ def joined_group(own: Path) -> Path | None:
 @contextmanager
 def squeezed(engine: OffloadEngine) -> Iterator[None]:
     """While it is open, RAM is under pressure: by the system's own `memory.high` where that may be set."""
-    own = hardware._cgroup_dirs("memory")[0]
+    own = hardware.cgroup_dirs("memory")[0]
     group = joined_group(own)
     if group is None:
         with taken_by_another_process(engine):
@@ -364,7 +363,7 @@ def squeezed(engine: OffloadEngine) -> Iterator[None]:
 def test_ram_that_is_really_squeezed_moves_the_run_to_the_disk_with_the_bits_of_one_that_was_there_from_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shortage, "_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(shortage, "POLL_SECONDS", 0.01)
     config = OffloadConfig(disk=str(tmp_path), gradient_accumulation=2, learning_rate=1e-2, working_dtype="bf16")
 
     def trained(plan: Plan | None) -> tuple[dict[str, torch.Tensor], OffloadEngine]:
@@ -417,7 +416,7 @@ def test_where_the_move_out_of_ram_fails_training_stops_as_before(
     [
         (LayerState, "take_parameters", (3, 4)),
         (placed_model, "move_rest", (1, 2)),
-        (Gradients, "_allocate", (1, 2)),
+        (Gradients, "allocate", (1, 2)),
     ],
 )
 def test_a_gpu_that_is_full_while_the_engine_is_built_makes_the_plan_leaner(
@@ -453,20 +452,19 @@ def test_a_gpu_that_is_full_again_while_the_layers_move_leaves_a_plan_that_says_
 ) -> None:
     """The buffers find no room, and then one layer on its way to a leaner plan."""
     model, config = lm(), OffloadConfig()
-    plan, elsewhere, arrange = planned(model, config, IN_VRAM), PlacedModel._elsewhere, PlacedModel._arrange
-    left = {"arrange": 1, "elsewhere": 1}
+    plan, left = planned(model, config, IN_VRAM), {"arrange": 1, "moved": 1}
 
     def fails(real: Any, name: str) -> Any:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
             left[name] -= 1
             if left[name] == 0:
                 fail(torch.empty(0))
-            return real(*args)
+            return real(*args, **options)
 
         return run
 
-    monkeypatch.setattr(PlacedModel, "_arrange", fails(arrange, "arrange"))
-    monkeypatch.setattr(PlacedModel, "_elsewhere", fails(elsewhere, "elsewhere"))
+    monkeypatch.setattr(Gradients, "arrange", fails(Gradients.arrange, "arrange"))
+    monkeypatch.setattr(LayerState, "moved", fails(LayerState.moved, "moved"))
     with pytest.warns(RuntimeWarning, match="the plan is leaner"):
         engine = OffloadEngine(model, config, device="cpu", plan=plan)
     with engine:
@@ -479,7 +477,7 @@ def test_a_gpu_that_is_full_again_while_the_layers_move_leaves_a_plan_that_says_
     [
         (LayerState, "take_parameters", 3, OffloadkitError("no RAM")),
         (placed_model, "move_rest", 1, KeyboardInterrupt()),
-        (Gradients, "_allocate", 1, OffloadkitError("no RAM")),
+        (Gradients, "allocate", 1, OffloadkitError("no RAM")),
     ],
 )
 @pytest.mark.parametrize(("placement", "dtype"), [(Placement("ram", states="disk"), "bf16"), (IN_VRAM, "fp16")])
@@ -528,7 +526,7 @@ def test_less_free_vram_than_was_planned_with_begins_leaner(free: int, monkeypat
 
 def test_a_plan_that_takes_just_what_is_free_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(Hungry(), OffloadConfig(), IN_VRAM)
-    monkeypatch.setattr(shortage, "_ABOUT", 1)
+    monkeypatch.setattr(shortage, "TOLERANCE", 1)
     monkeypatch.setattr(hardware, "vram_context_bytes", lambda device: 0)
     for short in (0, 1):
         free = plan.total_bytes("vram") - short
@@ -543,7 +541,7 @@ def test_ranks_of_a_host_share_what_its_ram_is_short_of_and_what_is_left(
     plan, asked = planned(Hungry(), OffloadConfig(), Placement()), list[dict[str, int]]()
     now, device = plan.total_bytes("ram"), torch.device("cpu")
     monkeypatch.setattr(Plan, "num_on_host", num_on_host)
-    monkeypatch.setattr(shortage, "_floor_bytes", lambda: now // 3)
+    monkeypatch.setattr(shortage, "ram_floor", lambda: now // 3)
     monkeypatch.setattr(shortage, "leaner", lambda plan, short, budgets: asked.append(dict(budgets)))
     monkeypatch.setattr(hardware, "ram_available_bytes", lambda: 0)
     shortage.with_less_ram(plan, device)

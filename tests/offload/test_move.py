@@ -20,7 +20,7 @@ from offloadkit.device.host_memory import HostSlab
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, OffloadkitError, OutOfVramError
 from offloadkit.offload.layers import flat_layers, plan_of
-from offloadkit.offload.model import PlacedModel
+from offloadkit.offload.outside import Outside
 from offloadkit.offload.state_ring import StateRing
 from offloadkit.offload.states import LayerState
 from offloadkit.offload.update import StepThread
@@ -202,15 +202,15 @@ def test_a_move_takes_no_more_than_before_or_after_but_for_two_layers(monkeypatc
     before, after = (IN_VRAM, Placement()), (Placement(), IN_VRAM)
     torch.manual_seed(0)
     made = TinyLM(width=16, depth=12)
-    order, real = list[int](), PlacedModel._move_layer
+    order, real = list[int](), Outside.moved
 
-    def moved(self: PlacedModel, at: int, *args: Any) -> None:
-        order.append(at)
-        real(self, at, *args)
+    def moved(self: Outside, new: LayerState) -> None:
+        order.append(new.layer.index)
+        real(self, new)
 
     with OffloadEngine(made, config, device="cpu", plan=planned(made, config, *before)) as engine:
         plans = engine.plan, planned(made, config, *after)
-        monkeypatch.setattr(PlacedModel, "_move_layer", moved)
+        monkeypatch.setattr(Outside, "moved", moved)
         engine.move(plans[1])
     for bytes_of in ("vram_bytes", "ram_bytes"):
         old, new = (
@@ -343,7 +343,7 @@ def test_a_move_that_fails_in_the_middle_leaves_a_mixed_plan(error: Exception, m
             train(engine, tokens(1))
             if moves:
                 with monkeypatch.context() as patch:
-                    full_at(patch, PlacedModel, "_move_layer", 2, error)
+                    full_at(patch, LayerState, "moved", 2, error)
                     expected = OffloadkitError if isinstance(error, OffloadkitError) else OutOfVramError
                     with pytest.raises(expected):
                         engine.move(planned(engine.module, config, Placement(weights="ram")))

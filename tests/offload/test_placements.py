@@ -6,6 +6,7 @@ In few steps every two values of a placement's fields are together once; the slo
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import weakref
 from collections.abc import Sequence
@@ -217,23 +218,34 @@ def test_offloaded_inputs_are_let_go_however_far_python_is_ahead(monkeypatch: py
     """As when no copy is done yet: what was let go is waited for on the device, not on the host."""
     monkeypatch.setattr(Event, "done", lambda event: False)
     engine = OffloadEngine(TinyLM(depth=12), OffloadConfig(placement=Placement(activations="offload")), device="cpu")
-    inputs = engine.placed._offloaded
+    inputs = engine.placed.offloaded_inputs
     loss = engine(tokens(1)[0])
-    assert len(inputs._order) == 12
-    assert len(inputs._copying) <= 2
+    assert len(inputs.in_ram) == 12
+    assert len(inputs.copying) <= 2
     engine.backward(loss)
-    assert inputs._copying == []
+    assert inputs.copying == []
     engine.close()
 
 
 def test_an_input_fetched_ahead_and_not_used_is_kept_until_it_is_there() -> None:
-    engine = OffloadEngine(TinyLM(), OffloadConfig(placement=Placement(activations="offload")), device="cpu")
-    inputs = engine.placed._offloaded
+    """Backward fails in the last block; the input of the one before was fetched by then."""
+    model = TinyLM()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    engine = OffloadEngine(model, OffloadConfig(placement=Placement(activations="offload")), device="cpu")
+    inputs, last = engine.placed.offloaded_inputs, model.blocks[-1].up
+    hook = last.register_forward_hook(lambda module, given, output: output.register_hook(fail) and None)
     loss = engine(tokens(1)[0])
-    ahead = inputs._fetch(inputs._order[0])
+    shape = inputs.in_ram[-2].shape
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(loss)
+    hook.remove()
     del loss
-    assert inputs._order == []
-    assert any(memory is ahead for memory, _ in inputs._copying)
+    gc.collect()
+    assert inputs.in_ram == []
+    assert [memory.shape for memory, _ in inputs.copying] == [shape]
     engine.close()
 
 
@@ -254,7 +266,7 @@ def test_buckets_are_those_that_were_planned(monkeypatch: pytest.MonkeyPatch) ->
         engine = OffloadEngine(copy.deepcopy(model), OffloadConfig(), device="cpu", plan=made)
         engine.backward(engine(**batches("t5", 1, "cpu")[0]).loss)
         gradients = engine.placed.gradients
-        taken = sum(buffer.numel() for buffer, _ in gradients._pool._free)
+        taken = sum(buffer.numel() for buffer, _ in gradients.pool.free)
         taken += sum(layer.own_buffer.numel() for layer in gradients.layers if layer.own_buffer is not None)
         sums = sum(layer.sums_bytes() for layer in made.layers)
         autograds = max(layer.bucket_bytes() for layer in made.layers if not layer.shared)

@@ -48,7 +48,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(hardware, "ram_available_bytes", machine.look)
     monkeypatch.setattr(hardware, "ram_limit_bytes", lambda: 12 * GIB)
     monkeypatch.setattr(hardware, "process_ram_bytes", lambda: 9 * GIB)
-    monkeypatch.setattr(ram_watch, "_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(ram_watch, "POLL_SECONDS", 0.01)
     return machine
 
 

@@ -202,8 +202,8 @@ def test_inputs_of_longer_rows_take_the_ram_of_shorter_ones(monkeypatch: pytest.
             engine.step()
             engine.synchronize()
         (inputs,) = made
-        sizes = [view.slab.num_bytes for view in inputs._free]
+        sizes = [view.slab.num_bytes for view in inputs.free]
         assert sizes == [8 * 15 * 65 * 4] * 4  # of the longest rows, one for each block
-        small, large = inputs._take(5000), inputs._take(2 * sizes[0])
-        inputs._free = [large, small]
-        assert inputs._take(6000) is small
+        small, large = inputs.take(5000), inputs.take(2 * sizes[0])
+        inputs.free = [large, small]
+        assert inputs.take(6000) is small

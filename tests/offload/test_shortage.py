@@ -12,6 +12,7 @@ from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import OutOfRamError, OutOfVramError
+from offloadkit.offload import model as placed_model
 from offloadkit.offload import shortage
 from offloadkit.offload.model import PlacedModel
 from tests.models import TinyLM, tokens, train
@@ -110,7 +111,7 @@ def test_a_gpu_that_is_full_while_the_engine_is_built_or_steps_is_explained(monk
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(PlacedModel, "_allocate", full)
+        patched.setattr(placed_model, "move_rest", full)
         with pytest.raises(OutOfVramError, match="memory is full"):
             OffloadEngine(TinyLM(), OffloadConfig(), device="cpu")
     with OffloadEngine(TinyLM(), OffloadConfig(), device="cpu") as engine:

@@ -15,7 +15,7 @@ class Point:
     """An event on a clock of its own."""
 
     def __init__(self, at: float, done: bool = True) -> None:
-        self._at, self._done = at, done
+        self.at, self._done = at, done
 
     def done(self) -> bool:
         return self._done
@@ -24,7 +24,7 @@ class Point:
         self._done = True
 
     def seconds_since(self, earlier: Point) -> float:
-        return self._at - earlier._at
+        return self.at - earlier.at
 
 
 def layers(num: int, on_gpu: int, switchable: bool = True) -> list[Any]:
@@ -146,7 +146,7 @@ def test_waiting_twice_disregards_one_update_the_newest() -> None:
         split.add(took(model, 1e-3, gpu, done=False))
     split.disregard_newest()
     split.disregard_newest()
-    for before in split._unread:
+    for before in split.unread:
         assert before.gpu is not None
         before.gpu[1].reach()  # type: ignore[attr-defined]
     split.correct(model)  # of what was left the mean on the GPU is a third above the CPU's

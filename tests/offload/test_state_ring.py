@@ -162,7 +162,7 @@ def test_step_buffers_and_ram_are_those_that_were_planned(device: str) -> None:
     with OffloadEngine(lm(), config, device=device, plan=mixed(config, [*STREAMED, Placement()])) as engine:
         rings = {state.ring for state in engine.placed.states}
         (ring,) = rings
-        assert sum(buffer.memory.numel() for buffer in ring._buffers) == engine.plan.tiers["vram"]["state buffers"]
+        assert sum(buffer.memory.numel() for buffer in ring.buffers) == engine.plan.tiers["vram"]["state buffers"]
     with OffloadEngine(lm(), OffloadConfig(working_dtype="bf16", placement=LEAST_RAM), device=device) as engine:
         ram = engine.plan.tiers["ram"]
         numel = sum(layer.numel for layer in engine.plan.layers)
@@ -212,7 +212,7 @@ def test_what_was_fetched_ahead_of_a_skipped_step_is_fetched_again(device: str) 
             if placement is LEAST_RAM:
                 ring = engine.placed.states[0].ring
                 assert ring is not None
-                assert len(ring._ahead) == 3
+                assert len(ring.ahead) == 3
             engine.load_state_dict(saved)
             train(engine, others)
             results.append(numbers(engine))
@@ -284,7 +284,7 @@ def test_an_engine_leaves_no_ring_and_no_thread(device: str, forgotten: bool) ->
     for _ in range(2):
         engine = OffloadEngine(model, config, device=device, plan=mixed(config, [*STREAMED, Placement()]))
         ring = weakref.ref(engine.placed.states[0].ring)
-        buffer = weakref.ref(engine.placed.states[0].ring._buffers[0].memory)  # type: ignore[union-attr]
+        buffer = weakref.ref(engine.placed.states[0].ring.buffers[0].memory)  # type: ignore[union-attr]
         train(engine, tokens(3, device))
         if not forgotten:
             engine.close()
@@ -380,13 +380,16 @@ def test_only_so_many_chunks_are_queued_at_once(monkeypatch: pytest.MonkeyPatch)
     under_way: list[int] = []
     monkeypatch.setattr(state_ring, "MOST_UNDER_WAY", 4)
     monkeypatch.setattr(Event, "done", lambda event: draw.random() < 0.2)
-    draw, real = random.Random(0), StateRing._hold_back
+    draw, rings, real, queued = random.Random(0), list[StateRing](), state_ring.optimizer_step, StateRing.step
 
-    def hold_back(ring: StateRing) -> None:
-        real(ring)
-        under_way.append(len(ring._under_way))
+    def step(*args: Any) -> None:
+        under_way.append(len(rings[-1].under_way))
+        real(*args)
 
-    monkeypatch.setattr(StateRing, "_hold_back", hold_back)
+    monkeypatch.setattr(
+        StateRing, "step", lambda ring, *args, **options: (rings.append(ring), queued(ring, *args, **options))[1]
+    )
+    monkeypatch.setattr(state_ring, "optimizer_step", step)
     trained("cpu", 2, placement=LEAST_RAM)
     assert max(under_way) == 3
     assert len(under_way) > 20

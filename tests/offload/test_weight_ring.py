@@ -229,8 +229,8 @@ def test_blocks_are_fetched_ahead_and_not_twice(device: str, monkeypatch: pytest
         real(self, block)
 
     fetched: list[StreamedBlock] = []
-    fetch = WeightRing._fetch
-    monkeypatch.setattr(WeightRing, "_fetch", lambda self, block: (fetched.append(block), fetch(self, block))[1])
+    fetch = WeightRing.fetch
+    monkeypatch.setattr(WeightRing, "fetch", lambda self, block: (fetched.append(block), fetch(self, block))[1])
     monkeypatch.setattr(WeightRing, "use", use)
     torch.manual_seed(0)
     with OffloadEngine(TinyLM(depth=6), config(STREAMED), device=device) as engine:
@@ -317,7 +317,7 @@ def test_a_closed_engine_leaves_a_whole_model_where_its_weights_were_in_ram(devi
     model = TinyLM()
     with OffloadEngine(model, config(STREAMED), device=device) as engine:
         train(engine, tokens(3, device))
-        kept = {weight.data_ptr() for state in engine.placed.states for weight in state.weights._bound}
+        kept = {weight.data_ptr() for state in engine.placed.states for weight in state.weights.bound}
         slabs = [state.weights_slab for state in engine.placed.states if state.weights_slab is not None]
     assert {weight.device.type for weight in model.parameters()} == {"cpu"}
     assert {weight.data_ptr() for weight in model.blocks.parameters()} <= kept

@@ -13,8 +13,7 @@ from offloadkit.kernels import cpu
 from offloadkit.planner import LayerShape, MicroBatch, Pass, make_plan
 from offloadkit.planner import plan as planning
 from offloadkit.planner.counts import Counts
-from offloadkit.planner.quick import QuickSeconds
-from offloadkit.planner.search import Search, _at_least_gpu, _is_within, _Room
+from offloadkit.planner.search import Room, Search
 from tests.planner.machines import GIB, T4, TWO_CORES, shape, stage
 
 WITH_DISK = replace(
@@ -79,27 +78,27 @@ def test_without_the_library_the_simulation_itself_is_asked(monkeypatch: pytest.
     search, counts = Search(*unlike_layers(), WITH_DISK, 1), some_counts(3)
     in_c = [search.phases(each) for each in counts]
     monkeypatch.setattr(cpu, "c_library", lambda: None)
-    quick: Any = search._quick
-    assert isinstance(quick, QuickSeconds)
-    assert quick.of(counts) == in_c
+    again = Search(*unlike_layers(), WITH_DISK, 1)
+    assert [again.phases(each) for each in counts] == in_c
 
 
 @pytest.mark.parametrize("disk", [0, 2, 900])
 def test_where_ram_is_short_the_fewest_layers_change(disk: int) -> None:
     """Set beside trying one layer more at a time."""
-    search, given = Search(*unlike_layers(), WITH_DISK, 1), some_counts(200)
+    layers, work = unlike_layers()
+    search, given = Search(layers, work, WITH_DISK, 1), some_counts(200)
     needs = [search.needs(counts) for counts in given]
-    room = _Room(max(each.vram for each in needs), sorted(each.ram for each in needs)[50], disk * GIB)
+    room = Room(max(each.vram for each in needs), sorted(each.ram for each in needs)[50], disk * GIB)
 
     def first(counts: Counts, name: str) -> Counts | None:
-        numbers = range(getattr(counts, name) + 1, len(search._layers) + 1)
+        numbers = range(getattr(counts, name) + 1, len(layers) + 1)
         leaner = (replace(counts, **{name: number}) for number in numbers)
         lean = next((each for each in leaner if search.needs(each).ram <= room.ram), None)
-        return lean if lean and _is_within(search.needs(lean), room) else None
+        return lean if lean and room.holds(search.needs(lean)) else None
 
     kinds = set()
     for counts, need, found in zip(given, needs, search.fitting(given, room), strict=True):
-        lean = replace(counts, gradients_in_vram=_at_least_gpu(counts))
+        lean = counts if counts.gradients_in_vram != "none" else replace(counts, gradients_in_vram="gpu")
         options = [first(lean, "gpu_steps"), *([first(counts, "states_on_disk")] if disk else [])]
         expected = [counts] if need.ram <= room.ram else [option for option in options if option]
         assert found == expected
@@ -113,7 +112,7 @@ def test_a_last_layer_whose_buffers_are_larger_than_itself_need_not_go_to_disk()
     search, counts = Search(layers, work, WITH_DISK, 1), Counts(10, 0, 0, 0)
     lean, every = (replace(counts, states_on_disk=len(layers) - number) for number in (1, 0))
     assert search.needs(lean).ram < search.needs(every).ram
-    (found,) = search.fitting([counts], _Room(100 * GIB, search.needs(lean).ram, 100 * GIB))
+    (found,) = search.fitting([counts], Room(100 * GIB, search.needs(lean).ram, 100 * GIB))
     assert lean in found
 
 
@@ -129,7 +128,7 @@ def test_more_ram_is_tried_only_where_some_was_short(monkeypatch: pytest.MonkeyP
     layers, work = unlike_layers()
     budgets = [int(3.7 * GIB), 4 * GIB, 64 * GIB]
     plans = [make_plan(layers, OffloadConfig(vram="3GiB", ram=ram), work=work, hardware=T4) for ram in budgets]
-    assert [planning._is_short_of_ram(made) for made in plans] == [True, True, False]
+    assert [planning.is_short_of_ram(made) for made in plans] == [True, True, False]
     said = [made.explain() for made in plans]
-    monkeypatch.setattr(planning, "_is_short_of_ram", lambda made: True)
+    monkeypatch.setattr(planning, "is_short_of_ram", lambda made: True)
     assert [made.explain() for made in plans] == said

@@ -406,8 +406,8 @@ def test_several_hosts_share_no_ram() -> None:
         assert is_built(where, layer, 2, one_host=True)
         assert not is_built(where, layer, 2, one_host=False)
     assert is_built(Placement(), layer, 1, one_host=False)
-    spread = Search(made.layers, made.basis.work, made.basis.hardware, 2)._spread  # type: ignore[arg-type]
-    (found,) = (spread.placements(Counts(0, 0, 20, 3)),)
+    search = Search(made.layers, made.basis.work, made.basis.hardware, 2)  # type: ignore[arg-type]
+    found = search.placements(Counts(0, 0, 20, 3))
     assert {(where.weights, where.gradients) for where in found} == {("vram", "vram")}
 
 
