@@ -121,7 +121,6 @@ def check_free(model: nn.Module, config: OffloadConfig) -> None:
 
 
 def _other(model: nn.Module) -> nn.Module | None:
-    """A model with an open engine that trains parameters of `model`."""
     trained = _trained(model)
     for other, engine in list(_open_engines.items()):
         if engine() is not None and not trained.isdisjoint(_trained(other)):

@@ -482,7 +482,6 @@ class OffloadEngine:
         return True
 
     def _begin_phase(self, name: str) -> None:
-        """From now on, attribute memory peaks to phase `name`."""
         if name != self._phase_name:
             self._steps_phase.close()
             self._steps_phase.enter_context(phase(name, self.telemetry.peaks, self.device))
@@ -539,7 +538,6 @@ class OffloadEngine:
         self.loop.settle()
 
     def _read_reports(self) -> None:
-        """Record finished steps in the telemetry, and report steps that were not applied."""
         self.loop.raise_thread_error()
         try:
             self.loop.records.read()
@@ -917,7 +915,7 @@ class OffloadEngine:
     def close(self) -> None:
         """Apply pending updates, detach from the model and free the engine's memory.
 
-        The model keeps its trained weights: on its device if they all were there, else all in RAM, where weights that
+        The model keeps its trained weights: on its device if they all were there, else all in RAM. Weights that
         lived in RAM keep their memory. Optimizer states are freed before weights move, so no second copy of the weights
         is made. In a forked process, nothing happens.
 

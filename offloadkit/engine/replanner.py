@@ -71,7 +71,7 @@ class Boundary:
     """Facts known at the end of an accumulation window, before its update starts.
 
     Attributes:
-        order: the layers in the order in which the ranks step them; None at world size 1: forward order.
+        order: the layers in the ranks' stepping order; None at world size 1: forward order.
         scarce: a sentence about RAM running out on this rank, or None.
         scarce_on: the ranks whose RAM is running out.
         leaner: world size 1 and scarce RAM only: the plan with less in RAM.
@@ -428,7 +428,6 @@ class Replanner:
     # ---- moving --------------------------------------------------------------------------------------------------
 
     def _move_with_a_warning(self, plan: Plan, why: str, *, stacklevel: int) -> str:
-        """Move, and warn with the reason; returns the changes in words."""
         before = self.plan
         self.move(plan, why)
         words, seconds = moved_in_words(before, plan), format_seconds(self._telemetry.moves[-1].seconds)

@@ -4,7 +4,7 @@ Blocks of one class whose parameters have the same shapes and dtypes share one g
 that move weights, and recomputation, run outside the graph. Therefore all placements run the same kernels on the same
 numbers.
 
-Every engine compiles anew, with the first batch, for any number and length of rows; torch by default would compile for
+Every engine compiles again, with the first batch, for any number and length of rows; torch by default would compile for
 its length only, and again for the second length. torch caches compiled code on disk (`TORCHINDUCTOR_CACHE_DIR`).
 """
 
@@ -46,7 +46,7 @@ def compile_blocks(model: nn.Module, tied: Collection[nn.Module]) -> Callable[[]
     first) runs uncompiled without a warning, because its compiled gradient would differ from run to run.
 
     Args:
-        tied: modules with hooks that replace a weight while they run. A block with such a module is not compiled.
+        tied: modules with hooks that replace a weight while they run. Their blocks are not compiled.
 
     Returns:
         A function that restores the blocks.
@@ -147,7 +147,6 @@ class EqualBlocks:
         return forward
 
     def uncompiled(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The block's own forward, uncompiled."""
         own = self._own_forward.get(block)
         return type(block).forward(block, *args, **kwargs) if own is None else own(*args, **kwargs)
 

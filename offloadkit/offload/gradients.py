@@ -55,7 +55,7 @@ class BucketPool:
     """Reusable device buffers of the size of the largest bucket.
 
     The pool holds NUM_GRADIENT_BUCKETS - 1 buckets, because autograd holds the gradients of one more layer. A buffer is
-    returned with the event of the copy that reads it, for which the compute stream waits before the next write.
+    returned with the event of the copy that reads it; the compute stream waits for the event before the next write.
     """
 
     def __init__(self, device: torch.device, num_bytes: int, waits: Waits) -> None:
@@ -99,8 +99,8 @@ class LayerGradient:
         is_exchanged: several ranks: the window's sum was exchanged; nothing can be added to it any more.
         missing: several ranks: indices of views in the window that got no gradient on this rank.
         exchanges_sums: several ranks: each rank accumulates the whole layer before the exchange.
-        all_sums: the ranks' accumulated gradients in shared RAM, by rank: fp32, 1-D. `host` is this rank's range of its
-            own entry.
+        all_sums: the ranks' accumulated gradients in shared RAM, by rank: fp32, 1-D. `host` is this rank's range of
+            `all_sums[rank]`.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Gradients:
     Attributes:
         layers: in definition order.
         order: several ranks: indices of the layers in the order of their exchange.
-        completed: indices of the layers in the order in which the last backward completed them.
+        completed: indices of the layers in the last backward's order of completion.
         pool: the buckets of gradients that leave VRAM.
         ends_window: the next backward is the last of the accumulation window.
     """
@@ -308,7 +308,6 @@ class Gradients:
 
     @property
     def _is_sum(self) -> bool:
-        """Whether a window's gradient is a sum of several gradients."""
         return self._accumulation > 1 or self._ranks.size > 1
 
     def _new_exchange(self, ranks: Group) -> GradientExchange:
@@ -390,7 +389,6 @@ class Gradients:
         return take
 
     def _gather(self, layer: LayerGradient) -> None:
-        """Copy a layer's gradients from autograd to its bucket, and drop `.grad`."""
         views = [layer.layer.views[index] for index in layer.received]
         gradients: list[Any] = [view.parameter.grad for view in views]
         for view, gradient in zip(views, gradients, strict=True):
@@ -714,7 +712,6 @@ class Gradients:
 
 
 def _without_the_engine(view: ParameterView) -> EngineStateError:
-    """The error for a gradient that arrives outside `engine.backward`."""
     return EngineStateError(
         f"a gradient of {view.name!r} came outside of engine.backward(): call engine.backward(loss) instead of "
         "loss.backward(). With several losses, add them first. The engine scales fp16's loss itself. Where another "

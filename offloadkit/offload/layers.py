@@ -39,7 +39,7 @@ class ParameterView:
     """The parameter's (first) name in the model."""
     parameter: nn.Parameter
     order: int
-    """Position among the model's trainable parameters, in which order norms are added."""
+    """Position among the model's trainable parameters. Norms are added in this order."""
     group: int
     """Index of the optimizer group."""
     owners: list[tuple[nn.Module, str]]
@@ -166,7 +166,6 @@ class FlatLayer:
 
 
 def _nearest(ends: Sequence[int], target: float) -> int:
-    """The element of ascending `ends` nearest to `target`."""
     at = bisect_left(ends, target)
     return min(ends[max(at - 1, 0) : at + 1], key=lambda end: abs(end - target))
 
@@ -313,7 +312,6 @@ _AS_IN_TORCH = "give them as to a torch optimizer, such as [{'params': model.par
 
 
 def _listed(at: int, group: Any) -> dict[str, Any]:
-    """The group with its parameters in a list. Raises `ConfigError`."""
     if not isinstance(group, Mapping) or "params" not in group:
         raise ConfigError(f"param_groups[{at}] must be a dict with 'params', got {shown(group)}: {_AS_IN_TORCH}")
     some = group["params"]
@@ -488,7 +486,6 @@ def cut(model: nn.Module, groups: dict[nn.Parameter, int], kinds: dict[nn.Parame
 
 
 def _views(model: nn.Module, groups: dict[nn.Parameter, int]) -> Iterator[ParameterView]:
-    """A view of each trainable parameter, in the model's order."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

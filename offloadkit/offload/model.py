@@ -269,7 +269,6 @@ class PlacedModel:
         return dict(zip((layer for layer, _ in sizes), slabs, strict=True))
 
     def _share_sums(self, layers: Sequence[tuple[FlatLayer, LayerShape]]) -> dict[FlatLayer, HostSlab]:
-        """Shared RAM for the gradient sums that ranks exchange in RAM."""
         return self._share(
             [
                 (layer, shape.num_ranks * shape.window_bytes(self._accumulation))
@@ -288,7 +287,6 @@ class PlacedModel:
 
     @staticmethod
     def _weight_bytes(shape: LayerShape, placement: Placement) -> int:
-        """Bytes of the separate slab for weights in RAM."""
         return shape.weight_bytes() if placement.weights == "ram" else 0
 
     def _shared_sizes(self, placements: Sequence[Placement]) -> list[int]:
@@ -362,7 +360,7 @@ class PlacedModel:
         self.is_whole = True
 
     def _dismantle(self) -> None:
-        """Release everything that layers share, after the rings have written back their contents."""
+        """Release everything that layers share, after pending copies."""
         self.is_whole = False
         self.gradients.forget_buffers()
         rings = {state.ring for state in self.states if state.ring is not None}
@@ -541,7 +539,6 @@ class PlacedModel:
         )
 
     def _recompute_blocks(self) -> None:
-        """Recompute blocks in backward as their placements say."""
         choices: dict[nn.Module, Checkpoint] = {}
         self._weights_of.clear()
         for state in self.states:
@@ -614,7 +611,6 @@ class PlacedModel:
                 state.take_over(written, keep_remainder=keep_remainder)
 
     def _finish_updates(self) -> None:
-        """Wait until no thread steps a layer or moves optimizer states."""
         if self._is_stepped:  # this method runs before every write of a parameter
             for pending in self.states:
                 pending.weights.wait()  # wait: updates before parameters are written
@@ -670,7 +666,7 @@ class PlacedModel:
                 nothing else is agreed on.
 
         Returns:
-            All ranks' wishes, [ranks, *], and the layers in the order in which they are stepped.
+            All ranks' wishes, [ranks, *], and the layers in stepping order.
 
         Raises:
             EngineStateError: the ranks are at different steps or micro-batches.

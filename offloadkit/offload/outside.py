@@ -5,8 +5,8 @@ on it. Before an operation, the layer's update is finished and streamed weights 
 and in backward, its parameters are plain, and torch does not call Python. In backward, parameters of streamed blocks
 that are not in use are *guarded* (`weight_ring.py`).
 
-`.data`, `.detach()` and views taken between steps are watched too. They share the parameter's version counter, by which
-a step finds the weights that were written. If the write was seen here, weights whose bits did not change keep their
+`.data`, `.detach()` and views taken between steps are watched too. They share the parameter's version counter, with
+which a step finds written weights. If the write was seen here, weights whose bits did not change keep their
 master's lower bits. Writes that bypass Python's torch (raw pointers, storages, DLPack) are not found; numpy arrays are
 read-only.
 """
@@ -291,7 +291,6 @@ class Watched:
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        """While open, the parameter is plain and has the newest weights."""
         parameter: Any = self
         place = self.outside.place_of(parameter)
         place.open()
@@ -543,7 +542,6 @@ class Copied(torch.Tensor):
 
 
 def _find_copied(value: Any, found: dict[int, Copied]) -> None:
-    """Collect `Copied` tensors from nested lists, tuples and dicts into `found`, by id."""
     if type(value) is Copied:
         found[id(value)] = value
     elif isinstance(value, list | tuple):

@@ -63,7 +63,6 @@ def _state(before: dict[str, Any]) -> Callable[[nn.Module], Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether `value` is a function or method of this package."""
     while isinstance(value, partial | MethodType):
         value = value.func if isinstance(value, partial) else value.__func__
     return callable(value) and str(getattr(value, "__module__", "")).partition(".")[0] == _OURS

@@ -43,7 +43,7 @@ class RateWatch:
         self.begin(plan)
 
     def begin(self, plan: Plan) -> None:
-        """Start anew with `plan`, and discard earlier measurements."""
+        """Start to measure `plan`; discard earlier measurements."""
         basis = plan.basis
         searched = basis.work is not None and basis.config.placement is None and not plan.on_cpu
         self._machine: Hardware | None = basis.hardware if searched else None
@@ -73,7 +73,7 @@ class RateWatch:
         room: Callable[[], Mapping[str, int]],
         ranks: Ranks = SOLO,
     ) -> tuple[Plan, str] | None:
-        """Judge the records, and start collecting anew.
+        """Judge the records and discard them.
 
         A collective, called when it is due on all ranks. The slowest rank's rates count, rank 0 judges, and all ranks
         get its result.

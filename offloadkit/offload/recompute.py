@@ -57,7 +57,6 @@ def checkpoint_activations(
         )
 
     def recompute(block: nn.Module) -> Callable[..., Any]:
-        """The checkpointed call of `block`."""
         offload = partial(offloaded.checkpoint, f"{names[block]} input")
         run = offload if choices[block] == "offload" else partial(_checkpoint, offloaded.device)
         buffers = _ChangingBuffers(block)
@@ -108,7 +107,6 @@ def _switch_on(model: Any) -> Callable[[], None]:
 
 
 def _remove_new_hooks(model: Any, before: dict[str, Any]) -> None:
-    """Remove the hooks on embeddings that transformers' switch has registered."""
     known = [before.get("_require_grads_hook"), *before.get("_require_grads_hooks", ())]
     new = [vars(model).get("_require_grads_hook"), *vars(model).get("_require_grads_hooks", ())]
     for hook in new:
@@ -133,7 +131,7 @@ class _ChangingBuffers:
         return {(module, name): buffer.clone() for module, name, buffer in present if buffer is not None}
 
     def end_of_forward(self, before: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
-        """After the first forward: find the buffers that changed since `before`, and drop the copies of all others."""
+        """After the first forward: find the changing buffers, and drop all other copies from `before`."""
         if self._found is None:
             self._found = [
                 (module, name)
@@ -237,7 +235,7 @@ class OffloadedInputs:
         return output
 
     def release(self) -> None:
-        """Free the RAM. The model may keep this object alive, in the functions with which its blocks recompute."""
+        """Free the RAM. The model may keep this object alive, in its blocks' recomputation functions."""
         self.free.clear()
         self.copying.clear()
 

@@ -69,7 +69,7 @@ class StepRecords:
     def __init__(
         self, telemetry: Telemetry, plan: Plan, device: torch.device, on_nonfinite: str, num_ranks: int = 1
     ) -> None:
-        """num_ranks: number of ranks with equally many micro-batches, by which this rank's loss is multiplied."""
+        """num_ranks: number of ranks with equally many micro-batches; multiplies this rank's loss."""
         self._telemetry, self.plan, self._device, self._on_nonfinite = telemetry, plan, device, on_nonfinite
         self._num_ranks = num_ranks
         self._current = _Window(time.perf_counter())
@@ -191,7 +191,6 @@ class StepRecords:
 
 
 def _traced(phase: str) -> None:
-    """Set the phase of a running trace."""
     if (tracing := trace.active()) is not None:
         tracing.phase(phase)
 

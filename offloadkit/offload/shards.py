@@ -80,7 +80,7 @@ def parts(flat: torch.Tensor, num: int) -> list[torch.Tensor]:
 
 
 class WeightGathers:
-    """The layers of an update whose new weights are not gathered yet, in the order in which all ranks gather them.
+    """The layers of an update whose new weights are not gathered yet, in the order agreed on by all ranks.
 
     Attributes:
         looks_ahead: gather stepped layers before they are needed. False without a GPU, because there a gather blocks

@@ -204,7 +204,6 @@ def with_less_vram_at_rest(plan: Plan, device: torch.device) -> Plan | None:
 
 
 def _at_rest(plan: Plan) -> int:
-    """VRAM, in bytes, that a plan takes between steps."""
     return plan.total_bytes("vram") - plan.tiers["vram"].get("activations", 0)
 
 
@@ -228,7 +227,7 @@ def with_less_ram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan
 def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int, ranks: Ranks = SOLO) -> Plan:
     """`plan`, or a leaner one if less VRAM is free than when it was made, because another process took some.
 
-    A collective: all ranks take the leaner plan if any rank needs it.
+    A collective: all ranks take the leaner plan if one of them needs it.
 
     Args:
         freed_bytes: VRAM that the engine will free.

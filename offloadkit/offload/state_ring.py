@@ -6,7 +6,7 @@ the GPU work at once. Only events order the operations, so a whole step may be q
 | | starts after |
 |---|---|
 | H2D of a chunk | D2H of the buffer's last chunk, and of the same chunk in the last step; the preceding chunk's step |
-| its step | its H2D; for weights in VRAM also the compute stream's reads, for which the kernels' stream waits |
+| its step | its H2D; for weights in VRAM also the compute stream's reads of them |
 | D2H | its step; copies out of the same weights in RAM |
 
 Between two H2Ds the bus is free for a kernel's time, so that weights that forward waits for get through on other
@@ -74,7 +74,7 @@ class PassingStates:
         host: the states in RAM, and the weights in RAM if they are not `resident`.
         resident: 1-D working weights that live in VRAM.
         gradient: 1-D, in RAM; None if it is in VRAM.
-        drained: the end of the newest copy into `host`'s arrays, before which they must not be read or written.
+        drained: the end of the newest copy into `host`'s arrays, which must not be accessed earlier.
     """
 
     name: str
@@ -230,7 +230,6 @@ class StateRing:
 
 
 def _within(segments: Sequence[Segment], chunk: _Chunk) -> list[Segment]:
-    """The parts of `segments` inside a chunk, relative to its beginning."""
     found = []
     for start, length, scalars, key, offset in segments:
         first, end = max(start, chunk.start), min(start + length, chunk.start + chunk.numel)

@@ -264,7 +264,6 @@ class LayerState:
         return [] if piece is None else [piece]
 
     def _take_split(self, master: torch.Tensor, start: int) -> None:
-        """Split fp32 master weights into bf16 weights and remainders, from element `start` on."""
         remainder = self.flat.remainder
         assert remainder is not None
         for begin in range(0, master.numel(), _SPLIT):
@@ -349,7 +348,6 @@ class LayerState:
 
     @property
     def _keeps_copy(self) -> bool:
-        """Whether RAM holds a copy of weights that live in VRAM."""
         return self.flat.weights is not self.weights.own
 
     def _drop_remainder(self, piece: ParameterView) -> None:
@@ -465,7 +463,6 @@ class LayerState:
             self.ring.fetch_ahead(self._passing) if self.on_gpu else self._refresh_copy()
 
     def _refresh_copy(self) -> None:
-        """Copy weights that the GPU stepped to the RAM copy."""
         if self._copy_is_stale:
             assert self.ring is not None
             assert self._passing is not None

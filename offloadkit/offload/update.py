@@ -35,7 +35,7 @@ from offloadkit.planner import NUM_STATE_BUFFERS
 from offloadkit.threads import Thread
 
 LayerUpdate = tuple[LayerState, set[int], PendingUpdate]
-"""A layer, the indices of its views that have a gradient, and the update for which forward waits."""
+"""A layer, the indices of its views that have a gradient, and the update that forward waits for."""
 
 
 @dataclass
@@ -222,7 +222,6 @@ class StepThread:
                 layer.add_all_sums()
 
     def _step(self, update: Update) -> None:
-        """Step the CPU's and the GPU's layers at the same time, both in forward order."""
         on_gpu = [item for item in update.layers if item[0].on_gpu]
         on_cpu = [item for item in update.layers if not item[0].on_gpu]
         queued = threading.Event()

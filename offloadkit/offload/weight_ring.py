@@ -53,7 +53,7 @@ class StreamedWeights(LayerWeights):
     Attributes:
         flat_bytes: `flat` (pinned) as uint8. Between steps the parameters are views of this memory.
         block: the layers that are fetched and evicted with this one, set by `StreamedBlock`.
-        copied: the end of the newest copy out of `flat`, before which `flat` must not be written.
+        copied: the end of the newest copy out of `flat`; `flat` must not be written earlier.
         written: the end of the newest copy into `flat`, if the GPU steps the layer.
         shared: RAM shared by several ranks, or None at world size 1.
     """
@@ -421,7 +421,7 @@ class WeightRing:
 
     @contextmanager
     def saved_tensors(self) -> Iterator[None]:
-        """Context in which autograd saves the position of a weight in the ring instead of the weight."""
+        """While open, autograd saves a weight's position in the ring instead of the weight."""
         before, self.in_forward = self.in_forward, True
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -431,7 +431,7 @@ class WeightRing:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Context for backward, in which `outside` watches no parameter."""
+        """Context for backward, while `outside` watches no parameter."""
         for block in self._blocks:
             block.recomputed = block.lost = False
             self._guard(block)
@@ -461,7 +461,7 @@ class WeightRing:
         """Free the buffers. The blocks' layers must be settled, and may join another ring.
 
         Backward through a graph that saved weights in this ring raises. The model may keep the ring object alive, in
-        the functions with which its blocks recompute.
+        its blocks' recomputation functions.
         """
         for block in self._blocks:
             for layer in block.layers:

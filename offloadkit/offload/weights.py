@@ -201,7 +201,7 @@ class LayerWeights:
     def check_seen(self, num_updates: int) -> None:
         """
         Raises:
-            EngineStateError: the weights have changed since the forward to which this backward belongs.
+            EngineStateError: the weights have changed since this backward's forward.
         """
         if self.num_updates != num_updates:
             raise EngineStateError(
@@ -213,7 +213,7 @@ class LayerWeights:
         """Called when a gradient of `view` arrives. Weights that stay in VRAM need no check."""
 
     def start_update(self, views: set[int]) -> PendingUpdate:
-        """Register a new update of `views` (indices), for which forward waits from now on.
+        """Register a new update of `views` (indices). Forward waits for it from now on.
 
         A graph that saved the old weights raises in backward, as after a step of a torch optimizer.
         """
@@ -271,7 +271,7 @@ def _refuse_compilation() -> None:
 
 
 class ForwardHooks:
-    """Hooks that wait for a layer's weights before a module uses them, and record the order in which layers are used.
+    """Hooks that wait for a layer's weights before a module uses them, and record the layers' order of use.
 
     - The forward of a repeated block waits for the block's layers. Modules inside a block have no hook, unless the
       block is a list of modules, which has no forward.
@@ -422,7 +422,6 @@ _use: Any = _Use.apply
 
 
 def _has_hooks(parameter: Any) -> bool:
-    """Whether the user has hooks on the parameter's gradient."""
     return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 
