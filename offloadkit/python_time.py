@@ -30,7 +30,7 @@ from offloadkit.planner.work import MicroBatch, Stage
 _MOST_KINDS = 2
 """Kinds of blocks that are timed, the most frequent first: T5 has one kind in its encoder and one in its decoder."""
 _ROWS = 2
-"""Rows of a timed block. One row would be different: Triton compiles another kernel for sizes of 1."""
+"""Rows of a timed block. Triton compiles another kernel for sizes of 1."""
 _BURST = 5
 """Repetitions of a burst, whose median is taken. The fastest burst counts, because other work on the host slows some
 bursts, and the first burst loads what the block needs. With the median of all repetitions, two models with equal blocks
@@ -43,7 +43,7 @@ _SPARE_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor's description; the tracing counts memory, so the tensor itself is not kept."""
+    """A tensor's description. The tensor itself is not kept, because the tracing counts its memory."""
 
     size: tuple[int, ...]
     dtype: torch.dtype

@@ -171,8 +171,8 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _indices(self, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The indices. A mask becomes one index for each row if the model has asked whether all rows have equally
-        many."""
+        """The indices. A mask becomes one index for each row if the model has asked whether it selects equally many in
+        all rows."""
         found: list[torch.Tensor | None] = []
         for index in given:
             if index is not None and index.dtype == torch.bool and index.shape[:-1] == self._alike:

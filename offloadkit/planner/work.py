@@ -21,7 +21,7 @@ class Pass:
     num_operations: int = 0
     """Number of kernels started."""
     num_attention: int = 0
-    """Number of kernels that are our own attention."""
+    """Number of our own attention kernels."""
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(*map(operator.add, vars(self).values(), vars(other).values()))
@@ -59,7 +59,7 @@ class Rows:
     batch_size: int
     input_length: int
     target_length: int | None
-    """Tokens of the decoder's row; None without an encoder-decoder."""
+    """Tokens of the decoder's row; None unless the model is an encoder-decoder."""
 
     def __str__(self) -> str:
         """ "8 x (512+128)" or "8 x 512"."""
