@@ -1,4 +1,4 @@
-"""What a run may be told: one frozen dataclass, and where each part of a layer lives."""
+"""Options of a run and placements of a layer, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ Precision = Literal["exact", "compact", "tiny"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the four parts of a flat layer live and who steps it. A placement never changes a number.
+    """Where the parts of a flat layer live and which processor steps it. Placements do not affect numerical results.
 
     Raises:
-        ConfigError: an unknown choice, or states and step that do not go together.
+        ConfigError: an unknown choice, or incompatible `states` and `step`.
     """
 
     weights: Literal["vram", "ram"] = "vram"
-    """Working weights: the copy that forward and backward compute with. "ram" brings a repeated block's to one of a few
-    reusable buffers in VRAM ahead of its forward and its backward; what is outside the blocks stays in VRAM."""
+    """Working weights, which forward and backward compute with. "ram" prefetches a repeated block's weights into one of
+    a few reusable VRAM buffers before its forward and backward; weights outside the blocks stay in VRAM."""
 
     gradients: Literal["vram", "ram"] = "ram"
-    """Gradients between backward and the step: "ram" sends each layer's to pinned RAM as soon as backward is done
-    with it; "vram" keeps them (and their fp32 accumulation) on the device until the last micro-batch."""
+    """Gradients between backward and the step. "ram" sends each layer's gradients to pinned RAM right after its
+    backward; "vram" keeps gradients and their fp32 accumulation on the device until the last micro-batch."""
 
     states: Literal["vram", "ram", "disk"] = "ram"
-    """What the master weights hold beyond the working weights, and the moments. The GPU steps states in VRAM, the CPU
-    states on disk, either of them states in RAM: for the GPU these are streamed through VRAM."""
+    """Master weights (the part beyond the working weights) and moments. The GPU steps states in VRAM, the CPU states on
+    disk, and either one states in RAM, which the GPU streams through VRAM."""
 
     activations: Literal["keep", "checkpoint", "offload"] = "keep"
-    """"checkpoint" recomputes a repeated block's activations in backward instead of keeping them; "offload" also keeps
-    the block's input in pinned RAM meanwhile."""
+    """"checkpoint" recomputes a repeated block's activations in backward; "offload" recomputes them too and keeps the
+    block's input in pinned RAM in between."""
 
     step: Literal["cpu", "gpu"] = "cpu"
-    """The processor that steps this layer. With states in RAM and step="gpu", `gradients="vram"` keeps neither
-    gradients nor a copy of resident weights in RAM; with `gradients="ram"` both processors can step the layer."""
+    """The processor that steps this layer. For states in RAM with step="gpu", `gradients="vram"` keeps neither
+    gradients nor copies of resident weights in RAM; `gradients="ram"` lets either processor step the layer."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -65,26 +65,26 @@ class Placement:
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """How a loss scale follows the overflows: as DeepSpeed's, and with its defaults.
+    """Dynamic loss scaling, with DeepSpeed's rules and defaults.
 
     Raises:
-        ConfigError: a number is not positive, or a count is not whole.
+        ConfigError: a number is not positive, or a count is not an integer.
     """
 
     start: float = 2.0**16
-    """The first scale. Powers of two change no digit of a gradient."""
+    """Initial scale. Powers of two scale gradients exactly."""
 
     window: int = 1000
-    """The scale doubles after more than so many steps without an overflow."""
+    """The scale doubles after more than this many steps without overflow."""
 
     hysteresis: int = 2
-    """Overflows, since the scale last rose, until it is halved; from then on every one halves it."""
+    """Overflows since the last increase before the scale is halved; every later overflow halves it."""
 
     consecutive_hysteresis: bool = False
-    """Whether a step without an overflow gives all of the hysteresis back."""
+    """Whether a step without overflow resets the hysteresis."""
 
     minimum: float = 1.0
-    """The scale is not halved below it. A step that overflows there is not the scale's fault."""
+    """Lower bound of the scale. An overflow at the minimum counts as a non-finite gradient."""
 
     def __post_init__(self) -> None:
         for name in ("start", "minimum"):
@@ -100,7 +100,7 @@ class DynamicLossScale:
 
 @runtime_checkable
 class ConfigFile(Protocol):
-    """A config file of DeepSpeed that was read. A Trainer's arguments must not contradict it."""
+    """A parsed DeepSpeed config file. A Trainer's arguments must not contradict it."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -108,109 +108,107 @@ class ConfigFile(Protocol):
 
     @property
     def written(self) -> dict[str, Any]:
-        """The keys that count and are in the file, by dotted name."""
+        """Keys of the file that have an effect, by dotted name."""
 
     def check_decay(self, weight_decay: float, by: str) -> None:
-        """Raise `ConfigError` if the file asks for another kind of weight decay. `by` names who sets it."""
+        """Raise `ConfigError` if the file asks for coupled weight decay. `by` names who sets the decay."""
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Options of an `OffloadEngine`. All of them belong to the run except `placement`, which changes no number."""
+    """Options of an `OffloadEngine`. Every field except `placement` may affect the results of a run."""
 
     optimizer: str = "adamw"
-    """"adamw", or "lion": one moment instead of two (6 bytes of RAM a parameter instead of 10), precision "exact" only.
+    """"adamw", or "lion": one moment instead of two (6 instead of 10 bytes of RAM per parameter), precision "exact"
+    only.
     """
 
     learning_rate: float = 1e-4
-    """Step size; a parameter group's own `lr` goes before it."""
+    """Step size; a parameter group's `lr` overrides it."""
 
     betas: tuple[float, float] | None = None
-    """Decay of the moments: of exp_avg and exp_avg_sq for AdamW. None: the optimizer's usual ones, (0.9, 0.999) for
-    AdamW and (0.9, 0.99) for Lion. The Trainer and `finetune` take `adam_beta1` and `adam_beta2` of their arguments,
-    for Lion too, as HuggingFace does."""
+    """Decay rates of exp_avg and exp_avg_sq. None: the optimizer's defaults, (0.9, 0.999) for AdamW and (0.9, 0.99) for
+    Lion. The Trainer and `finetune` use `adam_beta1` and `adam_beta2`, for Lion too, as HuggingFace does."""
 
     eps: float = 1e-8
-    """Added to the root of exp_avg_sq (AdamW)."""
+    """Added to the square root of exp_avg_sq (AdamW)."""
 
     weight_decay: float = 0.0
     """Decoupled weight decay, multiplied by the learning rate."""
 
     max_grad_norm: float | None = 1.0
-    """Global gradient norm above which gradients are scaled down; None clips nothing."""
+    """Global gradient norm above which gradients are clipped; None disables clipping."""
 
     gradient_accumulation: int = 1
-    """Micro-batches whose gradients are added, in fp32, before each update."""
+    """Micro-batches per update; their gradients are added in fp32."""
 
     exchange: Literal["step", "micro_batch"] = "step"
-    """When several ranks that accumulate exchange gradients. "step": each adds up its micro-batches, and the fp32 sums
-    are exchanged once an update. "micro_batch": each micro-batch's are exchanged in their own dtype, so a rank keeps
-    fp32 sums of what it owns only, and N ranks equal one rank with N times the micro-batches, bit for bit. The two add
-    in different orders, so their last bits differ. Without accumulation they are the same."""
+    """When ranks exchange gradients under accumulation. "step": each rank adds its micro-batches, and ranks exchange
+    the fp32 sums once per update. "micro_batch": ranks exchange every micro-batch's gradients in their own dtype, so a
+    rank keeps fp32 sums only for its shard, and N ranks are bit-identical to one rank with N times the micro-batches.
+    The two orders of addition differ in the last bits. Without accumulation they are identical."""
 
     precision: Precision = "exact"
-    """Precision of the moments: "exact" keeps them in fp32, "compact" in stochastically rounded bf16, "tiny" in 8 bits
-    with a scale for each block of 256. Master weights are fp32 in all three."""
+    """Precision of the moments: "exact" is fp32, "compact" is bf16 with stochastic rounding, "tiny" is 8 bits with a
+    scale per block of 256. Master weights are always fp32."""
 
     working_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """dtype the model computes with; "auto" takes each parameter's own."""
+    """dtype of the forward and backward computation; "auto" keeps each parameter's dtype."""
 
     loss_scale: Literal["dynamic"] | float | DynamicLossScale = "dynamic"
-    """What the loss is multiplied by before backward where the working dtype is fp16, whose gradients would underflow
-    otherwise; the step divides by it. "dynamic" starts at 65,536 and follows the overflows; a `DynamicLossScale` says
-    how."""
+    """Loss scale for working dtype fp16, whose gradients would underflow otherwise. "dynamic" starts at 65,536 and
+    adapts to overflows; `DynamicLossScale` sets the details."""
 
     disk: str | None = None
-    """Folder on a local disk for optimizer states on disk; None: the system's folder for temporary files."""
+    """Folder on a local disk for optimizer states; None: the system's temporary folder."""
 
     seed: int = 0
-    """Of the stochastic rounding of "compact" and "tiny"."""
+    """Seed of the stochastic rounding of "compact" and "tiny"."""
 
     activation_checkpointing: bool = False
-    """Recompute each layer's activations in backward: less VRAM, about a third more compute."""
+    """Recompute each layer's activations in backward: less VRAM for about a third more compute."""
 
     compile_blocks: bool = False
-    """Compile what repeated blocks compute (`torch.compile`), once for all equal ones. Steps may be faster, and
-    round otherwise. The first step takes minutes on a machine that has not compiled them before."""
+    """Compile repeated blocks with `torch.compile`, equal blocks once. Steps may be faster, and their results are
+    rounded differently. The first step takes minutes on a machine without cached compilations."""
 
     attention: Literal["ours", "keep"] = "ours"
-    """What transformers' models compute attention with: "ours" takes what their family is trained with (see
-    docs/design.md), "keep" leaves what the model was loaded with."""
+    """Attention implementation of transformers models: "ours" selects the implementation used to train the model's
+    family (see docs/design.md), "keep" the one the model was loaded with."""
 
     placement: Placement | None = None
-    """One placement for all layers; None lets the plan decide, and move where memory runs out."""
+    """One placement for all layers; None lets the plan decide, and change it when memory runs out."""
 
     vram: int | str | None = None
-    """VRAM that the process may take in all, CUDA's context included, as bytes or "8GiB"; None: what is free."""
+    """Total VRAM of the process, including CUDA's context, in bytes or as "8GiB"; None: free VRAM."""
 
     ram: int | str | None = None
-    """RAM that the process may take in all, or all ranks of a host together; None: what is available."""
+    """Total RAM of the process, or of all ranks of a host, in bytes or as "8GiB"; None: available RAM."""
 
     on_nonfinite: Literal["raise", "skip", "rollback"] = "raise"
-    """What a NaN or Inf in the gradients does. The step is never applied; "raise" ends training with an error at the
-    next boundary, "skip" warns and goes on.
+    """Reaction to NaN or Inf in the gradients. The step is never applied. "raise" ends training with an error at the
+    next step boundary, "skip" warns and continues.
 
-    "rollback" goes back to the last checkpoint: weights, states, schedule and random numbers. A Trainer and `finetune`
-    train on from there; in a loop `step` raises a `RolledBackError`, whose `position` says where the loop goes on. The
-    rows since the checkpoint come again, the ones that gave NaN too: after a fault that does not come again (of a GPU,
-    of memory) the run is the one without it, bit for bit. NaN that comes again after three returns is an error. Where
-    the rows themselves give NaN, "skip" leaves them out. Each `step` waits for its gradient norm, so that no checkpoint
-    is later than an unseen NaN. Overflows that an fp16 loss scale can fall for are skipped as ever."""
+    "rollback" restores the last checkpoint: weights, optimizer states, schedule and random states. A Trainer and
+    `finetune` continue from there; in a custom loop `step` raises `RolledBackError`, whose `position` says where to
+    continue. All rows since the checkpoint are repeated, including those that gave NaN. After a transient fault (of a
+    GPU or memory) the run is bit-identical to one without the fault. A NaN after three rollbacks is an error. If the
+    rows themselves cause NaN, use "skip". Each `step` waits for its gradient norm, so that no checkpoint is written
+    after an undetected NaN. Overflows that the fp16 loss scale handles are skipped as usual."""
 
     grace_seconds: float = field(default=25.0, compare=False)
-    """Seconds from SIGTERM or SIGHUP to the end of the process. A Trainer saves within them where saves so far were
-    fast enough, and else names the newest checkpoint."""
+    """Seconds from SIGTERM or SIGHUP until the process is killed. A Trainer saves if earlier saves were fast enough,
+    and otherwise names the newest checkpoint."""
 
     save_minutes: float | None = field(default=None, compare=False)
-    """Minutes after which a Trainer saves, beside its `save_strategy`; by rank 0's clock."""
+    """Minutes between additional saves of a Trainer, by rank 0's clock."""
 
     resume_incomplete: bool = field(default=False, compare=False)
-    """Whether a Trainer may go on from a checkpoint that lacks weights, or from one of transformers' Trainer that lacks
-    the scheduler's state or the random states. Otherwise such a checkpoint is refused: the run that goes on would not
-    be the run that was saved."""
+    """Allow a Trainer to resume from a checkpoint without weights, or from a transformers checkpoint without scheduler
+    state or random states. Such a checkpoint is refused by default, because the resumed run would differ."""
 
     deepspeed: ConfigFile | None = field(default=None, compare=False, repr=False)
-    """What `from_deepspeed` has read, for a Trainer, whose arguments must not say otherwise."""
+    """Config file read by `from_deepspeed`. A Trainer checks that its arguments agree with it."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -260,7 +258,7 @@ class OffloadConfig:
 
     @property
     def states_folder(self) -> str | None:
-        """Where optimizer states on disk go; None where neither `disk` nor `placement` asks for any."""
+        """Folder for optimizer states on disk; None if neither `disk` nor `placement` asks for any."""
         on_disk = self.placement is not None and self.placement.states == "disk"
         return self.disk or (tempfile.gettempdir() if on_disk else None)
 
@@ -268,25 +266,25 @@ class OffloadConfig:
     def from_deepspeed(
         cls, source: str | Path | dict[str, Any] | ConfigFile, *, num_gpus: int | None = None
     ) -> OffloadConfig:
-        """What a ds_config.json says, as far as it is about the optimizer's step. docs/from-deepspeed.md has every key.
+        """Read the optimizer options of a ds_config.json. docs/from-deepspeed.md lists every key.
 
-        ZeRO's stages and offload_* choose nothing here: the plan does, within the section "offloadkit" of the file,
-        which holds fields of this class such as "vram". A schedule and the micro-batch are `offloadkit.initialize`'s.
-        A value "auto" is left at its default here, which is what a Trainer's arguments fill in, as they do with values
-        that the file does not write. They must not contradict what it does.
+        ZeRO stages and offload_* have no effect: the plan decides, within the limits in the file's section
+        "offloadkit", which holds fields of this class such as "vram". `offloadkit.initialize` handles the schedule and
+        the micro-batch size. Values "auto" and missing values stay at their defaults, which a Trainer's arguments
+        replace. The arguments must not contradict values of the file.
 
         Args:
             source: the file, its content, or the result of `offloadkit.deepspeed.config.read_deepspeed`.
-            num_gpus: for the product of the batch sizes; None: the WORLD_SIZE of torchrun, else 1.
+            num_gpus: for the product of the batch sizes; None: torchrun's WORLD_SIZE, else 1.
 
         Raises:
-            ConfigError: something in it has no meaning, or offloadkit cannot do it.
+            ConfigError: a value is invalid or not supported.
         """
         return _load_reader()(source, num_gpus)
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a number that a float can hold."""
+    """Whether `value` is a real number in a float's range."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
@@ -297,7 +295,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check_choices(options: Placement | OffloadConfig) -> None:
-    """Raise `ConfigError` for a Literal field with a value outside its choices."""
+    """Raise `ConfigError` if a Literal field has an unknown value."""
     hints = get_type_hints(type(options))
     for each in fields(options):
         value, choices = getattr(options, each.name), get_args(hints[each.name])
@@ -313,6 +311,6 @@ _load_reader: Callable[[], Reader]
 
 
 def register_reader(load: Callable[[], Reader]) -> None:
-    """Have `OffloadConfig.from_deepspeed` call the reader that `load` imports."""
+    """Register a function that imports and returns the reader for `OffloadConfig.from_deepspeed`."""
     global _load_reader
     _load_reader = load

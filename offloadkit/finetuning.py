@@ -1,77 +1,77 @@
-"""From a name and a dataset to a trained model on disk. Reads top to bottom: plan, load, train, evaluate, save.
+"""Fine-tune a HuggingFace model on a dataset: plan, load, train, evaluate, save.
 
     result = offloadkit.finetune("t5-3b", "pairs.jsonl", eval_dataset="held_out.jsonl")
 
-What the arguments of `finetune` take:
+Arguments of `finetune`:
 
-- `model`: a hub name, preset, folder, or a model, which is then trained in place.
+- `model`: a hub name, preset or folder, or a model, which is trained in place.
 - `train_dataset`, `eval_dataset`: a `datasets.Dataset`, list of dicts, pandas frame, path to
   .jsonl/.json/.csv/.parquet, or hub name. Columns: input + target (or prompt + completion), text or messages
-  (decoders), text + label (classifiers), or tokenized. Other well-known names are understood (Alpaca, Dolly, ShareGPT:
-  see `hf/columns.py`). Of a decoder's pairs only the target is learned: through the tokenizer's chat template if it
-  has one, else written right behind the input and closed by the end token. The evaluation set is evaluated after each
-  epoch and at the end. `eval_dataset=0.1` holds out a tenth of the training rows, the same ones whatever `seed` is.
-- `input_column`, `target_column`: which columns are input and target (or text and label), if their names do not say it.
-- `template`: makes the input from several columns by `str.format`, such as "{context} Question: {question}".
-- `tokenizer`: None takes the model's own; "byte" is one token a byte, for models with random weights.
-- `output_dir`: its folder "model" is what `from_pretrained` loads; checkpoints lie beside it.
-- `overwrite`: replace the model and the checkpoints of an earlier run in `output_dir`. Without it (and without
-  `resume`) such a folder is refused. They stay until the first step is done, the model until the new one is written.
-- `epochs`, `max_steps`: how long to train; `max_steps` goes before `epochs`.
-- The rows' order follows from `seed` (or `data_seed`). Batches hold rows of nearly equal length, as HuggingFace's
-  `train_sampling_strategy="group_by_length"` makes them; they come in random order after the first, which holds the
-  longest row. Where a row's length says what kind of row it is, batches are of one kind: pass "random" then.
+  (decoders), text + label (classifiers), or tokenized. Well-known names are recognized (Alpaca, Dolly, ShareGPT: see
+  `hf/columns.py`). Decoders learn only the target of a pair: through the tokenizer's chat template if it has one, else
+  as the input followed by the target and the end token. The evaluation set is evaluated after each epoch and at the
+  end. `eval_dataset=0.1` holds out a tenth of the training rows, independent of `seed`.
+- `input_column`, `target_column`: columns with input and target (or text and label), if their names are not recognized.
+- `template`: builds the input from several columns by `str.format`, such as "{context} Question: {question}".
+- `tokenizer`: None loads the model's own; "byte" makes each byte a token, for models with random weights.
+- `output_dir`: the trained model goes to its folder "model", which `from_pretrained` loads, next to checkpoints.
+- `overwrite`: replace an earlier run in `output_dir`, which is refused without `overwrite` or `resume`. The earlier
+  checkpoints are kept until the first step is done, the earlier model until the new one is written.
+- `epochs`, `max_steps`: length of training; `max_steps` overrides `epochs`.
+- `seed` (or `data_seed`) determines the order of rows. Batches hold rows of nearly equal length, as with HuggingFace's
+  `train_sampling_strategy="group_by_length"`, in random order after the batch with the longest row. If length
+  correlates with the kind of row, such batches are not representative: pass "random" then.
 - `batch_size`: rows in a micro-batch; "auto": see `planning.BATCH_SIZES`.
-- `gradient_accumulation`: micro-batches an update.
-- HuggingFace's names for these are taken too: `num_train_epochs`, `per_device_train_batch_size`,
+- `gradient_accumulation`: micro-batches per update.
+- HuggingFace's names are accepted too: `num_train_epochs`, `per_device_train_batch_size`,
   `gradient_accumulation_steps`, `lr`.
-- `learning_rate`: None takes `LEARNING_RATES`. It rises over the first 5 % of the steps and falls linearly to 0.
+- `learning_rate`: None takes `LEARNING_RATES`. The rate warms up over the first 5 % of the steps and decays linearly
+  to 0.
 - `init`: "random" starts from random weights.
-- `max_input_length`, `max_target_length`: in tokens; None is 512 (causal: 1024) for inputs and 128 for targets. A
-  decoder's input and target share `max_input_length`. The plan is made for the longest rows, and its seconds are
-  theirs: other batches take less. If rows or tokenizer must
-  be downloaded first, the plan is made for these lengths before the download, and made again for the longest row
-  after it.
-- When the GPU's memory is full, training goes on by a plan with less in VRAM, until no such plan is left. The weights
-  are those of a run with enough memory.
-- `resume`: go on from the newest complete checkpoint in `output_dir`. One is written after each epoch, and when
-  training is stopped. The newest one is kept; `save_total_limit=3` keeps three.
-- `monitor`: show memory, time, slowdown and loss live, in a notebook or on a terminal (see `Monitor`). False shows a
-  progress bar there. Elsewhere a line is printed now and then. In every case an interrupt (in a notebook the stop
-  button too) finishes the current step, writes a checkpoint, evaluates and saves; a second one stops at once.
-- `baseline`: "measure" first runs a few steps without offloading, in a fresh process, with micro-batches as long as
-  the data's. The monitor compares with that where it fits on the GPU. "predict" compares with the compute time
-  measured in the run itself plus a predicted AdamW step in VRAM.
-- `precision` of the optimizer states; `vram` and `ram` that may be used ("8GiB"; None: what is free);
-  `compile_blocks` for faster steps after a first one that takes minutes. They go before those of `offload`, which
-  sets what `TrainingArguments` do not.
-- `grace_seconds`: seconds from SIGTERM or SIGHUP (a machine that is taken back) to the end of the process. The step is
-  finished and saved if saves so far were fast enough for that, and a `TrainingStoppedError` names the checkpoint.
-- `save_minutes`: save after so many minutes, beside `save_strategy`.
-- `offload=OffloadConfig(on_nonfinite="rollback")`: where gradients hold NaN, go on from the last checkpoint.
-- `callbacks`, `compute_metrics`: as HuggingFace's Trainer takes them. What `compute_metrics` returns is in
-  `FinetuneResult.metrics`, its names begin with "eval_". It gets logits; with `predict_with_generate=True` the tokens
-  that an encoder-decoder writes.
-- `engine`: "deepspeed" trains by DeepSpeed's ZeRO in the place of offloadkit's engine, through HuggingFace's own
-  Trainer (`pip install offloadkit[deepspeed]`): see docs/from-deepspeed.md. `plan` of the result is what offloadkit
-  itself would do, `steps` is empty, and a model in memory is trained as a copy whose weights it gets at the end.
-- `verbose`: print where everything lives, byte by byte, and what limits the step; else the plan's verdict alone.
-- `training_arguments`: anything else that `transformers.Seq2SeqTrainingArguments` takes. `save_steps` and `eval_steps`
-  save and evaluate after so many steps, instead of after each epoch.
+- `max_input_length`, `max_target_length`: in tokens. Defaults are 512 (decoders: 1024) for inputs and 128 for targets.
+  A decoder's input and target share `max_input_length`. Plan and planned seconds are for the longest rows; shorter
+  batches take less. If rows or tokenizer must be downloaded, a plan for the maximum lengths comes before the download
+  and a plan for the longest row after it.
+- When VRAM runs out, training continues with a plan that needs less VRAM, until no such plan is left. The weights are
+  the same as with enough memory.
+- `resume`: continue from the newest complete checkpoint in `output_dir`. Checkpoints are written after each epoch and
+  when training is stopped. Only the newest is kept; `save_total_limit=3` keeps three.
+- `monitor`: show memory, time, slowdown and loss live in a notebook or terminal (see `Monitor`); False shows a progress
+  bar instead. Without a terminal, progress lines are printed. An interrupt (or the notebook's stop button) finishes
+  the current step, writes a checkpoint, evaluates and saves; a second interrupt stops at once.
+- `baseline`: "measure" first runs a few steps without offloading in a fresh process, with micro-batches of the data's
+  lengths. The monitor compares with it if it fits on the GPU. "predict" compares with the compute time of this run
+  plus a predicted AdamW step in VRAM.
+- `precision` of the optimizer states; `vram` and `ram` limits ("8GiB"; None: free memory); `compile_blocks` for faster
+  steps after a first step of minutes. They override the fields of `offload`, which sets options that
+  `TrainingArguments` lacks.
+- `grace_seconds`: seconds from SIGTERM or SIGHUP (a preempted machine) until the process is killed. The current step
+  finishes and is saved if earlier saves were fast enough; a `TrainingStoppedError` names the checkpoint.
+- `save_minutes`: also save after this many minutes, in addition to `save_strategy`.
+- `offload=OffloadConfig(on_nonfinite="rollback")`: return to the last checkpoint when gradients hold NaN.
+- `callbacks`, `compute_metrics`: as in HuggingFace's Trainer. `FinetuneResult.metrics` includes the values of
+  `compute_metrics` under names that begin with "eval_". `compute_metrics` gets logits, or with
+  `predict_with_generate=True` the tokens that an encoder-decoder generates.
+- `engine`: "deepspeed" trains with DeepSpeed's ZeRO and HuggingFace's own Trainer instead of offloadkit's engine
+  (`pip install offloadkit[deepspeed]`): see docs/from-deepspeed.md. The result's `plan` is then offloadkit's plan for
+  the same run, and `steps` is empty. A model in memory is trained as a copy and gets the weights at the end.
+- `verbose`: print the placement of every byte and the bottleneck of a step, not only whether the plan fits.
+- `training_arguments`: any argument of `transformers.Seq2SeqTrainingArguments`. `save_steps` and `eval_steps` save and
+  evaluate every so many steps instead of after each epoch.
 
-Several GPUs: `num_gpus=2` trains on the first two of this machine, in a process for each. A
-function or class of the notebook or script goes there by value. Rank 0's prints and one monitor are shown here.
-An interrupt, an error and the end of this process end them all. The trained model comes back in RAM; one that was
-given gets its weights. What `callbacks` collect stays in the processes. `use_cpu=True` tries it without GPUs.
-Or start a script that calls `finetune` by `torchrun --nproc-per-node 2 script.py`, `accelerate launch` or
-the `deepspeed` launcher. `batch_size` and `gradient_accumulation` are each process's. N of them compute what one would
-with N times the `gradient_accumulation`, without dropout bit for bit if `gradient_accumulation` is 1 or
-`OffloadConfig(exchange="micro_batch")` is passed. The first one prints, shows the monitor and writes; all return the
-result.
+Several GPUs: `num_gpus=2` trains on this machine's first two GPUs, one process per GPU. Functions and classes of the
+notebook or script are pickled by value. Rank 0's output and one monitor are shown here. An interrupt, an error or the
+end of this process ends all processes. The trained model comes back in RAM; a model that was passed in gets its
+weights. State collected in `callbacks` stays in the processes. `use_cpu=True` tries it without GPUs.
+
+Alternatively start a script that calls `finetune` with `torchrun --nproc-per-node 2 script.py`, `accelerate launch` or
+the `deepspeed` launcher. `batch_size` and `gradient_accumulation` are per process. N processes compute the same as one
+with N times the `gradient_accumulation`; without dropout they are bit-identical if `gradient_accumulation` is 1 or with
+`OffloadConfig(exchange="micro_batch")`. Rank 0 prints, shows the monitor and writes; all ranks return the result.
 
 Working weights, gradients and activations are bf16 on a GPU with native bf16, fp16 with a loss scale on other GPUs,
-and fp32 on the CPU. The optimizer's master weights are always fp32. `bf16=`, `fp16=` or `offload.working_dtype` changes
-the working dtype: `bf16=False` on a GPU with bf16, and `fp16=False` on one without, is fp32.
+and fp32 on the CPU. Master weights are always fp32. `bf16=`, `fp16=` or `offload.working_dtype` changes the working
+dtype: `bf16=False` on a GPU with bf16, or `fp16=False` on a GPU without, selects fp32.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ if TYPE_CHECKING:
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 
 LEARNING_RATES = {"pretrained": 1e-4, "random": 5e-4}
-"""What `learning_rate=None` is, by `init`."""
+"""Default learning rate by `init`."""
 
 HF_NAMES = {
     "num_train_epochs": "epochs",
@@ -155,43 +155,42 @@ HF_NAMES = {
     "gradient_accumulation_steps": "gradient_accumulation",
     "lr": "learning_rate",
 }
-"""Names of HuggingFace's that `finetune` takes for arguments of its own."""
+"""HuggingFace's names that `finetune` accepts for its own arguments."""
 
 NUM_PREDICTED = 256
-"""Rows of the evaluation set, from its beginning, over which exact match or accuracy is taken."""
+"""Number of evaluation rows, from the first, for exact match or accuracy."""
 
 _NUM_SHOWN = 5
 _SPEED_OF_EVALUATION = {
     f"eval_{name}" for name in ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 }
-"""What the Trainer logs with an evaluation and is no metric."""
+"""Logged values of an evaluation that are no metrics."""
 _RESUME = "resume=True (--resume)"
 
 
 @dataclass(frozen=True, repr=False)
 class FinetuneResult:
-    """What `finetune` hands back."""
+    """Result of `finetune`."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     plan: Plan
     metrics: dict[str, float]
-    """train_loss and train_seconds, if a step was taken. With an evaluation set also eval_loss, and exact_match
-    (seq2seq) or accuracy (classification), 0 to 1, over its first `NUM_PREDICTED` rows; and the numbers of
-    `compute_metrics`."""
+    """train_loss and train_seconds if a step was taken. With an evaluation set also eval_loss, exact_match (seq2seq) or
+    accuracy (classification) over the first `NUM_PREDICTED` rows, from 0 to 1, and the values of `compute_metrics`."""
     history: list[dict[str, Any]]
-    """What was logged: loss, grad_norm, learning_rate, eval_loss by step."""
+    """Log entries: loss, grad_norm, learning_rate and eval_loss by step."""
     samples: list[Sample]
-    """Predictions for the first rows of the evaluation set."""
+    """Predictions for the first evaluation rows."""
     steps: list[StepRecord]
-    """Telemetry of the newest 1,000 steps: seconds by phase, bytes by tier. `steps.jsonl` in `output_dir` has all."""
+    """Telemetry of the newest 1,000 steps: seconds by phase, bytes by tier. `output_dir/steps.jsonl` has all."""
     output_dir: Path
     stopped: bool = False
-    """Whether an interrupt or the stop button ended training early; `resume=True` goes on."""
+    """Whether an interrupt or the stop button ended training early; `resume=True` continues it."""
     peaks: Peaks = field(default_factory=dict)
-    """Measured peaks of RAM and VRAM by phase, beside those of `plan.phases`; in bytes."""
+    """Measured peaks of RAM and VRAM by phase in bytes, to compare with `plan.phases`."""
     moves: list[Move] = field(default_factory=list)
-    """Changes of the plan while it trained. `plan` is the last one; earlier peaks were then another's."""
+    """Changes of the plan during training. `plan` is the last plan; earlier peaks may belong to earlier plans."""
 
     @property
     def model_dir(self) -> Path:
@@ -209,14 +208,14 @@ class FinetuneResult:
 
 
 def _say(doing: str) -> None:
-    """`say` it, on rank 0."""
+    """Print a progress line on rank 0."""
     if world.rank() == 0:
         say(doing)
 
 
 @contextmanager
 def _libraries() -> Iterator[None]:
-    """Have what training needs loaded inside this context. It takes seconds, so a line says so."""
+    """Import the libraries for training, which takes seconds, and say so."""
     if not is_loaded("datasets") or not is_loaded("transformers.trainer"):
         _say("loading transformers and datasets")
         with collector_off():
@@ -229,9 +228,10 @@ _T = TypeVar("_T")
 
 
 def _joined(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, after joining the processes that a launcher has started with this one. Only the first one prints.
+    """Wrap `function` to join the launcher's process group first, and to print on rank 0 only.
 
-    Its `ddp_timeout` is a number of seconds, or it raises `ConfigError`.
+    Raises:
+        ConfigError: `ddp_timeout` is not a positive number of seconds.
     """
 
     @functools.wraps(function)
@@ -250,8 +250,10 @@ def _joined(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _takes_hf_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, which also takes the names in `HF_NAMES`. One value under two names is a `ConfigError`; a value
-    without a meaning is refused by the name that was given."""
+    """Wrap `function` to accept the names in `HF_NAMES`.
+
+    Raises `ConfigError` if a value is passed under both names. An error about a value uses the name that was passed.
+    """
 
     @functools.wraps(function)
     def renamed(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -272,12 +274,12 @@ def _takes_hf_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 _training = threading.RLock()
-"""Held by the `finetune` that runs: random states, the GPU's free memory and libraries' settings are the process's."""
+"""Lock held by a running `finetune`, because random states, free VRAM and library settings are per process."""
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A context in which no other thread of this process is in one; waits until it is so."""
+    """Wait until no other thread of this process is in `finetune`."""
     if not _training.acquire(blocking=False):
         print("another finetune of this process is under way: this one begins when it has ended", flush=True)
         _training.acquire()
@@ -330,19 +332,19 @@ def finetune(
     offload: OffloadConfig | None = None,
     **training_arguments: Any,
 ) -> FinetuneResult:
-    """Train a HuggingFace model with its optimizer in host RAM. Arguments: see the top of this module.
+    """Fine-tune a HuggingFace model with optimizer states in host RAM. See the top of this module for the arguments.
 
     Raises:
-        ConfigError: an argument has no meaning, or two contradict each other.
-            Also if `output_dir` holds an earlier run, and neither `resume` nor `overwrite` is given.
-        OutputError: `output_dir` cannot be written; found out before anything is loaded.
-        DataError, ModelError, ModelNotFoundError, ModelAccessError: the dataset or the model will not do.
-        DoesNotFitError: what the plan needs is not there; found out before anything is downloaded or loaded.
-        OutOfVramError: the GPU's memory is full, and no leaner plan is left.
-        TrainingStoppedError: SIGTERM or SIGHUP came. The step was finished, and saved if `grace_seconds` were enough.
-        NonFiniteGradientError: the gradients became NaN or Inf; that step was not applied. With
-            `OffloadConfig(on_nonfinite="rollback")` training went back to its last checkpoint three times before.
-        RankError: a process of `num_gpus` was killed. An error on one of them ends all and is raised here.
+        ConfigError: an argument is invalid, two arguments contradict each other, or `output_dir` holds an earlier run
+            and neither `resume` nor `overwrite` is set.
+        OutputError: `output_dir` is not writable; raised before anything is loaded.
+        DataError, ModelError, ModelNotFoundError, ModelAccessError: the dataset or model is unusable.
+        DoesNotFitError: no plan fits; raised before anything is downloaded or loaded.
+        OutOfVramError: VRAM ran out, and no plan with less VRAM is left.
+        TrainingStoppedError: SIGTERM or SIGHUP came. The step was finished, and saved if `grace_seconds` sufficed.
+        NonFiniteGradientError: gradients became NaN or Inf; the step was not applied. With
+            `OffloadConfig(on_nonfinite="rollback")`, three rollbacks came before.
+        RankError: a process of `num_gpus` was killed. Errors raised on a rank end all ranks and are raised here.
     """
     if num_gpus is not None:
         check_num_gpus(num_gpus, on_cpu=bool(training_arguments.get("use_cpu")))
@@ -379,7 +381,7 @@ def finetune(
     in_use = (model, getattr(model, "name_or_path", None), tokenizer, train_dataset, eval_dataset)
     replaces = functools.partial(earlier_run, output_dir, resume=resume, overwrite=overwrite, in_use=in_use)
     earlier = world.from_first("checking output_dir", replaces)
-    # The folder is not made if a file of rows, or a checkpoint to resume, is missing.
+    # Do not create the folder if a file of rows, or a checkpoint to resume from, is missing.
     own_files = resume and trained_by.is_planned
     output = world.from_first("checking output_dir", lambda: writable(output_dir, resume=own_files))
     with _claimed(output, earlier):
@@ -451,7 +453,7 @@ def finetune(
 
 @contextmanager
 def _claimed(output: Path, earlier: EarlierRun) -> Iterator[None]:
-    """While it is open, no other run may write into the output folder. Raises `OutputError` where one does already."""
+    """Claim the output folder. Raises `OutputError` if another run has claimed it."""
     with ExitStack() as claims:
 
         def claim() -> None:
@@ -466,7 +468,7 @@ def _claimed(output: Path, earlier: EarlierRun) -> Iterator[None]:
 
 
 def _own_checkpoint(output: Path, source: ModelSource, offload: OffloadConfig) -> Path:
-    """The newest checkpoint, which can be read and is of such a model. Raises as `finetune`."""
+    """The newest readable checkpoint, checked against the model's config. Raises as `finetune`."""
     checkpoint = newest_checkpoint(output, recut=offload.resume_incomplete)
     differing = check_same_model(checkpoint, source.config)
     if differing is not None and world.rank() == 0:
@@ -482,7 +484,7 @@ def _checkpoint_of_deepspeed(output: Path, source: ModelSource, offload: Offload
 
 
 def _check(epochs: Any, learning_rate: Any, init: Any, seed: Any, baseline: Any, **switches: Any) -> None:
-    """Raise `ConfigError` for the first option without a meaning."""
+    """Raise `ConfigError` for the first invalid option."""
     for name, value in (("epochs", epochs), ("learning_rate", learning_rate)):
         if value is not None and (not isinstance(value, int | float) or not 0 < value < float("inf")):
             raise ConfigError(f"{name} must be a positive number, got {shown(value)}")
@@ -500,7 +502,7 @@ def _check(epochs: Any, learning_rate: Any, init: Any, seed: Any, baseline: Any,
 
 
 def _engine(name: Any) -> _Engine:
-    """The engine of that name. Raises `ConfigError` for an unknown engine, or one that is not installed."""
+    """Look up an engine. Raises `ConfigError` if it is unknown or not installed."""
     if not isinstance(name, str) or name not in _ENGINES:
         raise ConfigError(f"engine must be 'offloadkit' or 'deepspeed', got {shown(name)}")
     _ENGINES[name].check_installed()
@@ -508,7 +510,7 @@ def _engine(name: Any) -> _Engine:
 
 
 def _check_evaluation(eval_dataset: Any, callbacks: Any, compute_metrics: Any) -> None:
-    """Raise `ConfigError` for an evaluation set, callbacks or metrics without a meaning."""
+    """Raise `ConfigError` for an invalid evaluation set, callback or metric function."""
     from transformers import TrainerCallback
 
     if isinstance(eval_dataset, int | float) and (isinstance(eval_dataset, bool) or not 0 < eval_dataset < 1):
@@ -526,7 +528,7 @@ def _check_evaluation(eval_dataset: Any, callbacks: Any, compute_metrics: Any) -
 
 
 def _returns_a_dict(compute_metrics: Callable[..., Any]) -> Callable[..., Any]:
-    """`compute_metrics`, which raises `ConfigError` where it returns something else."""
+    """Wrap `compute_metrics` to raise `ConfigError` if it returns no dict."""
 
     @functools.wraps(compute_metrics)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -539,7 +541,7 @@ def _returns_a_dict(compute_metrics: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _working_dtype(offload: OffloadConfig, given: dict[str, Any]) -> Dtype:
-    """What `offload` says, else the training arguments' `bf16` and `fp16`, else the default of the device."""
+    """The dtype of `offload`, else of the arguments `bf16` and `fp16`, else the device's default."""
     if offload.working_dtype != "auto":
         return offload.working_dtype
     if given.get("bf16") or given.get("fp16"):
@@ -550,7 +552,6 @@ def _working_dtype(offload: OffloadConfig, given: dict[str, Any]) -> Dtype:
 
 
 def _device(given: dict[str, Any]) -> torch.device:
-    """Where training runs."""
     return torch.device("cpu") if given.get("use_cpu") else hardware.default_device()
 
 
@@ -559,32 +560,32 @@ def _device(given: dict[str, Any]) -> torch.device:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A training with all that it needs."""
+    """Everything a training run needs."""
 
     source: ModelSource
-    """With the head that the rows need."""
+    """The model's source, with the head that the rows need."""
     args: Seq2SeqTrainingArguments
     offload: OffloadConfig
-    """With the values of `args` filled in."""
+    """Options completed by the values of `args`."""
     size: dict[str, Any]
-    """What a plan is made for: the arguments of `plan_source`."""
+    """Arguments of `plan_source`."""
     tokenizer: Any
     data: PreparedData
     evaluation: PreparedData | None
     monitor: Monitor
-    """Watches the training, from its first step on; its `telemetry` holds what was recorded."""
+    """Shows the training from its first step on and holds its `telemetry`."""
     earlier: EarlierRun
-    """Its checkpoints make room for those of this run, once a step is done or one is written."""
+    """Run whose checkpoints are removed once this run has done a step or written a checkpoint."""
     hooks: dict[str, Any]
-    """The user's `callbacks` and `compute_metrics`, as the Trainer takes them."""
+    """The user's `callbacks` and `compute_metrics` as arguments of the Trainer."""
 
     def train(self, plan: Plan, checkpoint: Path | None) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
-        """A trainer that has trained, the plan that it used last, and its metrics."""
+        """Train, and return the trainer, the last plan and the metrics."""
         from offloadkit.hf.callbacks import AfterAStep, AsksTheMonitor
 
         model = self._load(plan, checkpoint)
         if not is_of(plan, flat_layers(model, self.offload)):
-            # The checkpoint's parameters are not those of its config: a head of its own, or fewer tied weights.
+            # The checkpoint's parameters differ from its config's: a custom head, or fewer tied weights.
             plan = shown_plan(resolve(model, task=self.data.task), self.offload, **self.size)
         trainer = self._trainer(model, plan)
         if trainer.is_world_process_zero():
@@ -599,7 +600,7 @@ class TrainingRun:
         return trainer, plan if trainer.engine is None else trainer.engine.plan, self._metrics(trainer, output)
 
     def train_by_deepspeed(self, plan: Plan, checkpoint: Path | None) -> tuple[ZeroTrainer, dict[str, float], bool]:
-        """A trainer that has trained, its metrics, and whether it was stopped early. `plan` is offloadkit's own."""
+        """Train, and return the trainer, the metrics and whether training was stopped early."""
         from transformers import set_seed
 
         from offloadkit.deepspeed.training import ZeroTrainer, deepspeed_arguments, model_of_its_own
@@ -633,9 +634,9 @@ class TrainingRun:
         return trainer, self._metrics(trainer, found), asks.stopped
 
     def _load(self, plan: Plan, checkpoint: Path | None) -> PreTrainedModel:
-        """The model. Its weights are read or drawn once the engine has a place for them.
+        """Build the model. The engine reads or initializes the weights once it has memory for them.
 
-        With a `checkpoint` they are its weights. A model in memory comes back as it is, where the plan has room.
+        With a `checkpoint` the weights are the checkpoint's. A model in memory is returned as is.
         """
         from transformers import set_seed
 
@@ -670,7 +671,7 @@ class TrainingRun:
         return trainer
 
     def _end(self, trainer: Any, *, stopped: bool) -> None:
-        """The monitor's last view, and how to go on from a training that was stopped."""
+        """Close the monitor, and print how to continue a stopped run."""
         self.monitor.close("stopped" if stopped else "finished")
         if stopped:
             done, checkpoint = trainer.state.global_step, f"checkpoint-{trainer.state.global_step}"
@@ -680,7 +681,7 @@ class TrainingRun:
             print(f"nothing was left to train: {of}; more epochs or max_steps train on")
 
     def _metrics(self, trainer: Any, output: Any) -> dict[str, float]:
-        """Of this attempt. (transformers 5.17 divides its loss by the steps before a checkpoint too.)"""
+        """Metrics of this attempt. (transformers 5.17 divides the loss by steps before a checkpoint too.)"""
         num_steps = trainer.state.global_step - self.monitor.steps_before
         if num_steps == 0:
             return {}
@@ -689,7 +690,7 @@ class TrainingRun:
 
 
 def _num_logits(source: ModelSource, plan: Plan) -> int:
-    """Elements that the model's head computes for a micro-batch; 0 where it is a few."""
+    """Number of logits in a micro-batch; 0 for classifiers and unknown rows."""
     rows = plan.rows
     if rows is None or source.task == "classification":
         return 0
@@ -698,10 +699,7 @@ def _num_logits(source: ModelSource, plan: Plan) -> int:
 
 
 def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
-    """Where a model in memory waits for the engine: on the GPU if it fits beside what the plan puts there, else in RAM.
-
-    Its size is taken in fp32, which is the most. The engine takes the weights from there one by one.
-    """
+    """Device that holds a model in memory until the engine takes its weights: the GPU if fp32 weights fit there."""
     free = hardware.vram_bytes(args.device)[0]
     fits = 4 * plan.num_parameters + plan.total_bytes("vram") < 0.9 * free
     return args.device if fits else torch.device("cpu")
@@ -711,18 +709,18 @@ def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
 
 
 def _by_offloadkit(run: TrainingRun, plan: Plan, checkpoint: Path | None, output: Path) -> FinetuneResult:
-    """Train by `OffloadEngine`. `plan` may change during training; the result has the last one."""
+    """Train with `OffloadEngine`. The result has the last plan, which may differ from `plan`."""
     with ExitStack() as opened:
-        opened.push(run.monitor)  # ends it; it begins when the weights are in place
+        opened.push(run.monitor)  # closes the monitor, which starts when the weights are in place
         trainer, plan, metrics = run.train(plan, checkpoint)
-    with closing(trainer):  # whatever happens, the engine's memory is given back
+    with closing(trainer):  # frees the engine's memory even after an error
         trained: Any = trainer.model
         peaks = trainer.telemetry.peaks
         with phase("saving", peaks, run.args.device):
             save = functools.partial(_save, trained, run.tokenizer, output / "model")
-            world.from_first("saving the model", save)  # first of all: an evaluation that fails loses nothing
+            world.from_first("saving the model", save)  # before the evaluation, which may fail
         samples = _evaluate(trainer, run.tokenizer, run.evaluation, metrics)
-        plan = plan if trainer.engine is None else trainer.engine.plan  # an evaluation may have moved it
+        plan = plan if trainer.engine is None else trainer.engine.plan  # the evaluation may have changed the plan
         steps, state = list(trainer.telemetry.records), trainer.state
         moves = trainer.telemetry.moves
         stopped = trainer.any_rank(run.monitor.stop_requested) and state.global_step < state.max_steps
@@ -746,15 +744,16 @@ def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 
 
 def _not_as_planned(plan: Plan, peaks: Peaks, moves: Sequence[Move]) -> list[str]:
-    """Sentences on phases that took other memory than planned. None where activations could not be planned, or where
-    the plan has moved: the peaks are of several plans then."""
+    """Describe phases whose measured memory differs from the plan.
+
+    Returns none if activations were not planned, or if the plan changed, because the peaks then mix several plans."""
     return [] if plan.num_tokens is None or moves else list(differing(plan.phases, peaks))
 
 
 def _evaluate(
     trainer: OffloadSeq2SeqTrainer, tokenizer: Any, evaluation: PreparedData | None, metrics: dict[str, float]
 ) -> list[Sample]:
-    """Complete `metrics`, print them and a few predictions; returns these."""
+    """Add evaluation results to `metrics`, print them, and return a few printed predictions."""
     if evaluation is None:
         return []
     metrics |= _losses(trainer)
@@ -763,9 +762,9 @@ def _evaluate(
 
 
 def _losses(trainer: Any) -> dict[str, float]:
-    """What the evaluation after the last step gave; it is done where there was none."""
+    """Metrics of the evaluation after the last step; evaluates if there was none."""
     at_the_end = [log for log in trainer.state.log_history if log["step"] == trainer.state.global_step]
-    best = trainer.args.load_best_model_at_end  # then the newest loss may be another model's
+    best = trainer.args.load_best_model_at_end  # the newest loss may then belong to a different model
     known = [log for log in at_the_end if "eval_loss" in log and not best]
     return {
         name: value
@@ -783,7 +782,7 @@ def _predicted(
     peaks: Peaks,
     **how: Any,
 ) -> list[Sample]:
-    """Complete `metrics` by how many predictions are right; print them and a few predictions, and return these."""
+    """Add exact match or accuracy to `metrics`, print the metrics, and return a few printed predictions."""
     how["num_rows"] = _NUM_SHOWN if evaluation.task == "causal" else NUM_PREDICTED
     how["batch_size"] = args.per_device_eval_batch_size
     with phase("generation", peaks, args.device):
@@ -800,7 +799,7 @@ def _predicted(
 
 
 def _by_deepspeed(run: TrainingRun, plan: Plan, checkpoint: Path | None, output: Path) -> FinetuneResult:
-    """Train by DeepSpeed. The model comes back as it was saved; a given one with the trained weights.
+    """Train with DeepSpeed. The result's model is loaded from the saved one; a model passed in gets its weights.
 
     Raises:
         ConfigError, DoesNotFitError: see `deepspeed_arguments`.
@@ -843,10 +842,10 @@ class _Engine:
     """The parts of `finetune` that depend on the engine."""
 
     is_planned: bool
-    """Whether the engine trains by the plan, which is printed; the monitor is shown, checkpoints are offloadkit's."""
+    """Whether the engine trains by the printed plan, shows the monitor and writes offloadkit's checkpoints."""
     check_installed: Callable[[], None]
     check_options: Callable[[OffloadConfig], None]
-    """Raises `ConfigError` for options that the engine does not have."""
+    """Raises `ConfigError` for unsupported options."""
     newest_checkpoint: Callable[[Path, ModelSource, OffloadConfig], Path]
     """The checkpoint in the output folder that `resume=True` continues from."""
     train: Callable[[TrainingRun, Plan, Path | None, Path], FinetuneResult]

@@ -1,21 +1,21 @@
-"""`compare`: how long each engine takes for some samples of each model, within limits that stand for a machine.
+"""`compare`: seconds that each engine takes to train each model, within memory limits that stand for a machine.
 
 result = offloadkit.compare(("t5-base", "t5-3b"), vram="11GiB", ram="64GiB")
 print(result)
 result.chart()
 
-What the arguments of `compare` take:
+Arguments of `compare`:
 
-- `models`: presets ("t5-3b"), folders with a config.json, hub names, or "t5-tiny" for a look on a CPU.
-- `engines`: of `ENGINES`.
-- `num_samples`: what the seconds are for: measured seconds of a step, by as many steps as that takes.
-- `batch_size`, `max_input_length`, `max_target_length`: rows of a micro-batch and tokens of a row, all of them full.
-- `gradient_accumulation`: micro-batches a step.
-- `precision`: of offloadkit's optimizer states; the others keep fp32.
-- `vram`, `ram`: what a process may take ("11GiB"), CUDA's context included; None: what there is. offloadkit plans with
-  it; torch refuses to allocate more VRAM in any of them; a process that goes beyond `ram` is killed.
-- `steps`: timed, after four that warm up; None: six, or as many as take three seconds.
-- `timeout`: seconds for one process; None: 600, and ten times what is planned for its steps.
+- `models`: presets ("t5-3b"), folders with a config.json, hub names, or "t5-tiny" to try it on a CPU.
+- `engines`: from `ENGINES`.
+- `num_samples`: number of rows to report seconds for, computed from the measured seconds per step.
+- `batch_size`, `max_input_length`, `max_target_length`: rows per micro-batch and tokens per row, without padding.
+- `gradient_accumulation`: micro-batches per step.
+- `precision`: of offloadkit's optimizer states; other engines keep fp32.
+- `vram`, `ram`: limits of a process ("11GiB"), including CUDA's context; None: all memory. offloadkit plans with the
+  limits, torch enforces `vram` for every engine, and a process above `ram` is killed.
+- `steps`: timed steps, after four warm-up steps; None: 6, or as many as fit in 3 seconds.
+- `timeout`: seconds per process; None: 600 plus ten times the planned seconds of its steps.
 - `output_dir`: gets comparison.json, .png and .svg, and the rows.
 """
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 T5_MODELS = ("t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b")
 ENGINES = ("baseline", "offloadkit", "deepspeed")
-"""Plain HuggingFace with everything on the GPU; by its plan; ZeRO-2 with offload, or ZeRO-3 where that does not fit."""
+"""Plain HuggingFace on the GPU; offloadkit; ZeRO-2 with offload, or ZeRO-3 if ZeRO-2 does not fit."""
 
 _VARIANTS: dict[str, tuple[tuple[str, bool, str], ...]] = {
     "baseline": (("baseline", False, ""), ("baseline", True, "activations recomputed")),
@@ -59,19 +59,19 @@ _VARIANTS: dict[str, tuple[tuple[str, bool, str], ...]] = {
         ("zero3", True, "ZeRO-3, activations recomputed"),
     ),
 }
-"""(what runs, whether it recomputes, what it is called) by engine: the fastest first, the leanest last."""
+"""Variants (engine name, recompute activations, label) by engine, from the fastest to the one with the least memory."""
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """What `compare` found: a table as text and in a notebook, a chart, and the rows themselves."""
+    """Result of `compare`: a table for text and notebooks, a chart, and the rows."""
 
     rows: list[Row]
-    """One for each model and engine: model, engine, variant, status ("measured", "does not fit", "failed"), reason;
-    where measured: seconds (for `num_samples`), step_seconds, vram_bytes, peak_ram_bytes, and what the run left."""
+    """One row per model and engine: model, engine, variant, status ("measured", "does not fit", "failed"), reason.
+    Measured rows also have seconds (for `num_samples`), step_seconds, vram_bytes, peak_ram_bytes, and more."""
     num_samples: int
     work: dict[str, Any]
-    """Rows and tokens of a step, as `compare` was told."""
+    """Rows and tokens per step, as passed to `compare`."""
     vram: int | None
     ram: int | None
     environment: dict[str, str]
@@ -79,10 +79,10 @@ class Comparison:
     remarks: list[str] = field(default_factory=list)
 
     def row(self, model: str, engine: str) -> Row:
-        """The row of one bar.
+        """Return the row of a model and an engine.
 
         Raises:
-            KeyError: it was not asked for.
+            KeyError: the pair was not requested.
         """
         for row in self.rows:
             if (row["model"], row["engine"]) == (model, engine):
@@ -91,7 +91,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """What was timed, and where."""
+        """The workload and the machine."""
         shape = f"{self.work['batch_size']} x ({self.work['max_input_length']}+{self.work['max_target_length']}) tokens"
         if self.work["gradient_accumulation"] > 1:
             shape = f"{self.work['gradient_accumulation']} x {shape}"
@@ -107,13 +107,13 @@ class Comparison:
         return words.html_table(_HEADER, _cells(self), 3, " | ".join([self.title, *self.remarks]))
 
     def chart(self) -> Chart:
-        """A matplotlib figure: seconds, VRAM and RAM by model and engine, the reason where there is no bar."""
+        """Draw seconds, VRAM and RAM by model and engine, with a reason in place of a missing bar."""
         from offloadkit.comparing.figures import comparison_chart
 
         return comparison_chart(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in JSON's types."""
+        """Return the result in JSON types."""
         return asdict(self) | {"output_dir": str(self.output_dir)}
 
 
@@ -153,15 +153,15 @@ def compare(
 ) -> Comparison:
     """Measure some steps of each model and engine in a fresh process; draw and save the chart.
 
-    Weights and tokens are random: only configs are read. What arithmetic shows not to fit is not tried; else the other
-    engines run as they are, then with activations recomputed, DeepSpeed at last as ZeRO-3. Where offloadkit's memory
-    runs out, it goes on by a leaner plan, as `finetune` does. That one is timed, and the row says so. Running again
-    with the same `output_dir` takes rows that are there and tries again those that failed. Arguments: see the top of
-    this module.
+    Weights and tokens are random; only configs are read. Variants that cannot fit by arithmetic are skipped. Engines
+    other than offloadkit run first as they are, then with activations recomputed, DeepSpeed last as ZeRO-3. If
+    offloadkit runs out of memory, it continues with a plan that needs less, as `finetune` does; the row then says so
+    and has the time of that plan. A second call with the same `output_dir` reuses its rows and retries failed ones. See
+    the top of this module for the arguments.
 
     Raises:
-        ConfigError: an argument has no meaning.
-        ModelNotFoundError, ModelAccessError, ModelError: there is no config of that name.
+        ConfigError: an argument is invalid.
+        ModelNotFoundError, ModelAccessError, ModelError: a model's config cannot be found or read.
         OutputError: `output_dir` cannot be written.
     """
     counts = {"num_samples": num_samples, "batch_size": batch_size, "max_input_length": max_input_length}
@@ -199,7 +199,7 @@ def compare(
 
 
 def budgets_of(precision: Any, vram: Any, ram: Any) -> dict[str, Any]:
-    """Both budgets in bytes; None: what is available. Raises `ConfigError` for a value that has no meaning."""
+    """Return both limits in bytes, None for no limit. Raises `ConfigError` for an invalid value."""
     OffloadConfig(precision=precision, vram=vram, ram=ram)
     return {name: None if size is None else parse_bytes(size) for name, size in (("vram", vram), ("ram", ram))}
 
@@ -217,7 +217,7 @@ def _check_names(models: Any, engines: Any) -> None:
 
 
 def _row(runs: Runs, work: Work, engine: str, made: Forecast | Row, say: Callable[[str], None]) -> Row:
-    """The first variant of the engine that fits; else why the leanest does not."""
+    """Return the row of the engine's first variant that fits, else the reason why the last variant does not."""
     row: Row = {"variant": "", "tried": []}
     if isinstance(made, dict):
         row |= made
@@ -236,7 +236,7 @@ def _row(runs: Runs, work: Work, engine: str, made: Forecast | Row, say: Callabl
 
 
 def _tried(runs: Runs, work: Work, name: str, made: Forecast) -> Row:
-    """The row of one variant: by arithmetic where that is enough, else by running it."""
+    """Return the row of a variant, without running it if arithmetic shows that it cannot fit."""
     reason = made.reason if name == "offloadkit" else forecast.hopeless(name, made, recomputed=work.recomputed)
     if reason is not None:
         return {"status": "does not fit", "reason": reason, "tried_for_real": False}
@@ -244,7 +244,7 @@ def _tried(runs: Runs, work: Work, name: str, made: Forecast) -> Row:
 
 
 def summary(row: Row) -> str:
-    """A row in a line."""
+    """Summarize a row in one line."""
     if row["status"] != "measured":
         return str(row["reason"])
     sizes = f"VRAM {words.size_or_dash(row['vram_bytes'])}, RAM {words.size_or_dash(row['peak_ram_bytes'])}"
@@ -253,13 +253,12 @@ def summary(row: Row) -> str:
 
 
 def progress(title: str) -> Callable[[str], None]:
-    """Print what begins; what is returned prints how it ended."""
+    """Print `title`, and return a function that prints the outcome on the same line."""
     print(f"{title} ...", end=" ", flush=True)
     return lambda text: print(text, flush=True)
 
 
 def _remarks(work: Work, rows: Sequence[Row], *, on_cpu: bool) -> Iterator[str]:
-    """What the figures do not say by themselves."""
     for row in rows:
         if row["status"] == "measured" and work.vram is not None and row["vram_bytes"] > work.vram:
             over, who = format_bytes(row["vram_bytes"] - work.vram), f"{row['model']}, {LABELS[row['engine']]}"
@@ -271,10 +270,10 @@ def _remarks(work: Work, rows: Sequence[Row], *, on_cpu: bool) -> Iterator[str]:
 
 
 def save(stem: Path, content: dict[str, Any], chart: Callable[[], Any]) -> None:
-    """`stem`.json first, whatever drawing does; then .svg and .png.
+    """Write `stem`.json first, in case drawing fails, then .svg and .png.
 
     Raises:
-        OutputError: one of them cannot be written.
+        OutputError: a file cannot be written.
     """
     text = json.dumps(content, indent=1) + "\n"
     write_whole(stem.with_suffix(".json"), lambda new: new.write_text(text))

@@ -1,5 +1,4 @@
-"""Training on the user's rows in fresh processes: what a batch size, and a learning rate scaled with it, do to the
-held-out loss."""
+"""Train on the user's rows in fresh processes, to measure how batch size and learning rate affect the held-out loss."""
 
 from __future__ import annotations
 
@@ -23,17 +22,17 @@ from offloadkit.hf.data import load_dataset_like
 from offloadkit.hf.source import resolve
 
 SCALINGS: dict[str, Callable[[float], float]] = {"none": lambda ratio: 1.0, "sqrt": math.sqrt, "linear": float}
-"""What the learning rate is multiplied by where a step has `ratio` times the rows of the smallest one."""
+"""Factor of the learning rate, given the ratio of rows per step to the smallest step's."""
 
 EVAL_BATCH_SIZE = 16
-"""Of every run, so that the mean over batches is over the same ones."""
+"""Evaluation batch size of every run, so that mean losses average over the same batches."""
 
 
 def weights_folder(model: Any, folder: Path, init: str) -> str:
-    """A name as it is; a model, as a folder that `from_pretrained` loads. `TINY` is made here.
+    """Return a model name as it is, or the folder a model was saved to. `TINY` is created and saved here.
 
     Raises:
-        ModelError, ModelNotFoundError, ModelAccessError: it is no model, or there is none of that name.
+        ModelError, ModelNotFoundError, ModelAccessError: the model is invalid, or the name is unknown.
     """
     if model == TINY:
         from transformers import T5ForConditionalGeneration, set_seed
@@ -45,26 +44,26 @@ def weights_folder(model: Any, folder: Path, init: str) -> str:
     source = resolve(model, init=init)
     if source.model is not None:
         return str(kept_folder(folder, "model", source.model.save_pretrained))
-    _ = source.config  # raises where there is no model of that name
+    _ = source.config  # raises if the name is unknown
     return str(model)
 
 
 def tokenizer_folder(tokenizer: Any, folder: Path) -> str | None:
-    """A name or None as it is; a tokenizer, as a folder that it can be loaded from."""
+    """Return a tokenizer name or None as it is, or the folder a tokenizer was saved to."""
     if tokenizer is None or isinstance(tokenizer, str | os.PathLike):
         return None if tokenizer is None else str(tokenizer)
     return str(kept_folder(folder, "tokenizer", tokenizer.save_pretrained))
 
 
 def rows_file(dataset: Any, folder: Path, name: str, split: str, columns: Collection[str]) -> tuple[str, int]:
-    """The rows as a .parquet file, named by their contents, and their number.
+    """Write the rows to a .parquet file named by their hash. Returns the path and the number of rows.
 
     Args:
         columns: that the user names.
 
     Raises:
-        DataError: as `finetune`.
-        OutputError: it cannot be written.
+        DataError: see `finetune`.
+        OutputError: the file cannot be written.
     """
     rows = load_dataset_like(dataset, split=split, columns=columns)
     with written_to(folder / f"{name}.parquet"), tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -76,7 +75,7 @@ def rows_file(dataset: Any, folder: Path, name: str, split: str, columns: Collec
 
 
 def learning_rates(base: float, rows: list[int], scalings: list[str]) -> list[tuple[int, str, float]]:
-    """(rows of a step, scaling, learning rate): `base` is for the fewest rows, where all scalings are one run."""
+    """Return (rows per step, scaling, learning rate) tuples. The smallest step runs once, with rate `base`."""
     least = min(rows)
     found: list[tuple[int, str, float]] = []
     for number in rows:
@@ -86,10 +85,10 @@ def learning_rates(base: float, rows: list[int], scalings: list[str]) -> list[tu
 
 
 def check_arguments(arguments: dict[str, Any], of_sweep: Iterable[str]) -> None:
-    """Raise `ConfigError` for what `finetune` does not take, and for what cannot be sent to another process.
+    """Raise `ConfigError` for arguments that `finetune` lacks or that cannot be sent to another process.
 
     Args:
-        of_sweep: what `sweep` itself takes, which may be meant.
+        of_sweep: argument names of `sweep`, for spelling suggestions.
     """
     from offloadkit.hf.arguments import argument_names, did_you_mean
 
@@ -109,10 +108,10 @@ def check_arguments(arguments: dict[str, Any], of_sweep: Iterable[str]) -> None:
 
 
 def base_rate(learning_rate: float | None, init: str) -> float:
-    """What `finetune` would take.
+    """Return the learning rate that `finetune` would use.
 
     Raises:
-        ConfigError: it is no positive number.
+        ConfigError: it is not a positive number.
     """
     if learning_rate is None:
         return LEARNING_RATES.get(init, LEARNING_RATES["pretrained"])
@@ -122,7 +121,7 @@ def base_rate(learning_rate: float | None, init: str) -> float:
 
 
 def finetuned(task: dict[str, Any]) -> dict[str, Any]:
-    """The row of one training; called in its own process. The trained model is not kept."""
+    """Train in this process and return the result as a row. The trained model is discarded."""
     from offloadkit import hardware
 
     with tempfile.TemporaryDirectory(dir=task["scratch"]) as folder:

@@ -1,22 +1,22 @@
-"""`sweep`: can training time stay the same with larger batches? And what do they do to what is learned?
+"""`sweep`: how step time and held-out loss depend on the batch size.
 
 print(offloadkit.sweep("t5-base", vram="8GiB"))
 offloadkit.sweep("t5-base", "pairs.jsonl", eval_dataset="held_out.jsonl", scale_learning_rate=("none", "sqrt")).chart()
 
-What the arguments of `sweep` take:
+Arguments of `sweep`:
 
-- `model`: a preset, folder, hub name, "t5-tiny", or a model; it is left as it is.
-- `train_dataset`, `eval_dataset`, `tokenizer`, `max_input_length`, `max_target_length`: as `finetune`; without a
+- `model`: a preset, folder, hub name, "t5-tiny", or a model, which is not modified.
+- `train_dataset`, `eval_dataset`, `tokenizer`, `max_input_length`, `max_target_length`: as in `finetune`; without a
   dataset the lengths are 512 and 128 tokens.
-- `batch_sizes`: rows of a micro-batch. `gradient_accumulation`: micro-batches a step, each combined with each size.
-- `precision`, `vram`, `ram`, `steps`: as `compare`.
-- `timeout`: as `compare`; with a dataset None is no limit.
-- `num_samples`: of an epoch; with a dataset: the rows that each size trains on. None: 10,000, or the dataset's.
-- `learning_rate`: of the smallest step; None: as `finetune`.
-- `scale_learning_rate`: "none", and by the ratio of rows to the smallest step's its root ("sqrt") or all of it
-  ("linear").
+- `batch_sizes`: rows per micro-batch. `gradient_accumulation`: micro-batches per step, combined with every size.
+- `precision`, `vram`, `ram`, `steps`: as in `compare`.
+- `timeout`: as in `compare`; with a dataset None means no limit.
+- `num_samples`: rows per epoch; with a dataset, rows each size trains on. None: 10,000, or the dataset's rows.
+- `learning_rate`: for the smallest step; None: `finetune`'s default.
+- `scale_learning_rate`: "none", or multiply by the ratio of rows to the smallest step's ("linear") or its square root
+  ("sqrt").
 - `output_dir`: gets sweep.json, .png and .svg, and the rows.
-- what else `finetune` is to be told ("init", "seed", "lr_scheduler_type", ...).
+- other arguments of `finetune` ("init", "seed", "lr_scheduler_type", ...).
 """
 
 from __future__ import annotations
@@ -51,33 +51,32 @@ if TYPE_CHECKING:
     from offloadkit.comparing.figures import Chart
 
 NUM_SAMPLES = 10_000
-"""Of an epoch, where there is no dataset."""
+"""Rows per epoch without a dataset."""
 MOST_TIMES_LARGER = 8
-"""How many times the largest size that was asked for is looked at when the largest that fits is looked for."""
+"""The search for the largest batch stops at this multiple of the largest requested size."""
 
 
 @dataclass(frozen=True, repr=False)
 class Sweep:
-    """What `sweep` found: tables, a chart, knees, and sentences that say what bounds each side of them."""
+    """Result of `sweep`: tables, a chart, knees, and sentences about bottlenecks."""
 
     model: str
     rows: list[Row]
-    """One for each size: batch_size, accumulation, scaling, learning_rate, status, reason; where measured:
-    step_seconds, sample_seconds, tokens_per_second, epoch_seconds, vram_bytes, peak_ram_bytes; with a dataset
+    """One row per size: batch_size, accumulation, scaling, learning_rate, status, reason. Measured rows also have
+    step_seconds, sample_seconds, tokens_per_second, epoch_seconds, vram_bytes, peak_ram_bytes; with a dataset also
     eval_loss, train_loss, num_steps and num_samples."""
     forecasts: dict[int, dict[int, Forecast]]
-    """The plan's, by accumulation and batch size; {} with a dataset."""
+    """The plan's forecasts by accumulation and batch size; {} with a dataset."""
     num_samples: int
     vram: int | None
     ram: int | None
     environment: dict[str, str]
     output_dir: Path
     largest: Row = field(default_factory=dict)
-    """batch_size, the largest that the plan finds room for, at most `MOST_TIMES_LARGER` times the sizes asked for; and
-    its row."""
+    """Row of the largest batch_size the plan fits, up to `MOST_TIMES_LARGER` times the largest requested size."""
 
     def measured(self, accumulation: int, scaling: str = "none") -> dict[int, Row]:
-        """The rows that have figures, by batch size."""
+        """Measured rows by batch size."""
         return {
             row["batch_size"]: row
             for row in self.rows
@@ -86,31 +85,31 @@ class Sweep:
 
     @property
     def accumulations(self) -> list[int]:
-        """Micro-batches a step, in the order asked for."""
+        """Micro-batches per step, in the requested order."""
         return list(dict.fromkeys(row["accumulation"] for row in self.rows))
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of a micro-batch, in the order asked for."""
+        """Rows per micro-batch, in the requested order."""
         return list(dict.fromkeys(row["batch_size"] for row in self.rows))
 
     def knee(self, accumulation: int | None = None) -> Knee | None:
-        """The measured knee, None for less than two sizes; `accumulation` None is the first."""
+        """The measured knee, or None for fewer than two sizes. `accumulation` defaults to the first."""
         rows = self.measured(self.accumulations[0] if accumulation is None else accumulation)
         return measured_knee({size: row["step_seconds"] for size, row in rows.items()})
 
     def predicted_knee(self, accumulation: int | None = None) -> Knee | None:
-        """The knee by the plan's bound, over the sizes that fit."""
+        """The knee of the plan's step time, over the sizes that fit."""
         made = self.forecasts.get(self.accumulations[0] if accumulation is None else accumulation, {})
         return predicted_knee({size: each for size, each in made.items() if not each.lacking})
 
     def explain(self) -> str:
-        """In sentences: what bounds the step on each side of the knee, the largest size, what was learned."""
+        """Describe the bottleneck on both sides of the knee, the largest size, and the held-out loss."""
         return "\n".join(_explained(self))
 
     @property
     def title(self) -> str:
-        """What was timed, and where."""
+        """The workload and the machine."""
         return f"{self.model}, {words.place(self.environment, self.vram, self.ram)}"
 
     def __str__(self) -> str:
@@ -125,13 +124,13 @@ class Sweep:
         return words.html_table(header, cells, 0, self.title) + f"<p>{sentences}</p>"
 
     def chart(self) -> Chart:
-        """A matplotlib figure: step time, time per sample and VRAM by batch size; with a dataset the held-out loss."""
+        """Draw step time, time per sample and VRAM by batch size, and with a dataset the held-out loss."""
         from offloadkit.comparing.figures import sweep_chart
 
         return sweep_chart(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in JSON's types."""
+        """Return the result in JSON types."""
         made = asdict(self) | {"output_dir": str(self.output_dir)}
         knees = {
             str(each): {
@@ -187,16 +186,14 @@ def sweep(
 ) -> Sweep:
     """Measure steps of each size in a fresh process; find the knee and the largest size; draw and save the chart.
 
-    Without a dataset weights and tokens are random. With one, `finetune` trains each size on the same number of its
-    rows, with the learning rate as it is and scaled, and evaluates it on `eval_dataset`. A size that fails is a row
-    with its reason. Running again with the same `output_dir` takes rows that are there.
-
-    Arguments: see the top of this module.
+    Without a dataset, weights and tokens are random. With one, `finetune` trains each size on the same number of rows,
+    with the learning rate unscaled and scaled, and evaluates on `eval_dataset`. A failed size becomes a row with a
+    reason. A second call with the same `output_dir` reuses its rows. See the top of this module for the arguments.
 
     Raises:
-        ConfigError: an argument has no meaning.
-        DataError: the dataset will not do; found out by the first size.
-        ModelError, ModelNotFoundError, ModelAccessError: the model will not do.
+        ConfigError: an argument is invalid.
+        DataError: the dataset is unusable; raised by the first size.
+        ModelError, ModelNotFoundError, ModelAccessError: the model is unusable.
         OutputError: `output_dir` cannot be written.
     """
     _check_sizes(batch_sizes, gradient_accumulation)
@@ -264,7 +261,7 @@ def _check_learning(
 
 
 def _with_rates(row: Row, num_samples: int) -> Row:
-    """Seconds of a sample and of an epoch beside those of a step."""
+    """Add seconds per sample and per epoch."""
     if row["status"] != "measured":
         return row
     rows = row["batch_size"] * row["accumulation"]
@@ -275,7 +272,7 @@ def _with_rates(row: Row, num_samples: int) -> Row:
 def _timed(
     name: str, works: list[Work], num_samples: int, runs: Runs
 ) -> tuple[list[Row], dict[int, dict[int, Forecast]]]:
-    """Rows of random weights and tokens, and what is planned, by accumulation and batch size."""
+    """Time random weights and tokens. Returns rows, and forecasts by accumulation and batch size."""
     made = forecasts_of(works, runs)
     rows: list[Row] = []
     forecasts: dict[int, dict[int, Forecast]] = {}
@@ -301,10 +298,10 @@ def _timed_row(work: Work, planned: Forecast | Row, runs: Runs) -> Row:
 
 
 def _largest(work: Work, planned: Forecast | None, rows: list[Row], runs: Runs) -> Row:
-    """The largest size by the plan, and a short run of it where it was not among those asked for.
+    """Find the largest size by the plan, and run it briefly if it was not requested.
 
     Args:
-        work, planned: of the largest size that was asked for.
+        work, planned: of the largest requested size.
     """
     if any(row["status"] == "failed" for row in rows) and not any(row["status"] == "measured" for row in rows):
         return {}
@@ -329,10 +326,10 @@ def _largest(work: Work, planned: Forecast | None, rows: list[Row], runs: Runs) 
 def _written_down(
     model: Any, train: Any, held_out: Any, tokenizer: Any, given: dict[str, Any], folder: Path
 ) -> tuple[dict[str, Any], int]:
-    """What `finetune` is told, as files that other processes can read; and the number of rows.
+    """Write `finetune`'s inputs to files for other processes. Returns its arguments and the number of rows.
 
     Raises:
-        ConfigError, DataError, ModelError: as `finetune`.
+        ConfigError, DataError, ModelError: see `finetune`.
     """
     columns = ColumnWish(*(given.get(name) for name in ("input_column", "target_column", "template"))).named
     path, number = learning.rows_file(train, folder, "train", "train", columns)
@@ -349,7 +346,7 @@ def _trained(
     """Train each size with each of its learning rates.
 
     Raises:
-        ConfigError, DataError, ModelError, DownloadError, OutputError: `finetune`'s own, of what no size changes.
+        ConfigError, DataError, ModelError, DownloadError, OutputError: from `finetune`, if the error affects all sizes.
     """
     tried = [(s, t, scaling, rate) for s, t in grid for rows, scaling, rate in rates if rows == s * t]
     for number, (size, times, scaling, rate) in enumerate(tried, start=1):
@@ -374,7 +371,7 @@ def _trained_row(told: dict[str, Any], num_samples: int, runs: Runs) -> Row:
         return {"status": "failed", "reason": reason}
     task = {"mode": "finetune", "finetune": told | {"max_steps": num_steps}, "scratch": str(runs.folder.resolve())}
     task["function"] = "offloadkit.comparing.learning:finetuned"
-    row = runs.row(task, told["ram"], math.inf)  # what it should take is known only there
+    row = runs.row(task, told["ram"], math.inf)  # only that process knows its planned duration
     if row["status"] == "measured":
         row |= {name: row["metrics"][name] for name in ("eval_loss", "train_loss") if name in row["metrics"]}
         row["num_samples"] = num_steps * rows
@@ -394,7 +391,6 @@ _BOUNDS = {
 
 
 def _explained(result: Sweep) -> Iterator[str]:
-    """Sentences, one a line."""
     for times in result.accumulations:
         sides = list(_sides(result, times))
         if sides and len(result.accumulations) > 1:
@@ -405,7 +401,7 @@ def _explained(result: Sweep) -> Iterator[str]:
 
 
 def _sides(result: Sweep, times: int) -> Iterator[str]:
-    """What bounds the step below the knee and above it, and where the plan has it."""
+    """Describe the bottlenecks on both sides of the knee, and the planned knee."""
     rows, knee = result.measured(times), result.knee(times)
     if len(rows) == 1:
         yield f"Batch {min(rows)} alone shows no knee: measure several sizes"
@@ -445,7 +441,7 @@ def _prediction(result: Sweep, times: int, knee: Knee, sizes: list[int]) -> Iter
 
 
 def _bounds(forecasts: dict[int, Forecast], sizes: list[int]) -> tuple[str, str]:
-    """What bounds the smallest and the largest step, by the plan."""
+    """Names of the bottleneck of the smallest and of the largest step, by the plan."""
     made = {size: forecasts[size] for size in sizes if size in forecasts and forecasts[size].step_seconds is not None}
     if sizes[0] not in made:
         return "what does not grow with the batch", "computing"
@@ -477,7 +473,7 @@ def _largest_in_words(result: Sweep) -> Iterator[str]:
 
 
 def _learned(result: Sweep) -> Iterator[str]:
-    """The held-out loss of the smallest step, and of the largest with each learning rate."""
+    """Compare held-out losses of the smallest step and of the largest with each learning rate."""
     rows = [row for row in result.rows if "eval_loss" in row]
     if len(rows) < 2:
         return

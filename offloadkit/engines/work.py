@@ -1,4 +1,4 @@
-"""What every engine is given to do: a model with random weights, and micro-batches of random tokens."""
+"""Workloads for timing engines: models with random weights and batches of random tokens."""
 
 from __future__ import annotations
 
@@ -25,61 +25,61 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 TINY = "t5-tiny"
-"""A T5 of a quarter of a million weights over bytes: for trying things out on a CPU."""
+"""A T5 with byte tokens and 250,000 weights, for trying things on a CPU."""
 
 NUM_SPECIAL_IDS = 3
-"""Ids from 0 that stand for padding, ends and unknown words in most vocabularies: not drawn."""
+"""Number of ids from 0 that are special (padding, end, unknown) in most vocabularies and are not drawn."""
 SHORTEST_SHARE = 4
-"""A ragged row has at least one part in this many of the longest row's tokens."""
+"""The shortest ragged row has the longest row's length divided by this number."""
 RAGGED_STEPS = 12
-"""Steps of ragged work that differ; training repeats them."""
+"""Number of distinct ragged steps; training cycles through them."""
 _WINDOW_STEPS = 50
-"""Steps whose rows are sorted together, as HuggingFace's sampler does it with many rows."""
+"""Number of steps whose rows are sorted together, as in HuggingFace's length-grouped sampler."""
 IGNORED_LABEL = -100
-"""The label that HuggingFace's losses leave out."""
+"""Label that HuggingFace's losses ignore."""
 
 Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Work:
-    """One training set-up. Sizes are those of a micro-batch; a step is `accumulation` of them and one update."""
+    """A training setup. Sizes are per micro-batch; a step has `accumulation` micro-batches and one update."""
 
     model: str
     """`TINY`, a preset, a folder with a config.json, or a hub name. Only the config is read."""
     batch_size: int
     input_length: int
-    """Tokens of a row that the model reads."""
+    """Input tokens per row."""
     target_length: int
-    """Tokens of a row that a separate decoder writes; models without one ignore it. 0 is none."""
+    """Target tokens per row of a separate decoder; models without one ignore it."""
     accumulation: int = 1
     precision: Precision = "exact"
-    """Of offloadkit's optimizer states; the other engines keep fp32."""
+    """Precision of offloadkit's optimizer states; other engines keep fp32."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    """Of the working weights; None: what `finetune` takes on this device."""
+    """Working dtype; None: `finetune`'s default on this device."""
     recomputed: bool = False
-    """Activation checkpointing in the engines that do not plan."""
+    """Activation checkpointing in engines that do not plan."""
     our_compute: bool = False
-    """The baseline uses offloadkit's attention and norms, so that only the offloading differs; else HuggingFace's."""
+    """Let the baseline use offloadkit's attention and norms, so that only offloading differs; else HuggingFace's."""
     vram: int | None = None
-    """Bytes the process may take, CUDA's context included; None: what is free."""
+    """Bytes the process may take, including CUDA's context; None: free VRAM."""
     ram: int | None = None
     steps: int | None = None
-    """Timed steps, after one and `warmup` others; None: six, or as many as three seconds hold."""
+    """Timed steps, after 1 + `warmup` untimed steps; None: 6, or as many as fit in 3 seconds."""
     warmup: int = 2
     seed: int = 0
     mask: Literal["full", "ragged"] = "full"
     """"ragged": rows of a quarter to all of the length, sorted and padded as in `finetune`, with an attention mask."""
     compiled: bool = False
-    """Repeated blocks run by `torch.compile`: offloadkit's and the baseline's."""
+    """Use `torch.compile` on repeated blocks of offloadkit and the baseline."""
     disk: str | None = None
-    """Folder for offloadkit's optimizer states that fit no RAM."""
+    """Folder for offloadkit's optimizer states that do not fit in RAM."""
     bucket_elements: int | None = None
-    """Elements of DeepSpeed's buckets for gradients and gathered weights; None: its own default."""
+    """Elements of DeepSpeed's buckets for gradients and gathered weights; None: DeepSpeed's default."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON. The fields after `seed` appear only where they are set: rows saved before they existed are found
-        again."""
+        """Return the fields for JSON. Fields after `seed` are left out at their defaults, so that older saved rows
+        still match."""
         later = ("mask", "compiled", "disk", "bucket_elements")
         return {
             field.name: getattr(self, field.name)
@@ -88,21 +88,21 @@ class Work:
         }
 
     def dtype_on(self, device: torch.device) -> Dtype:
-        """Of the working weights on `device`."""
+        """Dtype of the working weights on `device`."""
         on_gpu, native = device.type == "cuda", hardware.supports_bf16(device)
         return self.dtype or default_dtype(on_gpu=on_gpu, native_bf16=native)
 
     @property
     def rows(self) -> int:
-        """Rows of one step."""
+        """Rows per step."""
         return self.batch_size * self.accumulation
 
 
 def config_of(model: str) -> PreTrainedConfig:
-    """The architecture, as it is trained: without a generation cache.
+    """Return the model's config for training, without a generation cache.
 
     Raises:
-        ModelNotFoundError, ModelAccessError, ModelError, DownloadError: as `ModelSource.config`.
+        ModelNotFoundError, ModelAccessError, ModelError, DownloadError: see `ModelSource.config`.
     """
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model must be a preset, a folder or a hub name, got {shown(model)}")
@@ -125,15 +125,15 @@ def _our_config(model: str) -> PreTrainedConfig:
 
 
 def model_to_plan(model: str) -> PreTrainedModel:
-    """The model without memory, as offloadkit trains it."""
+    """Build the model as offloadkit trains it on the meta device."""
     config = _our_config(model)
     return build(config, infer_task(config), None, torch.device("meta"))
 
 
 def lazy_model(work: Work, dtype: Dtype, device: torch.device) -> PreTrainedModel:
-    """The model as offloadkit trains it. Its weights are left `unread`.
+    """Build the model as offloadkit trains it, with unread weights.
 
-    They will be drawn on `device`, because a CPU takes minutes for billions.
+    The weights are drawn on `device`, because drawing billions on a CPU takes minutes.
     """
     config = _our_config(work.model)
     torch.manual_seed(work.seed)
@@ -151,7 +151,7 @@ def lazy_model(work: Work, dtype: Dtype, device: torch.device) -> PreTrainedMode
 
 
 def plain_model(work: Work, dtype: Dtype, weights_on: torch.device, device: torch.device) -> PreTrainedModel:
-    """The model as HuggingFace builds it, its weights drawn on `device` and put on `weights_on` one by one."""
+    """Build HuggingFace's model; draw its weights on `device` and put them on `weights_on` one by one."""
     from transformers.initialization import no_init_weights
 
     config = _our_config(work.model) if work.our_compute else config_of(work.model)
@@ -176,18 +176,18 @@ def plain_model(work: Work, dtype: Dtype, weights_on: torch.device, device: torc
 
 
 def _drawn(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Matrices N(0, 0.02), vectors 1."""
+    """Draw matrices from N(0, 0.02) and set vectors to 1."""
     with torch.no_grad():
         return weight.normal_(0.0, 0.02, generator=generator) if weight.ndim > 1 else weight.fill_(1.0)
 
 
 def random_steps(work: Work, device: torch.device) -> list[list[Batch]]:
-    """The steps of a training on `device`, each a list of micro-batches; training repeats them.
+    """Return a list of steps, each a list of micro-batches; training cycles through the steps.
 
-    input_ids and labels are int64 [batch_size, width]. Full work has one step. Ragged work has `RAGGED_STEPS`, the
-    longest rows first, evenly from one of the windows in which HuggingFace's sampler sorts many rows by their inputs'
-    length. It adds attention_mask, int64 of the inputs' shape; padding has the label -100. Widths are those of
-    `finetune`. The first row of all has the full lengths.
+    input_ids and labels are int64 [batch_size, width]. Full work has one step. Ragged work has `RAGGED_STEPS` steps,
+    evenly spaced in a window of rows sorted by input length as in HuggingFace's sampler, longest first. Ragged batches
+    have attention_mask, int64 of the inputs' shape, and label -100 at padding. Widths match `finetune`'s. The very
+    first row has the full lengths.
     """
     config = config_of(work.model)
     task = infer_task(config)
@@ -199,10 +199,10 @@ def random_steps(work: Work, device: torch.device) -> list[list[Batch]]:
         return torch.randint(NUM_SPECIAL_IDS, num_words, (work.batch_size, length), generator=generator)
 
     def batch(lengths: list[tuple[int, int]]) -> Batch:
-        """Rows of these tokens of input and target."""
+        """Make a batch of rows with these input and target lengths."""
 
         def real(of_rows: list[int], longest: int) -> torch.Tensor:
-            """Where tokens are and no padding, bool [batch_size, width]."""
+            """Mask of tokens that are not padding, bool [batch_size, width]."""
             step = width_step(_mean_length(longest), longest, None) if work.mask == "ragged" else 1
             return torch.arange(rounded_up(max(of_rows), step)) < torch.tensor(of_rows)[:, None]
 
@@ -228,7 +228,7 @@ def random_steps(work: Work, device: torch.device) -> list[list[Batch]]:
 
 
 def _ragged_lengths(work: Work, generator: torch.Generator) -> list[list[tuple[int, int]]]:
-    """Tokens of input and target of the rows of each step."""
+    """Input and target lengths of the rows, by step."""
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
     def drawn(longest: int) -> list[int]:
@@ -245,7 +245,7 @@ def _ragged_lengths(work: Work, generator: torch.Generator) -> list[list[tuple[i
 
 
 def _mean_length(longest: int) -> float:
-    """Of ragged rows."""
+    """Mean length of ragged rows."""
     return (longest // SHORTEST_SHARE + longest) / 2
 
 
@@ -255,7 +255,7 @@ def width(step: list[Batch]) -> int:
 
 
 def num_tokens(steps: list[list[Batch]]) -> int:
-    """Tokens of a step without padding: those that are read, and those that a separate decoder writes. The mean."""
+    """Mean number of input and decoder tokens per step, without padding."""
     total = 0
     for batch in (batch for step in steps for batch in step):
         ids, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
