@@ -152,11 +152,10 @@ class OffloadEngine:
     ) -> None:
         """Place the model. While the engine is open, transformers models compute as `docs/design.md` says.
 
-        If a launcher has started several processes, or torch.distributed is initialised with more than one rank, the
-        engines of all ranks train the model together, on different micro-batches. All ranks must build, call and
-        close their engines alike: building, backward, `step`, saving, moving, and the first use of weights after a
-        `step` wait for the other ranks. After `synchronize` a rank may use the weights alone. Writes to weights must be
-        made on all ranks.
+        With several ranks (processes of a launcher, or of torch.distributed), the engines train the model together, on
+        different micro-batches. All ranks must build, call and close their engines alike: building, backward, `step`,
+        saving, moving, and the first use of weights after a `step` wait for the other ranks. After `synchronize` a rank
+        may use the weights alone. Writes to weights must be made on all ranks.
 
         Args:
             model: any module. Its trainable parameters are placed by the plan; frozen ones move to `device`. Parameters
@@ -602,11 +601,10 @@ class OffloadEngine:
         """Switch to another plan of this model: weights, gradients, states and activations move to its placements.
 
         No number changes. The engine finishes its updates and moves layer by layer, with at most one layer existing
-        twice. Layers with equal placement are not touched. Tensors obtained from `optimizer.state` or `state_dict()`
-        before a move are no longer updated; ask for them again.
+        twice. Tensors of `optimizer.state` or `state_dict()` from before a move are no longer updated.
 
-        With several ranks, all must call it at the same step, with equal places for weights. Either all ranks move or
-        none; if a move fails after layers have moved, the engines of all ranks close.
+        All ranks must call it at the same step, with equal places for weights. Either all ranks move or none; if a move
+        fails after layers have moved, all engines close.
 
         Args:
             plan: made for this model and config; only its `placement` may differ from the config's.
@@ -618,10 +616,10 @@ class OffloadEngine:
                 Nothing has moved. Or the engine had to close itself: see below.
             NonFiniteGradientError: as `step`. Nothing has moved.
             OffloadkitError: there is too little RAM or disk, or the GPU is full (`OutOfVramError`). Layers that have
-                moved stay there, and training can go on; `plan` has the present placements. If that is impossible too,
-                the engine closes, and the model keeps its weights.
-            RankError: another rank did not call it, or cannot move. Or the GPUs could not be reconnected for the plan:
-                then the engine closes, and the model keeps its weights.
+                moved stay there, `plan` has the present placements, and training can go on. If it cannot, the engine
+                closes, and the model keeps its weights.
+            RankError: another rank did not call it, or cannot move. Or the GPUs could not be reconnected: then the
+                engine closes, and the model keeps its weights.
         """
         self._check_open()
         with self._ranks.together("calling move()"):
@@ -785,9 +783,9 @@ class OffloadEngine:
     def save_checkpoint(self, folder: str | Path, *, scheduler: Any = None, position: Any = None) -> None:
         """Write everything that an exact continuation needs: weights, states, counts and random states.
 
-        An older checkpoint in `folder` stays until the new one is complete. All ranks save together, into a folder that
-        they all see. Any number of ranks may continue from it; new ranks take rank 0's random states. If a continued
-        run adds gradients in another order, its last bits differ, with a warning. With several ranks that accumulate,
+        An older checkpoint in `folder` stays until the new one is complete. All ranks save together, into a shared
+        folder. Any number of ranks may continue from it; new ranks take rank 0's random states. If a continued
+        run adds gradients in another order, its last bits differ, with a warning. With accumulation on several ranks,
         `exchange="micro_batch"` keeps the order for any number of ranks.
 
         Args:

@@ -9,11 +9,10 @@ squares by norm block, for the gradient norm:
 | one micro-batch | sums on the device, D2H on the copy stream | bucket stays; sums and D2H at the boundary |
 | several | D2H, then the stepping thread adds into fp32 in RAM | added into fp32 on the device; D2H at the boundary |
 
-Several ranks exchange each bucket first if they have one micro-batch per window or `exchange="micro_batch"`. Every rank
-then sends each other rank its gradient of the range that rank owns. The owner adds them in fp32 in rank order, and the
-table applies to the owned range. Ranks exchange layers in the order in which rank 0 completed them in the last step;
-layers incomplete at the end of backward are exchanged then. A parameter without a gradient on a rank counts as -0.0,
-which changes no sum.
+With one micro-batch per window, or `exchange="micro_batch"`, several ranks exchange each bucket first: a rank receives
+all ranks' gradients of the range that it owns, and adds them in fp32 in rank order. The table then applies to the owned
+range. All ranks exchange layers in rank 0's order of completion in the last step; layers incomplete at the end of
+backward are exchanged then. A parameter without a gradient counts as -0.0, which changes no sum.
 
 With several micro-batches and `exchange="step"`, each rank accumulates whole layers, as at world size 1. Then each rank
 receives all ranks' sums of its range and adds them in rank order. Sums in VRAM are exchanged layer by layer in the
@@ -85,18 +84,18 @@ class LayerGradient:
     whole layer.
 
     Attributes:
-        on_device: the window's gradient stays in VRAM until the boundary.
+        on_device: the window's gradient stays in VRAM.
         host: 1-D pinned tensor with the gradient of the whole window, valid after `sent`. fp32 if accumulated or tied,
             else in the layer's dtype. Ranges of views without a gradient are undefined. None: only the GPU steps it.
         sums: fp64 [num_blocks] in pinned RAM: sums of squares of the window's gradient by norm block, after `sent`.
-        sums_on_host: the CPU computes the sums, because the GPU never has the accumulated gradient.
+        sums_on_host: the CPU computes the sums, because the gradient is accumulated in RAM.
         received: indices of the views that got a gradient in this micro-batch.
         window: indices of the views that got a gradient in this accumulation window.
         known: indices of the views that ever got a gradient.
         complete: the layer was sent, or added to the window, in this backward.
-        at_end_only: the layer waits for the end of backward, because a view may get more than one gradient.
+        at_end_only: send at the end of backward, because a view may get more than one gradient.
         is_begun: several ranks: a micro-batch of this window was exchanged.
-        is_exchanged: several ranks: the window's sum was exchanged; nothing can be added to it any more.
+        is_exchanged: several ranks: the window's sum was exchanged and is final.
         missing: several ranks: indices of views in the window that got no gradient on this rank.
         exchanges_sums: several ranks: each rank accumulates the whole layer before the exchange.
         all_sums: the ranks' accumulated gradients in shared RAM, by rank: fp32, 1-D. `host` is this rank's range of

@@ -395,10 +395,9 @@ class PlacedModel:
     def move(self, placements: Sequence[Placement], moved: Callable[[LayerState], None]) -> None:
         """Bring each layer to its place in `placements`. A collective.
 
-        Call it only when all updates are done and no gradient is pending. At most one layer exists twice at a time, and
-        memory use never exceeds its larger end by more than two layers. After an error, `self.placements` says which
-        layers have moved, and `is_whole` whether training can go on. If the move fails on one rank, `is_whole` is
-        False on all ranks.
+        All updates must be done, and no gradient pending. At most one layer exists twice at a time, and peak memory is
+        the larger of before and after, plus at most two layers. After an error, `self.placements` says which layers
+        have moved, and `is_whole` whether training can go on; with several ranks it is False on all.
 
         Args:
             moved: called with each new state, while the old state still exists.

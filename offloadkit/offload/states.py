@@ -74,8 +74,8 @@ class LayerState:
         switchable: both processors can step the layer, and the user has not fixed the placement.
         steps: fp32 [num_views of the whole layer], number of steps of each parameter.
         weights_slab: RAM of weights that live in RAM, separate because it outlives the engine.
-        uploaded: the end of the newest step. After it, resident weights are up to date in VRAM, and a gradient in VRAM
-            may be overwritten. Streamed weights have their own events.
+        uploaded: the end of the newest step, when resident weights are up to date and a gradient in VRAM may be
+            overwritten. Streamed weights have their own events.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LayerState:
     ) -> None:
         """
         Args:
-            slab: RAM for everything that `placement` puts in RAM, except weights.
+            slab: RAM for this layer's states and gradient, and for a copy of resident weights.
             weights_slab: RAM for the weights; None if they live in VRAM.
             region: disk region for the states, if they live on disk.
             resident: existing weights in VRAM to keep; None allocates new ones.
@@ -181,9 +181,8 @@ class LayerState:
     ) -> LayerState:
         """A new object for the layer in another placement; this object must have left its ring and is dead afterwards.
 
-        After an error (out of memory), this object is unchanged. Weights that stay in VRAM keep their memory, so other
-        tensors that share it stay connected. With several ranks, every rank writes the same whole weights to shared
-        RAM, so no rank has to wait.
+        After an error, this object is unchanged. Weights that stay in VRAM keep their memory, which other tensors may
+        share. Every rank writes the same whole weights to shared RAM, so no rank has to wait.
 
         Args: as for `__init__`. `weights_slab` and `sums_slab` may be the layer's present slabs.
         """

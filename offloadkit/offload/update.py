@@ -44,12 +44,12 @@ class Update:
 
     Attributes:
         layers: the layers to step, in this order; empty once `done` is set.
-        compute_done: the compute stream's work at step(). The device's weights are not overwritten before it.
+        compute_done: the compute stream's work at step(), before which weights in VRAM are not overwritten.
         loss_scale: the gradients are divided by it.
         scale_may_fall: the loss scale can still go down, so a non-finite norm is an overflow, not an error.
         norm: global gradient norm, valid once `norm_known` is set. If it is NaN or Inf, the step was skipped.
-        seconds: wall seconds of the stepping thread, by phase, complete once `done` is set.
-        busy: busy times of copies ("h2d", "d2h") and of the GPU's steps ("gpu_step"), complete once `done` is set.
+        seconds: wall seconds of the stepping thread, by phase; complete once `done` is set.
+        busy: busy times of "h2d", "d2h" and "gpu_step"; complete once `done` is set.
         gpu: the events around the GPU's steps.
         cpu_bytes: memory traffic of the CPU's steps.
         received: several ranks: bytes of the "norm" all-reduce.

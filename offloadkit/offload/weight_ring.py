@@ -1,10 +1,10 @@
 """Streamed weights: they live in pinned RAM and are copied into a ring of VRAM buffers, one block ahead.
 
-A block is fetched when it is used: by its forward, by a recomputation, or when backward unpacks a weight that autograd
-saved. Using a block that is still in VRAM costs nothing, so the order of hooks does not matter. The ring remembers the
-successor of each block in forward and in backward, and prefetches it. A foreign recomputation
-(`torch.utils.checkpoint`) may run a part of a block without its hooks. Therefore, in backward, the parameters of all
-blocks that are not in use are guarded (`outside.Guarded`): touching such a parameter uses its block.
+A block is fetched when it is used: by its forward, by a recomputation, or when backward unpacks a saved weight. Using a
+block that is in VRAM is free, so the order of hooks does not matter. The ring prefetches the block that followed last
+time, in forward and in backward. A foreign recomputation (`torch.utils.checkpoint`) may run parts of a block without
+its hooks. Therefore, in backward, parameters of unused blocks are guarded (`outside.Guarded`): touching one uses its
+block.
 
 The ranks of a host share the RAM, and each rank fetches from it independently. A fetch waits until all ranks have
 stepped the layer. No rank can step too early, because every rank has finished its fetches before the norm all-reduce.

@@ -273,9 +273,8 @@ def _refuse_compilation() -> None:
 class ForwardHooks:
     """Hooks that wait for a layer's weights before a module uses them, and record the layers' order of use.
 
-    - The forward of a repeated block waits for the block's layers. Modules inside a block have no hook, unless the
-      block is a list of modules, which has no forward.
-    - The forward of a module outside the blocks waits for the module's own layer.
+    - The forward of a repeated block waits for the block's layers. In a list of modules, the members wait.
+    - The forward of a module outside the blocks waits for the module's layer.
     - The forward of the whole model waits for layers that no other module waits for; without gradients, for all.
     - `state_dict` and `load_state_dict` of any module wait for its layers. On the whole model they also call `settle`,
       which finishes all updates.
