@@ -1,4 +1,4 @@
-"""`transformers.TrainingArguments`: those of `finetune`, the config they result in, and those the engine refuses."""
+"""Build and check `transformers.TrainingArguments`, and merge them into an `OffloadConfig`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _DEEPSPEED_KEYS = {
     "max_grad_norm": "gradient_clipping",
     "gradient_accumulation": "gradient_accumulation_steps",
 }
-"""By field of `OffloadConfig`, what a ds_config.json writes for it."""
+"""Field of `OffloadConfig` -> key in ds_config.json."""
 _OWN_NAMES = ("epochs", "batch_size", "gradient_accumulation")
-"""Arguments of `finetune` that `TrainingArguments` know by another name."""
+"""Arguments of `finetune` with another name in `TrainingArguments`."""
 _ACCELERATE = {
     "ACCELERATE_USE_FSDP": "offloadkit does the offloading",
     "ACCELERATE_USE_DEEPSPEED": _FROM_DEEPSPEED,
@@ -51,9 +51,9 @@ _ACCELERATE = {
     "ACCELERATE_DYNAMO_BACKEND": "OffloadConfig(compile_blocks=True) compiles",
     "ACCELERATE_MIXED_PRECISION": "",
 }
-"""What accelerate's config may ask for by these variables, and why the engine refuses it."""
+"""Variable of `accelerate launch` for an unsupported feature -> advice."""
 _RECOMPUTATION = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
-"""Keys of gradient_checkpointing_kwargs, and the one value that the engine supports."""
+"""Key of gradient_checkpointing_kwargs -> the only supported value."""
 
 _OPTIM_ADVICE = f"use one of {', '.join(trainer_names())}: the engine steps with its own optimizers"
 
@@ -83,11 +83,11 @@ INSTEAD = {
     "group_by_length": "train_sampling_strategy='group_by_length'",
     "warmup_ratio": "warmup_steps",
 }
-"""By names that other versions and libraries have for them: arguments of `finetune`, some with a value."""
+"""Name in other libraries or versions -> argument of `finetune` to suggest."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown argument: the one that it is called here, the nearest one, or nothing."""
+    """End of an error message that suggests a known argument; "" if none is close."""
     if name in INSTEAD:
         return f"; did you mean {INSTEAD[name]}?"
     near = difflib.get_close_matches(name, list(known), 1)
@@ -97,18 +97,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def arguments_of_finetune(
     own: dict[str, Any], given: dict[str, Any], dtype: Dtype, evaluates: bool
 ) -> Seq2SeqTrainingArguments:
-    """The Trainer's arguments: `finetune`'s defaults, its `own` arguments, and others that were `given`.
+    """Build the Trainer's arguments. `given` overrides `own`, which overrides the defaults of `finetune`.
 
     Args:
-        dtype: of the working weights.
-        evaluates: whether there is an evaluation set.
+        dtype: dtype of the working weights.
+        evaluates: whether the run has an evaluation set.
 
     Raises:
-        ConfigError: an argument is unknown or has no meaning here, transformers refuses its value, or `accelerate
-            launch` asks for what the engine cannot do.
+        ConfigError: an argument is unknown or unsupported, transformers refuses its value, or `accelerate launch`
+            enables a feature that the engine lacks.
     """
     known = argument_names()
-    if given.get("deepspeed"):  # transformers would ask for the package before anybody else can say this
+    if given.get("deepspeed"):  # checked first: transformers would ask for the deepspeed package
         raise ConfigError(f"deepspeed={given['deepspeed']!r}: leave it out, and {_FROM_DEEPSPEED}")
     for name in given:
         if name in known:
@@ -116,7 +116,7 @@ def arguments_of_finetune(
         if name in signature(Trainer.__init__).parameters:
             raise ConfigError(f"finetune has no {name}: offloadkit.OffloadTrainer and OffloadSeq2SeqTrainer take it")
         raise ConfigError(f"no argument {shown(name)}{did_you_mean(name, [*known, *_OWN_NAMES])}")
-    if given.get("resume_from_checkpoint"):  # the Trainer itself ignores it
+    if given.get("resume_from_checkpoint"):  # the Trainer ignores this argument
         why = "resume=True (--resume) goes on from the newest checkpoint in output_dir"
         raise ConfigError(f"finetune does not take resume_from_checkpoint: {why}")
     given = {name: value for name, value in given.items() if name != "resume_from_checkpoint"}
@@ -163,17 +163,16 @@ _KINDS: dict[Any, tuple[type, str]] = {
     float: (Real, "a number"),
     str: (str, "a text"),
 }
-"""By the type of an argument: of which its value must be, and that in words."""
+"""Annotation -> (class for `isinstance`, words for messages)."""
 _LEFT_TO_OTHERS = ("fsdp", "fsdp_config", "hub_token", "ddp_timeout", "accelerator_config", "deepspeed")
-"""Arguments that take more than their type says, or are refused in any case."""
+"""Arguments that accept more than their annotation, or are always refused."""
 _POSITIVE = ("eval_accumulation_steps", "generation_max_length", "generation_num_beams")
 
 
 def _check_values(given: dict[str, Any]) -> None:
-    """Raise `ConfigError` for a value of another type than its argument's.
+    """Raise `ConfigError` for a value of a wrong type. None is always accepted.
 
-    transformers takes the text "no" for True, and finds out about other values when training has ended. None is always
-    taken.
+    transformers would take the string "no" for True, and fail on other values only after training.
     """
     for name, value in given.items():
         wanted = _type_of(name)
@@ -198,7 +197,7 @@ def _check_values(given: dict[str, Any]) -> None:
 
 
 def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type. A list, or a tuple, must hold what the type says."""
+    """`isinstance` for hints with Literal, and with list[T], which also matches tuples."""
     kind = get_origin(hint) or hint
     if kind is Literal:
         return any(value is each for each in get_args(hint))
@@ -208,12 +207,12 @@ def _is_of(value: Any, hint: Any) -> bool:
 
 
 def is_text(name: str) -> bool:
-    """Whether the value of an argument of `Seq2SeqTrainingArguments` is a text and nothing else."""
+    """Whether an argument of `Seq2SeqTrainingArguments` takes only strings (and None)."""
     return _type_of(name) is str
 
 
 def _type_of(name: str) -> Any:
-    """The type of an argument's values besides None; None where there are several."""
+    """The argument's type without None; None for a union of several types."""
     wanted = _types()[name]
     choices = set(get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)) - {NoneType}
     return choices.pop() if len(choices) == 1 else None
@@ -225,7 +224,6 @@ def _types() -> dict[str, Any]:
 
 
 def _check_best(args: Seq2SeqTrainingArguments, *, evaluates: bool) -> None:
-    """Raise `ConfigError` for a best model that nothing tells from the others."""
     by_strategy = str(getattr(args.save_strategy, "value", args.save_strategy)) == "best"
     if not by_strategy and not args.load_best_model_at_end:
         return
@@ -240,9 +238,8 @@ def _check_best(args: Seq2SeqTrainingArguments, *, evaluates: bool) -> None:
 
 
 def _check_reports(names: Iterable[str]) -> None:
-    """Raise `ConfigError` for what `report_to` names and transformers does not know, or cannot import."""
     reporting: Any = integration_utils
-    usable = {*reporting.get_available_reporting_integrations(), "flyte"}  # which transformers' list leaves out
+    usable = {*reporting.get_available_reporting_integrations(), "flyte"}  # missing in transformers' list
     for name in names:
         if name not in reporting.INTEGRATION_TO_CALLBACK:
             known = ", ".join(sorted(reporting.INTEGRATION_TO_CALLBACK))
@@ -252,11 +249,11 @@ def _check_reports(names: Iterable[str]) -> None:
 
 
 def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadConfig:
-    """`offload` with the values of `args` filled in.
+    """Copy the values of `args` into `offload`.
 
     Raises:
-        ConfigError: a field of `offload` was changed from its default, or a ds_config.json writes it, and it
-            contradicts `args`; so do its batch sizes.
+        ConfigError: `args` contradict a field of `offload` that the user or a ds_config.json has set, or the
+            ds_config.json's batch sizes.
     """
     read = offload.deepspeed
     for name in ("adam_beta1", "adam_beta2"):
@@ -273,7 +270,7 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
         "gradient_accumulation": args.gradient_accumulation_steps,
     }
     optimizer = trainer_names().get(_optim(args), "adamw")
-    if optimizer != "adamw":  # which is the arguments' default, and says nothing
+    if optimizer != "adamw":  # "adamw" is the default, so the user may not have chosen it
         told["optimizer"] = optimizer
     if args.bf16 or args.fp16:
         told["working_dtype"] = "bf16" if args.bf16 else "fp16"
@@ -309,7 +306,7 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
 
 
 def _only_in_deepspeeds(args: TrainingArguments) -> dict[str, Any]:
-    """What a ds_config.json may write beside what `OffloadConfig` holds, and what `args` say about it."""
+    """Values of `args` for keys of a ds_config.json that `OffloadConfig` lacks."""
     rows = args.per_device_train_batch_size
     found: dict[str, Any] = {"train_micro_batch_size_per_gpu": rows}
     found["train_batch_size"] = rows * args.gradient_accumulation_steps * args.world_size
@@ -322,7 +319,7 @@ def _optim(args: TrainingArguments) -> str:
 
 @contextmanager
 def left_to_the_engine(args: TrainingArguments) -> Iterator[None]:
-    """Inside this context the arguments ask the Trainer for no recomputation, which would override the engine's."""
+    """Context without the Trainer's activation checkpointing, which would override the engine's."""
     names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False)]
     for name in names:
         setattr(args, name, False)
@@ -334,10 +331,9 @@ def left_to_the_engine(args: TrainingArguments) -> Iterator[None]:
 
 
 def _asked_by_the_environment(own: str) -> list[str]:
-    """What `accelerate launch`, which reads its config file, asks for by its variables and the engine cannot do; each
-    with what to do.
+    """Unsupported settings in the environment of `accelerate launch`, with advice.
 
-    own: "bf16", "fp16" or "no", as the arguments say.
+    own: the training arguments' precision: "bf16", "fp16" or "no".
     """
     given = {name: os.environ.get(name, "") for name in _ACCELERATE}
     leave = "leave it out of accelerate's config (or start with `python`)"
@@ -363,18 +359,19 @@ def _precision(*, bf16: bool, fp16: bool) -> str:
 
 
 def check_optim(args: TrainingArguments) -> None:
-    """Raises `ConfigError` if `optim` names an optimizer that the engine does not have."""
+    """Raise `ConfigError` if the engine does not have the optimizer `args.optim`."""
     if _optim(args) not in trainer_names():
         raise ConfigError(f"optim={shown(_optim(args))}: {_OPTIM_ADVICE}")
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Refuse everything that the engine cannot do, in one message; use one GPU if several are visible.
+    """Refuse arguments that the engine does not support; restrict `args` to one GPU per process.
 
-    The engine weighs micro-batches by their targets on all ranks; the Trainer's own way of doing so is switched off.
+    On several ranks `average_tokens_across_devices` is switched off, because the engine itself weights micro-batches
+    by their targets.
 
     Raises:
-        ConfigError: names each argument and what to do.
+        ConfigError: lists all unsupported arguments, with advice.
     """
     refused = {
         "fp16_full_eval=True": (args.fp16_full_eval, "leave it out"),

@@ -1,4 +1,4 @@
-"""What the columns of a dataset are: input, target, conversation or label. By their names, or as the user says.
+"""Choose the columns to learn from, by their names or by the user's arguments.
 
 | columns | kind |
 |---|---|
@@ -6,12 +6,12 @@
 | `input` + `target`, `prompt` + `completion` | pairs |
 | `messages` (a list of role/content dicts) | messages |
 | `text` + `label` | labelled text |
-| one of `_QUESTIONS`, of `_CONTEXTS` or of both, and one of `_TARGETS` | pairs |
+| a name in `_QUESTIONS`, one in `_CONTEXTS` or both, and one in `_TARGETS` | pairs |
 | `text` | text |
 | `conversations` (a list of from/value dicts: ShareGPT) | messages |
 
-Rows above go before rows below: `text` beside a pair is often the whole row, written out, and learning it would be
-learning the prompt too. Where names leave a doubt, nothing is guessed.
+The first match wins. Pairs win over `text`, because a `text` column next to a pair often repeats the whole row, and
+training on it would include the prompt. Ambiguous names are an error.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Kind = Literal["tokenized", "pairs", "messages", "labelled text", "text"]
 
 _QUESTIONS = ("instruction", "question", "prompt", "query", "document", "article", "dialogue", "text")
 _CONTEXTS = ("input", "context")
-"""What is read beside a question (Alpaca's `input`, Dolly's `context`), or is the input by itself."""
+"""Text after the question (Alpaca's `input`, Dolly's `context`), or the whole input."""
 _TARGETS = ("target", "completion", "output", "response", "answer", "summary", "highlights")
 _PARTS = ("system", "system_prompt", "history", "choices", "options", "passage")
-"""They belong to the input, in a way that the names do not say."""
+"""Parts of the input whose place in the prompt is unknown."""
 _TOKENIZED = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "labels")
 TEXTS = (*_QUESTIONS, *_CONTEXTS, *_TARGETS)
-"""Columns that hold text under these names."""
+"""Text columns."""
 CONVERSATIONS = ("messages", "conversations", "prompt", "completion")
 """Columns that may hold lists of messages."""
 
@@ -43,26 +43,26 @@ ACCEPTED = "input + target, prompt + completion, text, messages, text + label, o
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that are learned from."""
+    """The chosen columns."""
 
     kind: Kind
     inputs: tuple[str, ...]
-    """Several are joined by an empty line, without those that are empty in a row."""
+    """Joined by blank lines; after the first column, empty values are skipped."""
     target: str = ""
-    """pairs and labelled text: the target or the label."""
+    """Target (pairs) or label (labelled text)."""
     template: str = ""
-    """Makes the input from `inputs` by `str.format`."""
+    """Format string that makes the input from `inputs`."""
     otherwise: str = ""
-    """How to learn from other columns, where that is as likely meant."""
+    """Hint on how to choose other columns that the user may have meant."""
 
     def texts(self, batch: dict[str, list[Any]], indices: list[int]) -> list[str]:
         """The input of each row.
 
         Args:
-            indices: the rows of the batch.
+            indices: row numbers for error messages.
 
         Raises:
-            DataError: a row has no input, or one that is no string.
+            DataError: an input is missing or not a string, or the template cannot be filled.
         """
         if self.template:
             for name in self.inputs:
@@ -88,7 +88,7 @@ class Columns:
             raise DataError(f"template {self.template!r} cannot be filled with row {index}: {error}") from error
 
     def in_words(self, names: Iterable[str]) -> str:
-        """What is learned from which of the columns `names`; "" where the names say it by themselves."""
+        """Describe the choice to the user; "" if the names are documented ones and no text column is left out."""
         used = {*self.inputs, self.target}
         left_out = [name for name in names if name in (*TEXTS, *_PARTS) and name not in used]
         by_name = {("input", "target"), ("prompt", "completion"), ("text", "label"), ("text", ""), ("messages", "")}
@@ -110,7 +110,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class ColumnWish:
-    """What the user says of the columns: `input_column`, `target_column` and `template` of `finetune`."""
+    """The arguments `input_column`, `target_column` and `template` of `finetune`."""
 
     input: str | None = None
     target: str | None = None
@@ -119,7 +119,7 @@ class ColumnWish:
     def __post_init__(self) -> None:
         """
         Raises:
-            ConfigError: a value is no text, both input and template are given, or the template cannot be read.
+            ConfigError: a value is not a string, input and template are both given, or the template is invalid.
         """
         given = {"input_column": self.input, "target_column": self.target, "template": self.template}
         for name, value in given.items():
@@ -136,10 +136,10 @@ class ColumnWish:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The columns that make the input, each once.
+        """The input columns without duplicates.
 
         Raises:
-            ConfigError: the template cannot be read.
+            ConfigError: the template is invalid.
         """
         if self.template is None:
             return () if self.input is None else (self.input,)
@@ -153,26 +153,25 @@ class ColumnWish:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """All columns that are named."""
+        """The input columns and the target."""
         return self.inputs if self.target is None else (*self.inputs, self.target)
 
 
 _TEXT = Columns("text", ("text",))
 
 BY_NAME = ColumnWish()
-"""The user says nothing."""
+"""No column is named: the column names decide."""
 
 
 def choose(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> Columns:
-    """What to learn from.
+    """Choose the columns to learn from.
 
     Args:
-        names: the columns found.
-        kinds: those that the model, and the task, can learn from.
+        names: the columns of the dataset.
+        kinds: the kinds that the model and the task support.
 
     Raises:
-        DataError: a column that the user names is not there; or no names fit, or several do. The message says what
-            was found, what is accepted, and how to say what is what.
+        DataError: a column that the user named is missing, no column set fits, or names are ambiguous.
     """
     if wish.named:
         return _wished(names, kinds, wish)
@@ -184,10 +183,10 @@ def choose(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> C
 
 
 def columns_to_read(names: Collection[str], named: Collection[str]) -> set[str]:
-    """The columns whose values may be learned from. Those of others may have no common type.
+    """The columns to read. Values of other columns may have no common type.
 
     Args:
-        named: by the user.
+        named: the columns that the user named.
     """
     base = {"input", "target", "text", "label", "messages", "prompt", "completion", *_TOKENIZED, *named}
     if not named and any(columns.kind in ("tokenized", "pairs", "labelled text") for columns in _exact(names)):
@@ -196,10 +195,10 @@ def columns_to_read(names: Collection[str], named: Collection[str]) -> set[str]:
 
 
 def strings(values: list[Any], column: str, indices: list[int]) -> list[str]:
-    """The values, once they are known to be strings.
+    """Check that all values are strings, and return them.
 
     Raises:
-        DataError: one of them is missing or is no string.
+        DataError: a value is None or not a string.
     """
     for index, value in zip(indices, values, strict=True):
         if value is None:
@@ -215,7 +214,7 @@ def strings(values: list[Any], column: str, indices: list[int]) -> list[str]:
 
 
 def _exact(names: Collection[str]) -> list[Columns]:
-    """The column sets that the documentation names."""
+    """Documented column sets."""
     sets = [
         Columns("tokenized", ("input_ids",)),
         Columns("pairs", ("input",), "target"),
@@ -224,12 +223,12 @@ def _exact(names: Collection[str]) -> list[Columns]:
         Columns("labelled text", ("text",), "label"),
     ]
     if "instruction" in names:
-        del sets[1]  # `input` is a part of the input only
+        del sets[1]  # Alpaca: `input` is only a part of the input
     return [columns for columns in sets if {*columns.inputs, columns.target} - {""} <= set(names)]
 
 
 def _recognised(names: Collection[str]) -> list[Columns]:
-    """What other names say, where they leave no doubt, and plain text."""
+    """Column sets with other common names, if unambiguous, and plain text."""
     found = []
     inputs, targets = _inputs(names), [name for name in _TARGETS if name in names]
     if inputs and len(targets) == 1:
@@ -242,7 +241,7 @@ def _recognised(names: Collection[str]) -> list[Columns]:
 
 
 def _otherwise(chosen: Columns, names: Sequence[str]) -> str:
-    """How a decoder learns more or less of rows that have both a plain `text` and a target."""
+    """Hint for rows that have both a `text` column and a target."""
     if "text" not in names:
         return ""
     if chosen.kind == "pairs" and "text" in chosen.inputs:
@@ -255,16 +254,16 @@ def _otherwise(chosen: Columns, names: Sequence[str]) -> str:
 
 
 def _is_written_out(names: Sequence[str]) -> bool:
-    """Whether `text` is beside a pair, so that it is the whole row."""
+    """Whether `text` accompanies a pair, and so holds the whole row."""
     pairs = (columns for columns in (*_exact(names), *_recognised(names)) if columns.kind == "pairs")
     return "text" in names and any("text" not in columns.inputs for columns in pairs)
 
 
 def _inputs(names: Collection[str]) -> tuple[str, ...]:
-    """The question, what belongs to it, or both; none where there is a doubt."""
+    """Columns of question and context; () if ambiguous."""
     questions = [name for name in _QUESTIONS if name in names]
     if len(questions) > 1 and questions[-1] == "text":
-        questions.pop()  # often the whole row, written out
+        questions.pop()  # `text` often repeats the whole row
     contexts = [name for name in _CONTEXTS if name in names]
     doubt = len(questions) > 1 or len(contexts) > 1 or any(name in names for name in _PARTS)
     return () if doubt or (questions == ["text"] and contexts) else (*questions, *contexts)
@@ -300,7 +299,6 @@ def _wished(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> 
 
 
 def _unclear(names: Sequence[str]) -> str:
-    """Why the columns say nothing."""
     targets = [name for name in _TARGETS if name in names]
     if len(targets) > 1:
         return f"{_listed(targets)} could each be the target"

@@ -1,7 +1,7 @@
-"""Trainers that keep the loss beside the model, as those of sentence-transformers: both are trained by one engine.
+"""Support for Trainers whose loss is a module outside the model, as in sentence-transformers.
 
-Such a Trainer has `loss`, a module or a dict of modules by the name of a data set. Each holds the model and may have
-weights of its own, and `compute_loss` calls it in the model's place, with the features and the labels.
+`trainer.loss` is a module, or a dict of modules by dataset name. `compute_loss` calls the loss with features and
+labels, and the loss calls the model. A loss may have weights; the engine trains them together with the model.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from offloadkit.checkpoint.weights import check_weights, load_weights
 from offloadkit.errors import ModelError
 
 LOSS_FILE = "losses.safetensors"
-"""In a checkpoint: weights of the losses, which `save_pretrained` does not know."""
+"""File of the losses' weights, which `save_pretrained` does not save."""
 
 
 class WithLosses(nn.Module):
-    """A model and its losses, in one module: the engine's."""
+    """The module that the engine trains: model and losses."""
 
     def __init__(self, model: nn.Module, losses: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -32,38 +32,38 @@ class WithLosses(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's."""
+        """Dtype of the model's weights."""
         return next(self.model.parameters()).dtype
 
     def forward(self, *args: Any, through: str | None = None, **kwargs: Any) -> Any:
-        """The loss of this name, which calls the model; None: the model itself."""
+        """Call the loss named `through`, or the model if None."""
         return (self.model if through is None else self.losses[through])(*args, **kwargs)
 
     def train(self, mode: bool = True) -> WithLosses:
-        """The losses alone: whoever calls it has the model's own mode in hand."""
+        """Set the losses' mode only; the caller sets the model's."""
         self.training = mode
         self.losses.train(mode)
         return self
 
     def own(self) -> dict[str, torch.Tensor]:
-        """Weights and buffers of the losses alone, by name."""
+        """Weights and buffers that only the losses have."""
         ours = {id(each) for each in (*self.model.parameters(), *self.model.buffers())}
         named = self.losses.state_dict(keep_vars=True).items()
         return {name: each.detach() for name, each in named if isinstance(each, torch.Tensor) and id(each) not in ours}
 
     def write(self, folder: Path, origin: Origin) -> None:
-        """Write the losses' own weights into a checkpoint; nothing where they have none."""
+        """Save `own()` to `LOSS_FILE`; no file if it is empty."""
         if own := self.own():
             write_arrays(folder / LOSS_FILE, own, origin.of_arrays(LOSS_FILE))
 
     def read(self, folder: Path, *, incomplete: bool = False) -> None:
-        """Read what `write` wrote.
+        """Load the weights that `write` saved.
 
         Args:
-            incomplete: whether a checkpoint without it is taken.
+            incomplete: accept a checkpoint without `LOSS_FILE`.
 
         Raises:
-            ModelError: the checkpoint has other losses, or none.
+            ModelError: the file is missing, or its tensors do not match the losses.
         """
         own, path = self.own(), folder / LOSS_FILE
         if own and not path.is_file() and not incomplete:
@@ -79,7 +79,7 @@ class WithLosses(nn.Module):
 
 
 def losses_of(trainer: Any) -> dict[str, nn.Module]:
-    """The losses of a Trainer that keeps them beside the model; none of any other."""
+    """Loss modules of a sentence-transformers Trainer, by name; {} for other Trainers."""
     if not hasattr(trainer, "override_model_in_loss"):
         return {}
     loss = getattr(trainer, "loss", None)
@@ -88,8 +88,10 @@ def losses_of(trainer: Any) -> dict[str, nn.Module]:
 
 @contextmanager
 def called_through(trainer: Any, call: Callable[..., Any]) -> Iterator[None]:
-    """A context in which the Trainer's losses are `call(..., through=NAME)`. (Such a Trainer puts the model that it
-    calls into them itself, which must be a module.)"""
+    """Replace the Trainer's losses by functions that run `call(..., through=NAME)`, inside this context.
+
+    A loss module would not do: the Trainer sets its `model`, which must be a module.
+    """
     kept = trainer.loss
 
     def through(name: str) -> Callable[..., Any]:
