@@ -1,8 +1,8 @@
-"""A Trainer's micro-batches, dealt to ranks so that all of them together are those of one rank.
+"""Distribute a Trainer's micro-batches over ranks so that N ranks train on the same micro-batches as one rank.
 
-accelerate deals them one by one: micro-batch k·N + r goes to rank r of N, which is the order in which one rank would
-take them. At the end of an epoch it adds rows of the beginning, until all ranks have equally many. `deal` leaves these
-out. The last micro-batch stays short, and a rank without one gets a filler: a row that counts nothing.
+accelerate gives micro-batch k·N + r to rank r of N, and pads the end of an epoch with rows from its beginning. `deal`
+removes this padding: the last micro-batch stays short, and a rank without a micro-batch gets a filler, a row that does
+not count.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from accelerate.utils import recursively_apply
 from offloadkit.hf.masks import Around
 
 TARGETS = "number_of_targets"
-"""Key of a batch under which `Counted` says how many targets it has; no argument of any model."""
+"""Key in a batch for its number of targets. No model has an argument of this name."""
 
 
 class ToldBatches(BatchSamplerShard):  # type: ignore[misc, unused-ignore]
-    """As accelerate's, and tells the sampler of rows which epoch begins. accelerate itself does not, on resuming."""
+    """Passes `set_epoch` on to the row sampler, which accelerate does not do on resuming."""
 
     def set_epoch(self, epoch: int) -> None:
-        """The next rows are those of this epoch."""
+        """Call the row sampler's `set_epoch`."""
         sampler: Any = getattr(self.batch_sampler, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
 
 class DealtBatches(ToldBatches):
-    """One rank's micro-batches, each a list of rows' numbers. It takes the place of accelerate's own."""
+    """One rank's micro-batches (lists of row indices), distributed as described above."""
 
     def __len__(self) -> int:
         return -(-len(self.batch_sampler) // int(self.num_processes))
 
     @property
     def ends_with_filler(self) -> bool:
-        """Whether the last one is a filler."""
+        """Whether this rank's last micro-batch is a filler."""
         return 0 < len(self.batch_sampler) % int(self.num_processes) <= int(self.process_index)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -52,27 +52,27 @@ class DealtBatches(ToldBatches):
 
 
 def tell_epochs(loader: Any) -> None:
-    """Have a loader that accelerate has prepared for several ranks tell its sampler which epoch begins."""
+    """Change a prepared loader's batch sampler into `ToldBatches`."""
     batches: Any = getattr(loader, "batch_sampler", None)
     if type(batches) is BatchSamplerShard:
-        batches.__class__ = ToldBatches  # nobody may exchange a DataLoader's batch sampler
+        batches.__class__ = ToldBatches  # DataLoader forbids replacing its batch sampler
 
 
 def deal(loader: Any) -> DealtBatches | None:
-    """Have a loader that accelerate has prepared for several ranks deal as this module says.
+    """Change a prepared loader's batch sampler into `DealtBatches`.
 
     Returns:
-        Its batches; None where they are not dealt one by one: streams, whole batches that are split, other samplers.
+        The batch sampler; None for world size 1, streams, `split_batches` and other samplers.
     """
     batches: Any = getattr(loader, "batch_sampler", None)
     if type(batches) is BatchSamplerShard and batches.num_processes > 1 and not batches.split_batches:
-        batches.__class__ = DealtBatches  # nobody may exchange a DataLoader's batch sampler
+        batches.__class__ = DealtBatches  # DataLoader forbids replacing its batch sampler
     return batches if isinstance(batches, DealtBatches) else None
 
 
 @dataclass(frozen=True)
 class Counted(Around):
-    """A collator whose batches say under `TARGETS` how many targets they have, while they are in RAM."""
+    """A collator that adds the number of targets, counted in RAM, under `TARGETS`."""
 
     count: Callable[[Any], Any]
 
@@ -84,7 +84,7 @@ class Counted(Around):
 
 
 def without_targets(batch: Any) -> tuple[Any, int | None]:
-    """A batch as its collator made it, and what `Counted` has added; None if it has not."""
+    """The batch without the number of targets, and this number, or None."""
     if not isinstance(batch, MutableMapping) or TARGETS not in batch:
         return batch, None
     return {name: value for name, value in batch.items() if name != TARGETS}, batch[TARGETS]
@@ -92,20 +92,20 @@ def without_targets(batch: Any) -> tuple[Any, int | None]:
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """Gathers evaluated rows of all ranks, in the order of one rank: no fillers, and nothing twice.
+    """Gathers evaluated rows of all ranks in the order of one rank, without fillers and duplicates.
 
-    It is what a Trainer's `gather_function` is for loaders that were dealt.
+    A Trainer uses it as `gather_function` for loaders changed by `deal`.
     """
 
     accelerator: Any
     batch_size: int
     whole_batches: bool
-    """Whether a short batch's loss counts as a whole one's, as in one rank's Seq2SeqTrainer."""
+    """Weight the loss of a short batch like a full batch, as Seq2SeqTrainer does on one rank."""
 
     def __call__(self, values: Any) -> Any:
         """
         Args:
-            values: tensors [rows, ...] of this rank, nested. They may differ between ranks in their rows alone.
+            values: nested tensors [rows, ...] of this rank. Only `rows` may differ between ranks.
         """
         return recursively_apply(self._gathered, values)
 

@@ -1,4 +1,4 @@
-"""Builds a HuggingFace model from its config: without memory, with initial weights, or with a checkpoint's weights."""
+"""Builds HuggingFace models: on the meta device, with initial weights, or with a checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from offloadkit.threads import ThreadPool
 
 _Draw = Callable[[], object]
 _FILLS = (torch.ops.aten.normal_, torch.ops.aten.uniform_, torch.ops.aten.zero_, torch.ops.aten.fill_)
-"""Operations that give every element of a tensor a new value, whatever it was before."""
+"""In-place operations that overwrite every element."""
 PART_ELEMENTS = 1 << 22
-"""Elements of a tensor that are drawn by one thread, from a seed of their own."""
+"""Large tensors are drawn in parts of this size, with one seed per part."""
 NUM_THREADS = len(hardware.own_cores()) or os.cpu_count() or 1
 
 
 class ConstructorNeededError(Exception):
-    """The model's `_init_weights` leaves a tensor as the constructor made it, or draws in a way that takes no seed."""
+    """`_init_weights` does not initialise a tensor, or its random operation takes no generator."""
 
 
 class InitialWeights:
-    """Draws the initial weights that `_init_weights` defines, for a model on the meta device."""
+    """Draws initial weights with the model's `_init_weights`, for a model on the meta device."""
 
     def __init__(self, model: nn.Module, seed: int, own: Mapping[nn.Parameter, _Draw]) -> None:
-        """Make the buffers real, and check that all parameters can be drawn.
+        """Allocate and fill the buffers, and check that all parameters can be drawn.
 
         Args:
             model: a `PreTrainedModel` on the meta device.
-            own: functions that draw a parameter in place, for parameters that `_init_weights` does not know.
+            own: functions that draw a parameter in place, instead of `_init_weights`.
 
         Raises:
-            ConstructorNeededError: only the constructor knows some initial values. The model is then of no use.
+            ConstructorNeededError: only the constructor sets some values. The model is then unusable.
         """
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._model, self._seed = model, seed
@@ -61,7 +61,7 @@ class InitialWeights:
                     self._write(real, f"{prefix}.{attribute}", set(), draws.get(buffer, []))
 
     def materialise(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Draw those of `parameters` that have no memory yet. This is an `unread.Materialise`."""
+        """Draw the parameters that are still on the meta device. This is an `unread.Materialise`."""
         waiting = [parameter for parameter in parameters if parameter.is_meta]
         for parameter in waiting:
             become(parameter, torch.empty_like(parameter, device="cpu"))
@@ -76,7 +76,7 @@ class InitialWeights:
             ThreadPool(NUM_THREADS, "offloadkit-draw-part") as of_parts,
             ThreadPool(NUM_THREADS, "offloadkit-draw") as pool,
         ):
-            list(pool.map(draw, sorted(waiting, key=torch.numel, reverse=True)))  # the longest ones first
+            list(pool.map(draw, sorted(waiting, key=torch.numel, reverse=True)))  # largest first
 
     def _write(
         self,
@@ -86,9 +86,9 @@ class InitialWeights:
         draws: Sequence[_Draw],
         of_parts: ThreadPool | None = None,
     ) -> int:
-        """Have `draws` write to the tensor. Returns the first of them that counts: later ones overwrite what it held.
+        """Run `draws`. Returns the index of the last draw that overwrites the whole tensor.
 
-        T5, for one, has every matrix drawn twice.
+        Earlier draws can be skipped: T5, for example, draws every matrix twice.
         """
         first = 0
         with torch.no_grad(), unwatched(), _OnlyInto(tensor, f"{self._seed} {name}", others, of_parts) as only:
@@ -103,10 +103,10 @@ class InitialWeights:
 
 
 def _draws(model: Any, *, of_buffers: bool = False) -> dict[torch.Tensor, list[_Draw]]:
-    """By parameter (or buffer): the calls of `_init_weights` that may write it, in order.
+    """Parameter (or buffer) -> calls of `_init_weights` that may write to it, in order.
 
-    The order is that of `PreTrainedModel.initialize_weights`: children first, each with the `_init_weights` of the
-    model that it is part of.
+    The order is the same as in `PreTrainedModel.initialize_weights`: children first, with `_init_weights` of the
+    innermost `PreTrainedModel`.
     """
     from transformers import PreTrainedModel
 
@@ -123,21 +123,20 @@ def _draws(model: Any, *, of_buffers: bool = False) -> dict[torch.Tensor, list[_
 
 
 class _OnlyInto(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets in-place operations write to one tensor and to scratch memory, with two random generators of its own.
+    """Restricts in-place operations to one tensor and to scratch memory, and seeds random operations.
 
-    Scratch memory has its own generator, because how much of it is drawn depends on which tensors are real.
+    Scratch memory has a separate generator, because how much of it is drawn depends on which tensors are real.
 
     Attributes:
-        written: whether something wrote to the tensor.
-        fills: whether the first operation that wrote to it gave every element a new value; None: nothing wrote to it.
-            Whoever uses the mode sets it to None to look again.
+        written: whether the tensor was written.
+        fills: whether the first write since the caller set None overwrote every element; None: no write yet.
     """
 
     def __init__(self, target: torch.Tensor, seed: str, others: set[int], of_parts: ThreadPool | None = None) -> None:
         """
         Args:
-            others: storages, by `_storage`, that are left unchanged, as are tensors without memory.
-            of_parts: threads that draw a large tensor together; None where nothing is drawn.
+            others: storages that must not change.
+            of_parts: threads that draw parts of a large tensor; None: no parts.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._target, self._others = _storage(target), others
@@ -164,7 +163,6 @@ class _OnlyInto(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _is_large(self, func: Any, tensor: torch.Tensor) -> bool:
-        """Whether several threads fill the tensor, each a part of it."""
         large = self._of_parts is not None and tensor.numel() == self._num_elements > PART_ELEMENTS
         return large and func.overloadpacket in _FILLS and tensor.is_contiguous()
 
@@ -201,7 +199,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Task = Literal["seq2seq", "causal", "classification"]
-"""What is learned: target tokens from input tokens, each next token, or one label for a text."""
+"""Predict target tokens from input tokens, the next token, or one label for a text."""
 
 _AUTO_CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
@@ -213,10 +211,10 @@ _MOST_PARAMETERS = 2**48
 
 
 def infer_task(config: PreTrainedConfig) -> Task:
-    """The task that the config's architecture was made for; if it names none, the task of the model type.
+    """The task of the config's architecture or, if it names none, of its model type.
 
     Raises:
-        ModelError: it was made for none of the three.
+        ModelError: the model supports none of the three tasks.
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -238,7 +236,12 @@ def infer_task(config: PreTrainedConfig) -> Task:
 
 
 def auto_class_of(config: PreTrainedConfig, task: str) -> Any:
-    """The Auto class of a task, after a check that it has a model for the config."""
+    """The Auto class of a task.
+
+    Raises:
+        ConfigError: the task is unknown.
+        ModelError: the Auto class has no model for the config.
+    """
     import transformers
 
     if task not in _AUTO_CLASSES:
@@ -252,9 +255,9 @@ def auto_class_of(config: PreTrainedConfig, task: str) -> Any:
 
 
 def draw_lazily(config: PreTrainedConfig, task: str, dtype: torch.dtype | None) -> PreTrainedModel:
-    """A model whose weights are left `unread`. They will be drawn, seeded by torch's generator as it is now.
+    """A model whose initial weights are drawn when needed, with a seed taken now from torch's generator.
 
-    They are drawn already where `_init_weights` does not set everything.
+    Weights are drawn at once if `_init_weights` does not initialise all of them.
     """
     model: Any = build(config, task, dtype, torch.device("meta"))
     head = model.get_output_embeddings() if _has_own_head(config) else None
@@ -269,7 +272,7 @@ def draw_lazily(config: PreTrainedConfig, task: str, dtype: torch.dtype | None) 
 
 
 def fill(model: nn.Module, device: torch.device) -> None:
-    """Make all parameters real, a few at a time, and move them to `device`."""
+    """Read or draw all parameters, a few at a time, and move the model to `device`."""
     parameters = list(model.parameters())
     for begin in range(0, len(parameters), _NUM_AT_A_TIME):
         some = parameters[begin : begin + _NUM_AT_A_TIME]
@@ -280,7 +283,7 @@ def fill(model: nn.Module, device: torch.device) -> None:
 
 
 def build(config: PreTrainedConfig, task: str, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
-    """A model with initial weights drawn on `device`."""
+    """A model with initial weights on `device`."""
     auto_class = auto_class_of(config, task)
     auto_class._model_mapping.get(type(config), None)  # imports the model's module: torch 2.6 cannot on meta
     with device:
@@ -293,17 +296,17 @@ def build(config: PreTrainedConfig, task: str, dtype: torch.dtype | None, device
 
 
 def _has_own_head(config: PreTrainedConfig) -> bool:
-    """Whether it is a T5 v1.1, whatever its config says about tied weights."""
+    """Whether the model is a T5 v1.1. Its config may wrongly say that the head is tied."""
     return getattr(config, "scale_decoder_outputs", True) is False
 
 
 def _draw_head(weight: torch.Tensor) -> None:
-    """Draw from N(0, 1 / d_model), as T5X does for `logits_dense`: the logits then start at unit scale."""
+    """Draw from N(0, 1 / d_model), as T5X does for `logits_dense`, so that logits start at unit scale."""
     torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
 
 def _untie_head(model: Any) -> None:
-    """Untie the head of a T5 v1.1 model, as in its checkpoints; transformers 5 ties the head of every new T5."""
+    """Untie the head, as in T5 v1.1 checkpoints; transformers 5 ties the head of every new T5."""
     head = model.get_output_embeddings()
     if head is None or head.weight is not model.get_input_embeddings().weight:
         return
@@ -324,13 +327,13 @@ def read(
     progress: bool,
     allow_missing: bool = False,
 ) -> PreTrainedModel:
-    """Read a model from a folder or the hub, each tensor directly onto `device` and into `dtype`.
+    """Read a model from a folder or the hub, directly onto `device` and into `dtype`.
 
     Args:
-        allow_missing: draw the tensors that the checkpoint lacks. A classifier's head is always drawn.
+        allow_missing: draw tensors that the checkpoint lacks. A classifier's head may always be missing.
 
     Raises:
-        ModelError: it lacks tensors of the model.
+        ModelError: the checkpoint lacks tensors of the model.
     """
     auto_class = auto_class_of(config, task)
     errors = readable_hub_errors(source, found=True)
@@ -351,12 +354,9 @@ def read(
 
 
 def _check_complete(source: str, model: Any, loading: Mapping[str, Any], task: str) -> None:
-    """Raise `ModelError` where a checkpoint lacks tensors of the model, or has them in other shapes.
+    """Raise `ModelError` if the checkpoint lacks tensors of the model, or has them in other shapes.
 
-    A classifier's head and pooler may be new: they are what the rows teach.
-
-    Args:
-        loading: what transformers' `from_pretrained` says of missing and mismatched tensors.
+    A classifier's head and pooler may be missing, because fine-tuning trains them.
     """
     lacking = set(loading["missing_keys"]) | {name for name, *_ in loading["mismatched_keys"]}
     if task == "classification":
@@ -373,7 +373,7 @@ def _check_complete(source: str, model: Any, loading: Mapping[str, Any], task: s
 def read_lazily_or_now(
     source: str, config: PreTrainedConfig, task: str, dtype: torch.dtype | None, allow_missing: bool
 ) -> PreTrainedModel:
-    """As `read`, but the values stay in their files until they are asked for."""
+    """Like `read` onto the CPU; if possible, values stay in their files until they are needed."""
 
     def load() -> PreTrainedModel:
         return read(source, copy.deepcopy(config), task, dtype, torch.device("cpu"), True, allow_missing)
@@ -386,7 +386,7 @@ def read_lazily_or_now(
 
 
 def completed(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in evaluation mode, with a config that describes its head and has what `generate()` needs."""
+    """Set evaluation mode, and complete the configs (untied head, `generate()`)."""
     _tell_untied_head(model)
     _complete_generation_config(model)
     model.train(False)
@@ -394,7 +394,7 @@ def completed(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _tell_untied_head(model: Any) -> None:
-    """Make the config agree with the parameters, so that neither `tie_weights()` nor an older reader ties the head."""
+    """Set `tie_word_embeddings=False` for an untied head, so that neither `tie_weights()` nor old versions tie it."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     config_ties = getattr(model.config, "tie_word_embeddings", False)
     if config_ties and head is not None and head.weight is not embeddings.weight:
@@ -402,7 +402,6 @@ def _tell_untied_head(model: Any) -> None:
 
 
 def _complete_generation_config(model: PreTrainedModel) -> None:
-    """Fill in what `generate()` needs and old configs lack."""
     generation, config = getattr(model, "generation_config", None), model.config
     if generation is None or not model.can_generate():
         return

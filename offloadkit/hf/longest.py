@@ -1,7 +1,7 @@
-"""The largest micro-batch that a Trainer will see, read before training without touching anything of it.
+"""Find the largest micro-batch of a Trainer before training.
 
-Rows are read and collated in a forked process, as a DataLoader's worker does it. So no random state, generator, file or
-collator of the training process advances, whatever the rows and the collator do.
+Rows are read and collated in a forked process, like in a DataLoader's worker, so that random states, files and the
+collator of the training process do not change.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 MOST_ROWS = 4096
-"""Rows of a dataset whose lengths are read. Of a longer dataset they are spread evenly over it."""
+"""At most this many rows are measured, spread evenly over the dataset."""
 SECONDS = 60
-"""What reading them may take."""
+"""Timeout."""
 _COLUMNS = ("input_ids", "labels")
-"""Columns whose lengths count; without these, all columns that have a length do."""
+"""Columns to measure; without these, all columns with a length."""
 _OWN_LOSSES = ("transformers.", "trl.trainer.sft_trainer", "offloadkit.")
-"""Modules whose `compute_loss` calls the model with the collated rows as they are."""
+"""Modules whose `compute_loss` passes the collated batch unchanged to the model."""
 
 
 class NotReadableError(Exception):
-    """The rows cannot be read before training; says why."""
+    """The rows cannot be read before training. The message gives the reason."""
 
 
 def longest_batch(trainer: Any) -> tuple[dict[str, Any], str]:
-    """A micro-batch with every size that the largest ones have, for `trainer`'s rows and collator.
+    """A micro-batch as large, in every dimension, as the largest micro-batches of `trainer`.
 
-    Evaluation rows count if the Trainer evaluates while it trains.
+    Evaluation rows are included if the Trainer evaluates during training.
 
     Returns:
-        Arguments of the model's forward, tensors on the meta device; and what to say of rows that were not read, or "".
+        Arguments of the model's forward, with tensors on the meta device; and a note for the user if only a part of
+        the training rows was measured, else "".
 
     Raises:
-        NotReadableError: the loss or the batches are not made as the Trainer makes them, the rows are a stream, or
-            they cannot be read in another process.
+        NotReadableError: custom loss or batches, no rows, a stream, or an error in the forked process.
     """
     _check_standard(trainer)
     sets = [(trainer.train_dataset, "training"), *((rows, "evaluation") for rows in _evaluated(trainer))]
@@ -60,14 +60,14 @@ def longest_batch(trainer: Any) -> tuple[dict[str, Any], str]:
 
 
 def evaluation_rows(trainer: Any) -> int:
-    """Rows of the largest micro-batch of the evaluations while `trainer` trains; 0 if it does not evaluate then."""
+    """Largest batch size of evaluation during training; 0 if the Trainer does not evaluate."""
     size = trainer.args.per_device_eval_batch_size
     sets = _evaluated(trainer)
     return max((min(size, len(rows)) if hasattr(rows, "__len__") else size for rows in sets), default=0)
 
 
 def _evaluated(trainer: Any) -> list[Any]:
-    """The sets of rows that are evaluated while it trains."""
+    """Datasets that are evaluated during training."""
     if str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) == "no":
         return []
     rows = trainer.eval_dataset
@@ -86,21 +86,21 @@ def _check_standard(trainer: Any) -> None:
 
 
 def is_standard(method: Any) -> bool:
-    """Whether a Trainer's method is one of those that give the model the collated rows as they are."""
+    """Whether a Trainer's method comes from a module in `_OWN_LOSSES`."""
     return f"{method.__module__}.".startswith(_OWN_LOSSES)
 
 
 def _as_trained(trainer: Any, rows: Any, description: str) -> tuple[Any, Callable[[Any], Any]]:
-    """The rows and the collator as the Trainer's own DataLoader has them. (By private methods of the Trainer.)"""
+    """Rows and collator of the Trainer's DataLoader. Calls private methods of the Trainer."""
     if hasattr(rows, "remove_columns"):  # a datasets.Dataset
         return trainer._remove_unused_columns(rows, description=description), trainer.data_collator
     return rows, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
 
 
 class _Longest(Dataset[Any]):
-    """One item: the shapes of micro-batches that hold the longest rows by each column that counts.
+    """A dataset of one item: for each measured column, the shapes of a micro-batch of the longest rows.
 
-    An item is a list of `{name: (shape, dtype) of a tensor, or a value}`.
+    The item is a list of `{name: (shape, dtype) of a tensor, or a value}`.
     """
 
     def __init__(self, rows: Any, collate: Callable[[Any], Any], batch_size: int) -> None:
@@ -110,7 +110,7 @@ class _Longest(Dataset[Any]):
         return 1
 
     def __getitem__(self, _: int) -> list[dict[str, Any]]:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of this process: its threads are gone
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # in the forked process, which has no tokenizer threads
         number = len(self.rows)
         indices = range(0, number, -(-number // MOST_ROWS))
         lengths = [(index, _lengths(row)) for index, row in zip(indices, self._columns(indices), strict=True)]
@@ -125,7 +125,7 @@ class _Longest(Dataset[Any]):
         return batches
 
     def _columns(self, indices: Iterable[int]) -> Iterable[Any]:
-        """The rows, of a `datasets.Dataset` only the columns that count."""
+        """The rows at `indices`; from a `datasets.Dataset` only the measured columns."""
         rows = self.rows
         known = [name for name in _COLUMNS if name in getattr(rows, "column_names", ())]
         if known and hasattr(rows, "select_columns"):
@@ -134,7 +134,6 @@ class _Longest(Dataset[Any]):
 
 
 def _lengths(row: Any) -> dict[str, int]:
-    """Length of each column of a row that has one."""
     if not isinstance(row, Mapping):
         return {}
     return {
@@ -149,10 +148,9 @@ def _form(value: Any) -> Any:
 
 
 def _read_elsewhere(longest: _Longest) -> list[dict[str, Any]]:
-    """The item of `longest`, read in a forked process."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about forks
             loader = DataLoader(
                 longest,
                 batch_size=None,
@@ -163,14 +161,14 @@ def _read_elsewhere(longest: _Longest) -> list[dict[str, Any]]:
                 generator=torch.Generator(),
             )
             (found,) = loader
-    except Exception as error:  # anybody's dataset and collator
+    except Exception as error:  # user code: any exception is possible
         reason = str(error).strip().splitlines()
         raise NotReadableError(f"{type(error).__name__}: {reason[-1] if reason else ''}") from error
     return found  # type: ignore[no-any-return]
 
 
 def _largest(batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """One micro-batch whose every size is the largest among `batches`."""
+    """A micro-batch on the meta device with the maximum of every size."""
     found: dict[str, Any] = {}
     for name, first in batches[0].items():
         forms = [batch.get(name) for batch in batches]
