@@ -1,4 +1,4 @@
-"""What training shows while it runs: the monitor, or a bar where one can be redrawn, or a line now and then."""
+"""Trainer callbacks that show progress, stop training on request, and start the monitor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offloadkit.stopping import Stop
 
 
 class AfterAStep(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Calls a function after each step, before a checkpoint of it is written."""
+    """Calls a function after each step, before its checkpoint is written."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -31,12 +31,14 @@ _SHOWN = {"loss": "loss", "grad_norm": "norm", "learning_rate": "lr"}
 
 
 def show_progress(trainer: Trainer, *, monitored: bool = False) -> None:
-    """Replace the Trainer's own bar and printed dicts by `TrainingProgress`, on rank 0.
+    """Replace the Trainer's progress bar and printed dicts by `TrainingProgress`, on rank 0.
+
+    Steps are shown by the monitor, by a bar if the output is live, or by lines.
 
     Args:
         monitored: whether a monitor shows the steps.
     """
-    trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)  # another one in a notebook
+    trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)  # a different callback in notebooks
     trainer.remove_callback(PrinterCallback)
     if not trainer.is_world_process_zero():
         return
@@ -45,7 +47,7 @@ def show_progress(trainer: Trainer, *, monitored: bool = False) -> None:
 
 
 class TrainingProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Shows steps, loss, gradient norm, learning rate and evaluation losses; beside a monitor the last alone."""
+    """Shows steps, loss, gradient norm, learning rate and evaluation loss; with a monitor only evaluation loss."""
 
     def __init__(self, steps: Literal["bar", "lines", "monitor"]) -> None:
         self._bar: Any = None
@@ -55,7 +57,7 @@ class TrainingProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = time.perf_counter()
         if self._steps == "bar":
-            self._close()  # of a training that has gone back to a checkpoint
+            self._close()  # the old bar, if training restarts from a checkpoint
             self._bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", unit="step")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -91,19 +93,19 @@ _ASKED, _DUE, _ENDS, _NO_TIME = 1, 2, 4, 8
 
 
 class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Ends training after a step where a button or a signal requests it, and saves when some minutes have passed.
+    """Ends training after the current step on request (monitor or signal), and saves every `save_minutes`.
 
-    Training then writes the checkpoint that an uninterrupted run would write after the current step. So it does where
-    another callback ends training after a step, unless no checkpoints are wanted, or the best model: then that epoch's
-    evaluation counts. After SIGTERM or SIGHUP it is written at once, if it fits into the seconds that are left.
-    Add this callback last: those before it decide what happens at the end of a step and of an epoch.
+    On a request, training saves the checkpoint that an uninterrupted run would have after this step. It also saves if
+    another callback stops training, unless `save_strategy="no"` or `load_best_model_at_end`, which needs the epoch's
+    evaluation. After SIGTERM or SIGHUP it saves at once, if the time left suffices, and skips evaluation.
+    Add this callback last, because it overrides decisions of earlier callbacks.
 
     Attributes:
-        stop: the request. It may be made on any rank.
-        stopped: whether training ended by it.
-        ended_by: the number of the signal that ended it, SIGTERM or SIGHUP; None for another reason.
-        leaves_an_evaluation: whether an evaluation of the last step is left out, for lack of time.
-        nothing_is_left: whether training ends before its first step, since the checkpoint is of the last one.
+        stop: the request, from any rank.
+        stopped: whether the request ended training.
+        ended_by: SIGTERM or SIGHUP if a signal ended training, else None.
+        leaves_an_evaluation: whether an evaluation was skipped because of a signal.
+        nothing_is_left: whether the resumed checkpoint is already at the last step, so that no step runs.
     """
 
     def __init__(
@@ -117,9 +119,9 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
     ) -> None:
         """
         Args:
-            any_flag: the flags that are set on any rank; all of them ask together.
-            grace_seconds, save_minutes: as in `OffloadConfig`.
-            save_seconds: how long the slowest save took so far.
+            any_flag: bitwise-or all-reduce of flags; every rank calls it.
+            grace_seconds, save_minutes: see `OffloadConfig`.
+            save_seconds: returns the seconds of the slowest save so far.
         """
         self.stop, self._any_flag = stop, any_flag
         self._grace_seconds, self._save_minutes, self._save_seconds = grace_seconds, save_minutes, save_seconds
@@ -134,13 +136,13 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._saved_at = time.monotonic()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.stop.heeded = True  # before it, a signal breaks the first step off; from here on it would lose a step
+        self.stop.heeded = True  # until here a signal may abort the first step; now that would lose a step
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._saved_at = time.monotonic()
 
     def has_time_to_save(self) -> bool:
-        """Whether a save fits into what is left of the seconds after a signal."""
+        """Whether a save fits into the rest of the grace period after a signal."""
         if self.stop.signal is None:
             return True
         return self._save_seconds() <= self._grace_seconds - (time.monotonic() - self.stop.signal[1])
@@ -174,7 +176,7 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._keep_it(args, state)
 
     def _end(self, args: Any, state: Any, control: Any, *, saves: bool) -> None:
-        """SIGTERM or SIGHUP, here or on another rank."""
+        """End after SIGTERM or SIGHUP on any rank."""
         here = self.stop.signal
         self.ended_by = signal.SIGTERM if here is None else here[0]
         self.stopped = self._is_cut_short = control.should_training_stop = True
@@ -185,11 +187,12 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def _keep_it(self, args: Any, state: Any) -> None:
         args.save_only_model = False  # a checkpoint of weights alone cannot be resumed
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
-            args.save_total_limit = 2  # else only the best model's checkpoint would be kept
+            args.save_total_limit = 2  # with 1 only the best model's checkpoint would be kept
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # The Trainer calls this for an epoch that is cut short, too; its checkpoint is written already. At a true end
-        # the checkpoint follows the evaluation, as in an uninterrupted run: evaluating draws random numbers.
+        # The Trainer also calls this for an epoch that was cut short; its checkpoint is already written. At a real end
+        # of an epoch the checkpoint follows the evaluation, as in an uninterrupted run, because evaluation may draw
+        # random numbers.
         if self._is_cut_short or self.nothing_is_left:
             control.should_save = control.should_evaluate = False
         elif self.stopped:
@@ -197,18 +200,18 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 class AsksTheMonitor(StopsWhenAsked):
-    """Starts the monitor when the weights are in place, and ends training when the monitor requests it.
+    """Starts the monitor when training begins, and ends training when the monitor requests it.
 
-    While a monitor is drawn, libraries show no progress bars; `close` ends that.
+    Libraries' progress bars are hidden while the monitor is drawn, until `close`.
     """
 
     def __init__(self, monitor: Monitor, any_flag: Callable[[int], int], **options: Any) -> None:
-        """Takes the options of `StopsWhenAsked`."""
+        """`options` are arguments of `StopsWhenAsked`."""
         super().__init__(monitor.stop, any_flag, **options)
         self._monitor, self._quiet = monitor, ExitStack()
 
     def close(self) -> None:
-        """Show progress bars again as before."""
+        """Show progress bars again."""
         self._quiet.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:

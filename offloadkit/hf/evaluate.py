@@ -1,4 +1,4 @@
-"""What a trained model answers: predictions for a few rows, exact match, accuracy."""
+"""Predictions of a trained model for a few rows, exact match and accuracy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from offloadkit.hf.data import PreparedData
 
 _CONTINUED_TOKENS = 48
-"""Most tokens that a causal model writes for one sample."""
+"""Most tokens that a causal model generates per sample."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Sample:
 
     @property
     def correct(self) -> bool:
-        """Whether the prediction is the target, ignoring white space around them."""
+        """Whether the prediction equals the target, except for surrounding white space."""
         return self.prediction.strip() == self.target.strip()
 
 
@@ -40,10 +40,10 @@ def predict(
 ) -> list[Sample]:
     """Predictions for the first `num_rows` rows: greedily generated text, or the most likely class.
 
-    A causal model continues the part of a row that has no loss (the prompt), or else the row's first half.
+    A causal model continues the prompt, which has labels of -100, or the first half of a row without one.
 
     Args:
-        evaluates: calls what computes one batch, and gives its result (`OffloadEngine.evaluates`).
+        evaluates: runs a function that computes one batch, and returns its result (`OffloadEngine.evaluates`).
     """
     was_training = model.training
     model.eval()
@@ -61,7 +61,7 @@ def predict(
 
 
 def in_words(sample: Sample, task: str) -> str:
-    """Input, prediction and, where there is a right answer, whether this is it."""
+    """One line with input, prediction and, except for causal models, whether the prediction is right."""
     shown = f"{_short(sample.input)!r} -> {_short(sample.prediction)!r}"
     if task == "causal":
         return shown
@@ -74,7 +74,7 @@ def _short(text: str, longest: int = 60) -> str:
 
 
 def share_correct(samples: list[Sample]) -> float:
-    """Exact match or accuracy, 0 to 1."""
+    """Exact match or accuracy (0 to 1)."""
     return sum(sample.correct for sample in samples) / len(samples)
 
 
@@ -114,7 +114,7 @@ def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, num_token
 
 
 def _text(tokenizer: Any, rows: Any) -> list[str]:
-    """The text of rows of token ids. Ids beyond the tokenizer's are left out: a padded vocabulary has such."""
+    """Decode token ids, except ids beyond the tokenizer's, which a model with a padded vocabulary may generate."""
     num_known = len(tokenizer)
     known = [[token for token in map(int, row) if token < num_known] for row in rows]
     return [str(text) for text in tokenizer.batch_decode(known, skip_special_tokens=True)]

@@ -1,4 +1,4 @@
-"""Where a model's name leads, and what errors of the hub mean: not found, not allowed, connection lost, file broken."""
+"""Resolve model names, check model folders, and translate errors of the hub and of file readers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from offloadkit.files import read_json, why_no_name, why_not_plain
 from offloadkit.hf.presets import PRESETS
 
 _CONNECTION_CLASSES = {"TransportError", "LocalEntryNotFoundError", "XetDownloadError", "ChunkedEncodingError"}
-"""Class names, because the HTTP library differs between versions of huggingface_hub."""
+"""Class names, because huggingface_hub versions use different HTTP libraries."""
 
 
 def locate(name_or_path: str | os.PathLike[str]) -> str:
-    """The folder or hub name for `name_or_path`: a preset's name on the hub, any other as it is.
+    """Resolve `name_or_path` to an existing folder or a hub name. A preset gives its hub name.
 
     Raises:
-        ModelNotFoundError: it can only be a folder, and there is none.
+        ModelNotFoundError: no such folder exists, and the name cannot be a hub name.
     """
     name = os.fspath(name_or_path)
     if (why := why_no_name(name)) is not None:
@@ -53,11 +53,11 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
 
 
 def check_folder(source: str) -> None:
-    """Raise `ModelNotFoundError` for a folder without a config, and name the folders in it that have one.
+    """Check a model's folder. Hub names pass.
 
     Raises:
-        ModelNotFoundError: as said.
-        ModelError: as `check_files`.
+        ModelNotFoundError: the folder has no config.json. The message names subfolders that have one.
+        ModelError: see `check_files`.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -76,18 +76,18 @@ _SIZE = re.compile(
 )
 _LARGEST_SIZE, MOST_LABELS = 2**31, 1_000_000
 _MOST = {r"(^|_)layers?$": 4_096, "labels": MOST_LABELS, "vocab": 2**24, "positions": 2**27}
-"""No model comes near them, and one of such a size would be built or planned for minutes."""
+"""Limits that no model comes near. Building or planning a larger one would take minutes."""
 
 
 _LARGEST_NUMBER = 3e38
 
 
 def check_files(folder: Path) -> None:
-    """Check the files of a model, or of a tokenizer, before another library reads them.
+    """Check the files of a model or tokenizer before other libraries read them.
 
     Raises:
-        ModelError: one is a folder, a device or a pipe, a small one of JSON cannot be read, an index of weights names a
-            file outside of the folder, or a config has a size that no model has.
+        ModelError: a file is a folder, device or pipe; a JSON file is broken or has unusable values; or a weight index
+            names a file outside the folder.
     """
     for path in sorted(folder.iterdir()):
         if path.suffix in _READ_OF_A_MODEL and (other := why_not_plain(path)) is not None:
@@ -97,7 +97,6 @@ def check_files(folder: Path) -> None:
 
 
 def _check_json(path: Path) -> None:
-    """Raise `ModelError` for a file of JSON in a model's folder that cannot be used."""
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
@@ -140,7 +139,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers in a config, with their keys."""
+    """(key, number) pairs in a nested config."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _numbers(each, key)
@@ -149,7 +148,6 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _check_index(path: Path, content: dict[str, Any]) -> None:
-    """Raise `ModelError` for an index of weights that names what is no file of its folder."""
     names = content.get("weight_map")
     if not isinstance(names, dict) or not isinstance(content.get("metadata"), dict):
         raise ModelError(f"{path} has no metadata, or no weight_map of tensors and their files. {_PUT_IN_PLACE}")
@@ -164,22 +162,22 @@ def _check_index(path: Path, content: dict[str, Any]) -> None:
 
 
 def where_to_look(source: str) -> dict[str, bool]:
-    """Arguments of `from_pretrained`: only the hub's cache if `source` is no folder and the hub does not answer."""
+    """Arguments of `from_pretrained`: read only the hub's cache if the hub does not answer."""
     return {"local_files_only": not os.path.isdir(source) and not hub_answers()}
 
 
 @contextmanager
 def readable_hub_errors(name: str, *, kind: str = "model", found: bool = False, file: str = "") -> Iterator[None]:
-    """Translate errors while `name` is read from the hub or a folder into offloadkit's own.
+    """Translate errors of reading `name` from the hub or a folder into offloadkit's errors.
 
     Args:
-        name: the hub name or the folder, as the messages show it.
-        kind: "model", "tokenizer" or "dataset": whose page and whose error classes.
-        found: whether some of it was read already, so that a lost connection says nothing about the name.
-        file: whose values another library makes something of here.
+        name: hub name or folder.
+        kind: "model", "tokenizer" or "dataset".
+        found: whether a part was read before, so that the name exists even if the connection is lost.
+        file: the file whose values are used, for the message if they are unusable.
 
     Raises:
-        ModelNotFoundError, ModelAccessError, ModelError: by what the hub answered (`DataError` for a dataset).
+        ModelNotFoundError, ModelAccessError, ModelError: see the messages. `DataError` for a dataset.
         DownloadError: the connection broke, or the hub answered 429 or 5xx.
     """
     try:
@@ -195,10 +193,10 @@ def readable_hub_errors(name: str, *, kind: str = "model", found: bool = False, 
 
 @contextmanager
 def readable_push_errors() -> Iterator[None]:
-    """Translate errors while a repository of the hub is made into offloadkit's own.
+    """Translate errors of creating a hub repository into offloadkit's errors.
 
     Raises:
-        ModelAccessError: the hub wants a token, or one that may write there.
+        ModelAccessError: the token is missing or may not write.
         DownloadError: the hub cannot be reached.
     """
     without = "or leave push_to_hub out: the model is saved in output_dir in any case"
@@ -218,20 +216,20 @@ def readable_push_errors() -> Iterator[None]:
 
 
 def hub_answers() -> bool:
-    """Whether the hub answers: one request without retries, since the hub's client retries for 20 s."""
+    """Whether the hub answers one request. The hub's client would retry for 20 s."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception:  # no answer; the error's class depends on the HTTP library
+    except Exception:  # the class of a connection error depends on the HTTP library
         return False
     return True
 
 
 def no_model_message(name: str, reason: str) -> str:
-    """What was tried for `name`, which preset may have been meant, and what to pass instead."""
+    """Message for an unknown model: the attempts, similar presets, and advice."""
     near = difflib.get_close_matches(name.lower(), sorted(PRESETS), n=3, cutoff=0.6)
     similar = [preset for preset in near if preset != name]
     meant = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
@@ -243,7 +241,7 @@ def no_model_message(name: str, reason: str) -> str:
 
 
 def unreachable(name: str, kind: str) -> OffloadkitError:
-    """The error for a name that is not on this machine while the hub does not answer."""
+    """The error for a name that is not cached, while the hub does not answer."""
     from huggingface_hub import constants
 
     why = f"the hub at {constants.ENDPOINT} could not be reached"
@@ -314,17 +312,17 @@ def _translate(error: BaseException, name: str, kind: str, found: bool, file: st
 
 
 _OF_BROKEN_FILES = (TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, EOFError)
-"""What other libraries raise for values that they did not expect in a file."""
+"""Errors that other libraries raise for unexpected values in a file."""
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether a line of this package has raised it: then it is a fault of this package, and stays one."""
+    """Whether this package raised the error. Such an error is a bug and is not translated."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent.parent)
 
 
 def _broken_weights(name: str) -> str:
-    """The weight file that cannot be opened, in a folder or in the hub's cache of the repository `name`."""
+    """Describe the broken weight file in the folder, or in the hub's cache of the repository, `name`."""
     folders = [Path(name)] if os.path.isdir(name) else list(_snapshots(name, "model").glob("*"))
     files = [path for folder in folders for end in ("safetensors", "bin") for path in sorted(folder.glob(f"*.{end}"))]
     broken = [path for path in files if why_broken(path)] or files
@@ -352,7 +350,7 @@ def _page(name: str, kind: str) -> str:
 
 
 def _snapshots(name: str, kind: str) -> Path:
-    """Where the hub's cache on this machine has the repository's files, if it has any."""
+    """Folder of the repository in the hub's cache. It may not exist."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -361,7 +359,7 @@ def _snapshots(name: str, kind: str) -> Path:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what caused it, what caused that, ..."""
+    """The error and its chain of causes (`__cause__`, else `__context__`)."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -370,7 +368,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_lost(chain: Sequence[BaseException]) -> bool:
-    """Whether an error, with what caused it, says that a connection broke."""
+    """Whether the chain has a connection error."""
     class_names = {kind.__name__ for link in chain for kind in type(link).__mro__}
     return bool(class_names & _CONNECTION_CLASSES) or any(
         isinstance(link, ConnectionError | TimeoutError) for link in chain
@@ -382,6 +380,6 @@ def _class_name(error: BaseException) -> str:
 
 
 def _status(error: BaseException) -> int | None:
-    """HTTP status of the response in the error, if there is one."""
+    """HTTP status of the error's response."""
     code = getattr(getattr(error, "response", None), "status_code", None)
     return code if isinstance(code, int) else None
