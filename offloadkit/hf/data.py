@@ -1,12 +1,12 @@
-"""From rows to what a Trainer needs: the task that the columns define, token ids, and the collator.
+"""Turn rows into a tokenized dataset, a task and a collator for a Trainer.
 
 | kind of columns (see `columns.py`) | task |
 |---|---|
-| pairs | seq2seq; of a causal model causal, where only the target has labels |
-| messages | causal, through the tokenizer's chat template |
+| pairs | seq2seq; for a causal model causal, with labels on the target only |
+| messages | causal, with the tokenizer's chat template |
 | labelled text | classification |
 | text | causal |
-| tokenized | by model and shape of `labels` |
+| tokenized | depends on the model and the shape of `labels` |
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PreparedData:
     task: Task
 
     id2label: dict[int, str] | None = None
-    """Classification: the name of each class id, for the head of the model and for the evaluation set."""
+    """Classification: class id -> name."""
 
     longest_input: int = 1
     """Tokens of the longest row, padded."""
@@ -70,19 +70,18 @@ def prepare(
     """Tokenize a dataset for a model.
 
     Args:
-        dataset: what `load_dataset_like` returns.
-        tokenizer: what `ModelSource.load_tokenizer` returns.
-        model_config: tells what the model can learn, and how long its inputs may be.
-        task: None: by the columns.
-        max_input_length: tokens of input in a row, with the end token; of a causal model input and target together.
-            None: 512 (causal: 1024), or the model's limit if that is less.
-        max_target_length: tokens of target in a row of seq2seq; None: 128.
-        id2label: for an evaluation set, the classes of the training set.
-        wish: which columns the user names.
+        dataset: from `load_dataset_like`.
+        tokenizer: from `ModelSource.load_tokenizer`.
+        task: None: inferred from the columns and the model.
+        max_input_length: tokens per row, with the end token; for a causal model input plus target. None: 512
+            (causal: 1024), at most the model's limit.
+        max_target_length: target tokens per row (seq2seq). None: 128.
+        id2label: classes of the training set, for an evaluation set.
+        wish: the columns that the user named.
 
     Raises:
-        DataError: no column set fits, or none fits this model; a field is missing; a token id is beyond the vocabulary;
-            no row has a target.
+        DataError: no column set fits the model, a value is missing, a token id is beyond the vocabulary, or no row has
+            a target.
     """
     dataset = dataset.with_format(None)
     columns = _columns(dataset, model_config, task, wish)
@@ -125,17 +124,17 @@ def prepare_both(
     max_target_length: int | None,
     wish: ColumnWish = BY_NAME,
 ) -> tuple[PreparedData, PreparedData | None]:
-    """The training set and, unless it is None, the evaluation set, for the same task and labels.
+    """Tokenize a training set and, unless it is None, an evaluation set, for the same task and labels.
 
-    Where the training set's names do not say by themselves what is learned from which column, that is printed.
+    Prints the chosen columns, unless the column names make the choice obvious.
 
     Args:
-        train_dataset, eval_dataset: what `load_dataset_like` takes. The latter may also be a share of the training rows
-            to hold out, more than 0 and less than 1.
-        wish: which columns the user names, of both.
+        train_dataset, eval_dataset: see `load_dataset_like`. `eval_dataset` may also be the share of training rows to
+            hold out (0 < share < 1).
+        wish: the columns that the user named, for both sets.
 
     Raises:
-        DataError: as `prepare`; of the evaluation set, its message begins with "eval_dataset: ".
+        DataError: see `prepare`. For the evaluation set the message begins with "eval_dataset: ".
     """
     how: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length, "wish": wish}
     rows = load_dataset_like(train_dataset, columns=wish.named)
@@ -154,11 +153,7 @@ def prepare_both(
 
 
 def _held_out(data: PreparedData, share: float) -> tuple[PreparedData, PreparedData]:
-    """The rows to train on and those held out, which a fixed seed draws. Both keep their order.
-
-    Raises:
-        DataError: no row is left to train on.
-    """
+    """Split into training and held-out rows, drawn with a fixed seed; both sets keep the order of rows."""
     total = len(data.dataset)
     number = max(1, round(share * total))
     if number == total:
@@ -169,7 +164,7 @@ def _held_out(data: PreparedData, share: float) -> tuple[PreparedData, PreparedD
 
 
 def longest_row(*prepared: PreparedData | None) -> dict[str, int]:
-    """The lengths to plan for once the rows are tokenized: no batch is longer."""
+    """Length options for the plan: the longest rows of the tokenized sets."""
     some = [data for data in prepared if data is not None]
     return {
         "max_input_length": max(data.longest_input for data in some),
@@ -182,15 +177,11 @@ _KINDS: dict[Task, set[Kind]] = {
     "causal": {"tokenized", "pairs", "messages", "text"},
     "classification": {"tokenized", "labelled text"},
 }
-"""The column sets that a task can be learned from."""
+"""Kinds of columns that each task can use."""
 
 
 def _columns(dataset: Dataset, config: PreTrainedConfig, task: Task | None, wish: ColumnWish) -> Columns:
-    """What to learn from. Where no names fit the model, what they say all the same: `_task_of` explains that.
-
-    Raises:
-        DataError: as `choose`.
-    """
+    """Choose columns that fit the model; if none fit, columns of any kind, for the error message of `_task_of`."""
     if task is None and wish.named:
         task = infer_task(config)
     tasks: list[Task] = [task] if task else ["classification"]
@@ -208,17 +199,17 @@ def _columns(dataset: Dataset, config: PreTrainedConfig, task: Task | None, wish
 
 
 def _fills_in_masks(config: PreTrainedConfig) -> bool:
-    """Whether the model is an encoder made to fill in masked tokens (BERT), which writes no text."""
+    """Whether the model is a masked language model such as BERT, which cannot generate text."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and infer_task(config) == "classification"
 
 
 def _task_of(columns: Columns, dataset: Dataset, config: PreTrainedConfig, task: Task | None) -> Task:
-    """The task that columns, model and user agree on.
+    """The task for these columns and this model.
 
     Raises:
-        DataError: they do not agree.
+        DataError: columns, model and the user's task do not match.
     """
     encoder_decoder = bool(config.is_encoder_decoder)
     of_kind: dict[Kind, Task] = {"messages": "causal", "text": "causal", "labelled text": "classification"}
@@ -253,30 +244,30 @@ def _task_of_tokenized(dataset: Dataset, config: PreTrainedConfig) -> Task:
 
 
 def default_input_length(config: PreTrainedConfig, task: Task) -> int:
-    """The task's default, or the model's limit if that is less."""
+    """Default length in tokens for the task, at most the model's limit."""
     default, limit = _DEFAULT_INPUT_LENGTHS[task], longest_of_model(config)
     return default if limit is None else min(default, limit)
 
 
 def longest_of_model(config: PreTrainedConfig) -> int | None:
-    """The most tokens that the model takes; None: any number. (T5 has no limit: its positions are relative.)"""
+    """The model's limit in tokens; None: no limit, as in T5, whose positions are relative."""
     text_config = config.get_text_config()
     limits = [getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions")]
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
 def num_positions(config: PreTrainedConfig) -> int | None:
-    """Length of the model's table of learned positions; None: positions are computed (rotary, relative)."""
+    """Number of learned position embeddings; None for rotary or relative positions."""
     names = vars(config.get_text_config())
     computed = any(word in name for name in names for word in ("rope", "rotary", "relative"))
     return None if computed else longest_of_model(config)
 
 
 def _collator(tokenizer: PreTrainedTokenizerBase, task: Task, step: int, target_step: int) -> Collate:
-    """HuggingFace's collators, whose batches are padded on to multiples of `step`, their labels of `target_step`.
+    """A HuggingFace collator that pads inputs to multiples of `step` and labels to multiples of `target_step`.
 
-    Causal rows bring their own labels. `DataCollatorForLanguageModeling` would mask an end token that is also the
-    padding token, and it would not be learned.
+    Causal rows have labels already. `DataCollatorForLanguageModeling` would mask an end token that is also the padding
+    token, so the model would not learn to end.
     """
     from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 
@@ -294,7 +285,7 @@ def _collator(tokenizer: PreTrainedTokenizerBase, task: Task, step: int, target_
 
 @dataclass(frozen=True)
 class _PadDecoderInputs:
-    """`DataCollatorForSeq2Seq`, plus the padding of a `decoder_input_ids` column, which it lacks."""
+    """Pads a `decoder_input_ids` column, which `DataCollatorForSeq2Seq` does not."""
 
     collate: Collate
     pad_token_id: int
@@ -310,9 +301,9 @@ class _PadDecoderInputs:
 
 
 def with_decoder_inputs(collate: Collate, model: Any) -> Collate:
-    """A seq2seq collator that also makes `decoder_input_ids` from the labels, as the model does.
+    """Wrap a seq2seq collator to add `decoder_input_ids`, made from the labels as in the model's forward.
 
-    With label smoothing the model gets no labels: the Trainer removes them from the batch and computes the loss itself.
+    Label smoothing needs this, because the Trainer then removes the labels from the model's inputs.
     """
 
     def collate_and_shift(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""The loss over a large vocabulary, taken in chunks: the logits never exist whole.
+"""Cross-entropy over a large vocabulary in chunks, without materialising the logits.
 
-`compute_loss_in_chunks(model)` makes the output head return `Logits`, a stand-in that knows the hidden states and the
-head's weights. Models, trainers and users view, shift, slice, scale and cap the logits as always. `F.cross_entropy`
-then works chunk by chunk. Any other use of the logits (argmax, a custom loss, saving them) computes them whole at that
-moment, with gradients. So labels, shifting, `num_items_in_batch`, auxiliary losses and soft-capping stay the model's.
+`compute_loss_in_chunks(model)` makes the output head return `Logits`, a tensor subclass that holds the hidden states
+and the head's weights. Views, shifts, slices, scaling and soft-capping of the logits are recorded, and
+`F.cross_entropy` then computes chunk by chunk. Any other operation (argmax, a custom loss, saving) materialises the
+logits, with gradients. So the model's own code still handles labels, shifting, `num_items_in_batch`, auxiliary losses
+and soft-capping.
 
-**When.** Logits of up to `CHUNK_ELEMENTS` are left whole: small vocabularies, short batches, tokens being generated.
-This depends on shapes alone, never on where weights live; so do the chunks. The same holds in evaluation.
-`kernels/linear_cross_entropy.py` has the formulas.
+Up to `CHUNK_ELEMENTS` logits are computed as usual: small vocabularies, short batches, generation. This and the chunks
+depend only on shapes, never on the placement of weights, in training and in evaluation. For the formulas see
+`kernels/linear_cross_entropy.py`.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from offloadkit.kernels.linear_cross_entropy import Step, no_autocast, token_los
 
 
 def num_targets(model: Any, batch: Any) -> torch.Tensor | int:
-    """Number of positions that the loss of one batch is a mean over: a scalar on the labels' device, or an int."""
+    """Number of positions in the mean loss of a batch: a scalar on the labels' device, or an int."""
     return targets_in(batch, shifted=shifts_labels(model))
 
 
 def targets_in(batch: Any, *, shifted: bool) -> torch.Tensor | int:
-    """`num_targets`, of a model that `shifts_labels` or does not.
+    """`num_targets`, given whether the model `shifts_labels`.
 
-    1 for a batch that is no mapping, such as a list of rows: all micro-batches of a window count alike then.
+    Returns 1 for a batch that is not a mapping, such as a list of rows, so that all micro-batches have equal weights.
     """
     if not isinstance(batch, Mapping):
         return 1
@@ -63,40 +64,39 @@ def shifts_labels(model: Any) -> bool:
 
 
 def with_a_target(inputs: Any, count: torch.Tensor | int) -> tuple[Any, torch.Tensor | int]:
-    """The inputs, and the number of targets. If all labels are ignored, the last one becomes 0.
+    """Set the last label to 0 if all labels are ignored. Returns inputs and `count` without synchronising the device.
 
-    The share of such a micro-batch is 0. The added target keeps its mean loss from being 0 / 0. Nothing waits for the
-    device.
+    Such a micro-batch has weight 0, and the added target avoids a mean loss of 0 / 0.
     """
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not isinstance(count, torch.Tensor) or not isinstance(labels, torch.Tensor) or not labels.numel():
         return inputs, count
     last = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
-    last.view(-1)[-1].fill_(True)  # an assignment would copy a number to the device and wait
+    last.view(-1)[-1].fill_(True)  # an assignment would synchronise: it copies a number to the device
     return {**inputs, "labels": labels.masked_fill(last & (count == 0), 0)}, count
 
 
 def on_device(count: torch.Tensor | int, device: torch.device) -> torch.Tensor:
-    """The count as a scalar tensor on `device`."""
+    """`count` as a scalar tensor on `device`."""
     if isinstance(count, torch.Tensor):
         return count.to(device)
     return torch.full((), count, device=device)
 
 
 CHUNK_ELEMENTS = 2**24
-"""Logits in a chunk: 64 MiB in fp32."""
+"""Logits per chunk: 64 MiB in fp32."""
 
 logger = logging.getLogger(__name__)
 
 
 def compute_loss_in_chunks(model: nn.Module, chunk_elements: int = CHUNK_ELEMENTS) -> Callable[[], None]:
-    """Make the model's output head return `Logits`; returns what undoes it.
+    """Make the model's output head return `Logits`; returns a function that restores the head.
 
-    Left unchanged are models without `get_output_embeddings()`, heads that are no plain `nn.Linear` (quantised,
-    adapted), and heads whose forward others replaced.
+    Models without `get_output_embeddings()`, and heads that are not a plain `nn.Linear` (quantised, adapted) or have a
+    replaced forward, stay unchanged.
 
     Args:
-        chunk_elements: number of logits in a chunk. Fewer logits are left whole.
+        chunk_elements: logits per chunk. Up to this number, logits are computed as usual.
     """
     untyped: Any = model
     head: Any = untyped.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -106,15 +106,15 @@ def compute_loss_in_chunks(model: nn.Module, chunk_elements: int = CHUNK_ELEMENT
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or input.shape[:-1].numel() * self.out_features <= chunk_elements:
             return nn.Linear.forward(self, input)
-        # `self.weight` is what the engine's hooks provide while the module runs.
+        # The engine's hooks provide `self.weight` while the module runs.
         return Logits(*map(_as_autocast_would, (input, self.weight, self.bias)), chunk_elements=chunk_elements)
 
     return give_method(head, "forward", forward)
 
 
 def give_method(module: nn.Module, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a method of one module; returns what undoes it, unless others have replaced it since."""
-    method = MethodType(function, module)  # a method: a deepcopy of the model binds it to its own module
+    """Replace a method of one module. Returns a function that restores it, unless it was replaced again since."""
+    method = MethodType(function, module)  # bound, so that a deepcopy of the model rebinds it to the copy
     setattr(module, name, method)
 
     def undo() -> None:
@@ -136,10 +136,7 @@ def _as_autocast_would(tensor: Any) -> Any:
 
 
 class Logits(torch.Tensor):
-    """`hidden @ weight.T + bias`, a tensor of shape [..., vocabulary] that is computed when its values are needed.
-
-    Its gradients are those of the computed logits.
-    """
+    """Lazy `hidden @ weight.T + bias` of shape [..., vocabulary], with the same gradients as computed logits."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -164,12 +161,12 @@ class Logits(torch.Tensor):
     ) -> Logits:
         """
         Args:
-            hidden: [..., width], of the weight's dtype.
+            hidden: [..., width], in the weight's dtype.
             weight: [vocabulary, width].
             bias: [vocabulary].
-            steps: operations on the logits, in order.
-            dtype: of the logits after all steps; None: the weight's.
-            origin: the logits that these are a view of, and the function that takes that view.
+            steps: operations to apply to the logits, in order.
+            dtype: dtype after all steps; None: the weight's.
+            origin: for a view, its base and the function that makes the view.
         """
         inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
         untyped: Any = torch.Tensor
@@ -186,22 +183,22 @@ class Logits(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if logits.requires_grad:
                 untyped.register_post_accumulate_grad_hook(logits, _refuse_gradient)
-        # Inference tensors have no version counter, and nothing updates the weights then.
+        # Inference tensors have no version counter, but no optimizer updates them.
         logits.weight_version = None if weight.is_inference() else weight._version
         return logits
 
     def changed(self) -> bool:
-        """Whether these logits, or those they are a view of, were written to. Then they exist whole."""
+        """Whether these logits or their base were materialised for an in-place write."""
         return self.known is not None or (self.origin is not None and self.origin[0].changed())
 
     def whole(self, *, keep: bool = False) -> torch.Tensor:
-        """The logits as a plain tensor.
+        """Materialise the logits as a plain tensor.
 
         Args:
-            keep: whether it is about to be written to.
+            keep: keep the tensor for later calls, because the caller writes to it.
 
         Raises:
-            EngineStateError: the head's weights were updated since.
+            EngineStateError: the head's weights were updated since the forward.
         """
         if self.known is None and self.origin is not None and (keep or self.origin[0].changed()):
             base, view = self.origin
@@ -226,7 +223,7 @@ class Logits(torch.Tensor):
             )
 
     def like(self, **changes: Any) -> Logits:
-        """The same logits with some `changes`."""
+        """A copy with other arguments of `__new__`."""
         fields = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias, "steps": self.steps}
         new = Logits(**{**fields, "chunk_elements": self.chunk_elements, "dtype": _plain(self).dtype, **changes})
         new.weight_version = self.weight_version
@@ -270,17 +267,17 @@ def _say_whole(name: str) -> None:
     logger.warning("the logits are computed whole, not in chunks: %s needs them", name)
 
 
-# ---- operations on logits that do not compute them. Each gets the function and its arguments, the logits first. ----
+# ---- operations that do not materialise the logits; arguments: the function, the logits, further arguments ----
 
 
 def _plain(logits: Logits) -> torch.Tensor:
-    """A tensor of the logits' shape and dtype, without memory."""
+    """A meta tensor with the logits' shape and dtype."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.empty(1, dtype=logits.dtype, device="meta").expand(logits.shape)
 
 
 def _view(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """view, reshape and the like: the rows may be rearranged, the last dimension stays."""
+    """view, reshape and similar functions that keep the last dimension."""
     old, new = _plain(logits), func(_plain(logits), *args, **kwargs)
     if not new.dim() or new.shape[-1] != old.shape[-1] or new.dtype != old.dtype:
         return NotImplemented
@@ -304,7 +301,7 @@ def _index(func: Any, logits: Logits, key: Any) -> Any:
 
 
 def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """float, and to() on the same device, if they round nothing."""
+    """float(), and to() on the same device, if the cast is exact."""
     plain = _plain(logits)
     dtype = torch.float32 if func.__name__ == "float" else plain.dtype
     for value in (*args, *kwargs.values()):
@@ -320,7 +317,7 @@ def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pointwise(func: Any, logits: Logits, *operands: Any, **kwargs: Any) -> Any:
-    """Sums, products and quotients with a number, or with one constant for each token of the vocabulary; tanh."""
+    """tanh; and +, -, *, / with a number or with a constant per vocabulary entry."""
     if kwargs:
         return NotImplemented
     plain = _plain(logits)
@@ -356,7 +353,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`F.cross_entropy` in chunks, always in fp32. Class weights and label smoothing need whole logits."""
+    """`F.cross_entropy` in chunks and in fp32, without class weights and label smoothing."""
     hidden = logits.hidden
     plain = hidden.dim() == 2 and target.shape == hidden.shape[:1] and target.dtype == torch.int64
     if not plain or target.device != hidden.device or label_smoothing or reduction not in ("mean", "sum", "none"):
@@ -382,10 +379,10 @@ _UNCOMPUTED: dict[str, Callable[..., Any]] = {
     "__getitem__": _index,
     "cross_entropy": _cross_entropy,
 }
-"""By function name: what gives the result without computing the logits, or NotImplemented."""
+"""Function name -> implementation on `Logits`, which returns NotImplemented to materialise them."""
 
 _WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
-"""Functions that write to their first argument, besides those whose names end in one underscore."""
+"""Functions that write to their first argument, in addition to names with a trailing underscore."""
 
 _T: Any = torch.Tensor
 _QUESTIONS = {
@@ -395,4 +392,4 @@ _QUESTIONS = {
     *(getattr(_T, name) for name in ("is_floating_point", "is_complex", "is_inference", "get_device", "element_size")),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference),
 }
-"""Functions that the stand-in answers correctly by itself."""
+"""Functions that only read metadata."""
