@@ -252,8 +252,8 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
     """Copy the values of `args` into `offload`.
 
     Raises:
-        ConfigError: `args` contradict a field of `offload` that the user or a ds_config.json has set, or the
-            ds_config.json's batch sizes.
+        ConfigError: betas or epsilon are out of range; or `args` contradict the ds_config.json, or a field of `offload`
+            that the user has set.
     """
     read = offload.deepspeed
     for name in ("adam_beta1", "adam_beta2"):

@@ -105,7 +105,7 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
         stopped: whether the request ended training.
         ended_by: SIGTERM or SIGHUP if a signal ended training, else None.
         leaves_an_evaluation: whether an evaluation was skipped because of a signal.
-        nothing_is_left: whether the resumed checkpoint is already at the last step, so that no step runs.
+        nothing_is_left: whether the resumed checkpoint was already at the last step, so that no step ran.
     """
 
     def __init__(

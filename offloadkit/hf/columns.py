@@ -214,7 +214,6 @@ def strings(values: list[Any], column: str, indices: list[int]) -> list[str]:
 
 
 def _exact(names: Collection[str]) -> list[Columns]:
-    """Documented column sets."""
     sets = [
         Columns("tokenized", ("input_ids",)),
         Columns("pairs", ("input",), "target"),

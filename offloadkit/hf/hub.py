@@ -139,7 +139,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """(key, number) pairs in a nested config."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _numbers(each, key)
@@ -177,7 +176,7 @@ def readable_hub_errors(name: str, *, kind: str = "model", found: bool = False, 
         file: the file whose values are used, for the message if they are unusable.
 
     Raises:
-        ModelNotFoundError, ModelAccessError, ModelError: see the messages. `DataError` for a dataset.
+        ModelNotFoundError, ModelAccessError, ModelError: depends on the error. `DataError` for a dataset.
         DownloadError: the connection broke, or the hub answered 429 or 5xx.
     """
     try:
@@ -322,7 +321,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _broken_weights(name: str) -> str:
-    """Describe the broken weight file in the folder, or in the hub's cache of the repository, `name`."""
+    """Describe the broken weight file of `name`, a folder or a repository in the hub's cache."""
     folders = [Path(name)] if os.path.isdir(name) else list(_snapshots(name, "model").glob("*"))
     files = [path for folder in folders for end in ("safetensors", "bin") for path in sorted(folder.glob(f"*.{end}"))]
     broken = [path for path in files if why_broken(path)] or files
@@ -368,7 +367,6 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_lost(chain: Sequence[BaseException]) -> bool:
-    """Whether the chain has a connection error."""
     class_names = {kind.__name__ for link in chain for kind in type(link).__mro__}
     return bool(class_names & _CONNECTION_CLASSES) or any(
         isinstance(link, ConnectionError | TimeoutError) for link in chain
@@ -380,6 +378,5 @@ def _class_name(error: BaseException) -> str:
 
 
 def _status(error: BaseException) -> int | None:
-    """HTTP status of the error's response."""
     code = getattr(getattr(error, "response", None), "status_code", None)
     return code if isinstance(code, int) else None

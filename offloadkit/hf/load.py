@@ -34,7 +34,7 @@ class ConstructorNeededError(Exception):
 
 
 class InitialWeights:
-    """Draws initial weights with the model's `_init_weights`, for a model on the meta device."""
+    """Draws initial weights by `_init_weights`, for a model on the meta device."""
 
     def __init__(self, model: nn.Module, seed: int, own: Mapping[nn.Parameter, _Draw]) -> None:
         """Allocate and fill the buffers, and check that all parameters can be drawn.
