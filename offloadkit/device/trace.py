@@ -1,8 +1,8 @@
 """Tracing of steps: named time ranges by track, written as a Chrome trace (for ui.perfetto.dev).
 
 Host ranges lie between two clock readings, device ranges between two events of one stream. Both share a time scale
-whose origin is recorded while the device is idle. A trace is prepared at that origin and begins later, in the steady
-state, without waiting. Without a running trace `active()` is None and nothing is recorded.
+whose origin is recorded while the device is idle. A prepared trace begins later, in the steady state, without waiting.
+Without a running trace nothing is recorded.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`Watch` detects at once that another rank has ended, whatever the main thread is doing.
 
 The ranks form a ring. A thread of every rank waits for a message from the next rank, in a separate gloo group. A rank
-sends the message when it closes its engine. If its process dies, the system closes its connections and gloo raises an
-error in the waiting rank. A rank that learns of a failure tells the previous rank, so all ranks know within moments.
-There are no heartbeats, so a slow rank is never taken for dead.
+sends it when it closes its engine; if its process dies, its connections close and gloo raises an error in the waiting
+rank. A rank that learns of a failure tells the previous rank. There are no heartbeats, so a slow rank is never taken
+for dead.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Watch:
 
         Args:
             group: a gloo group of all ranks for `Watch` alone.
-            give_up: aborts operations that wait for the lost rank. The thread prints all stacks to stderr and calls it
-                if this rank has not closed its engine `GRACE_SECONDS` after the loss.
+            give_up: aborts operations that wait for the lost rank. Called by the thread, after printing all stacks, if
+                this rank has not closed its engine `GRACE_SECONDS` after the loss.
         """
         self.lost: int | None = None
         self._rank, self._before, self._after = rank, (rank - 1) % size, (rank + 1) % size

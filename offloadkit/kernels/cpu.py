@@ -149,8 +149,8 @@ def default_num_threads(num_cores: int | None = None) -> int:
     """Threads for the step: all cores (by affinity and cgroup quota) but one for the main thread; at least two if
     possible.
 
-    No core is reserved for DataLoader workers: work is handed out in small chunks, so a running worker takes just its
-    share, and waiting workers cost nothing. `num_cores`: this process's share of the cores, if shared.
+    DataLoader workers need no reserved core: work is handed out in small chunks, so a running worker takes just its
+    share. `num_cores`: this process's share of the cores, if shared.
 
     (Gparam/s on an H200 host with 16 cores: 6.3 with 11 threads, 6.7 with 13, 6.8 with 15.)
     """

@@ -44,8 +44,7 @@ def split_into(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
 def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
     """Write the sum of squares of every block to `out`, without host synchronization on CUDA.
 
-    gradient: bf16, fp16 or fp32, 1-D. blocks: int64 [num_blocks, 2] from `norm_blocks`. out: fp64 [num_blocks]. All on
-    one device. Raises TypeError or ValueError for anything else; on CUDA the blocks' values are not checked.
+    Arguments and errors as for `block_sums_reference`, but on CUDA the blocks' values are not checked.
     """
     check_arguments(gradient, blocks, out)
     if gradient.device.type == "cpu" and cpu.available():
