@@ -50,7 +50,7 @@ class Buffers:
                 if buffer is None:
                     continue
                 old = before.get(place)
-                is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # changes none in evaluation mode
+                is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # may change later, if now in eval mode
                 if is_norm or (old is not None and place not in self._changing and not old.is_unchanged(buffer)):
                     self._changing.add(place)
                 is_copied = old is None or place in self._changing
