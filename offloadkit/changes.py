@@ -1,9 +1,9 @@
-"""What is computed otherwise while a model trains, told by whoever knows the model's library.
+"""Changes to a model's computation while it trains, registered per library.
 
-The engine knows no library. `offloadkit/__init__.py` registers who knows one; that module is imported when a model of
-the library is first trained or planned.
+The engine itself knows no library. `offloadkit/__init__.py` registers a module per library, which is imported when a
+model of the library is first trained or planned.
 
-`claim` sets what several models share, such as a config, and gives it back when the last of them is done.
+`claim` sets attributes that several models share, such as a config's, and restores them when the last model is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Change(Protocol):
-    """Changes what a model computes; returns what undoes it."""
+    """Changes a model's computation; returns a function that undoes the change."""
 
     def __call__(
         self, model: nn.Module, config: OffloadConfig, *, kernels: bool, capability: tuple[int, int] | None = None
@@ -31,23 +31,23 @@ class Change(Protocol):
 
 
 _of_library: dict[str, Callable[[], Change]] = {}
-"""By the name of a library: what imports its `Change`."""
+"""Functions that import a library's `Change`, by library name."""
 
 
 def register(library: str, load: Callable[[], Change]) -> None:
-    """Have `load()` called for the change of models that hold a module of `library`."""
+    """Register a `Change` for models with a module of `library`; `load` imports it."""
     _of_library[library] = load
 
 
 def changed(
     model: nn.Module, config: OffloadConfig, *, kernels: bool, capability: tuple[int, int] | None = None
 ) -> Callable[[], None]:
-    """Change what `model` computes to what is trained; returns what undoes it.
+    """Apply the registered changes to `model`; returns a function that undoes them.
 
     Args:
         model: any module, on any device.
-        kernels: whether it runs on a GPU, or stands for one that does.
-        capability: of that GPU, if it is not the one here.
+        kernels: whether the model runs on a GPU, or is planned for one.
+        capability: compute capability of the GPU, if it is not the local one.
     """
     undo = ExitStack()
     for library, load in _of_library.items():
@@ -60,30 +60,30 @@ def _is_of(library: str, kind: type) -> bool:
     return any(base.__module__.partition(".")[0] == library for base in kind.__mro__)
 
 
-# ---- attributes of what models share: two models may have one config -------------------------------------------------
+# ---- attributes of shared objects: two models may have the same config ----------------------------------------------
 
 
 @dataclass
 class _Claimed:
-    """An attribute that engines have set, and keeps a value until the last of them is done."""
+    """A shared attribute that engines have set, and its original value."""
 
     owner: Any
     before: Any
     values: dict[object, Any] = field(default_factory=dict)
-    """By claim, the newest last."""
+    """Values by claim, the newest last."""
     plain: Any = None
 
 
 claims: dict[tuple[int, str], _Claimed] = {}
-"""The attributes that are claimed now, by the owner's `id` and the attribute's name."""
-_lock = threading.RLock()  # Python may collect an engine that was dropped while this thread has the lock
+"""Claimed attributes by `id` of the owner and name."""
+_lock = threading.RLock()  # reentrant: garbage collection of an engine may run `undo` while this thread has the lock
 
 
 def claim(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of an object that other models may share; returns what takes the claim back.
+    """Set an attribute of a shared object; returns a function that releases the claim.
 
-    The newest claim holds. When the last is taken back, the attribute is as it was before the first. Where somebody
-    else has set it meanwhile, it stays so.
+    The newest claim's value is set. Releasing the last claim restores the original value, unless other code has set the
+    attribute in the meantime.
     """
     key, mine = (id(owner), name), object()
     with _lock:
@@ -91,7 +91,7 @@ def claim(owner: Any, name: str, value: Any) -> Callable[[], None]:
         if found is None:
             found = _Claimed(owner, getattr(owner, name))
         found.values[mine] = value
-        claims[key] = found  # also where an engine that was collected just now has taken it away
+        claims[key] = found  # again, because an engine collected just now may have removed it
         setattr(owner, name, value)
 
     def undo() -> None:
@@ -110,13 +110,13 @@ def claim(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def unclaimed(owner: Any, name: str) -> Any:
-    """The attribute's value as it is without the claims."""
+    """Return the attribute's value without claims."""
     found = claims.get((id(owner), name))
     return getattr(owner, name) if found is None else found.before
 
 
 def without_claims(owner: Any) -> Any:
-    """`owner` itself if nothing of it is claimed, else a copy without the claims: the same one each time."""
+    """Return `owner` if it has no claims, else a copy without them, always the same object."""
     found = [(name, each) for (identity, name), each in list(claims.items()) if identity == id(owner)]
     if not found:
         return owner

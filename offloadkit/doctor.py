@@ -1,4 +1,4 @@
-"""What this machine has, how fast it is, and what would improve training on it, in plain sentences."""
+"""Measure this machine and advise what would speed up training on it."""
 
 from __future__ import annotations
 
@@ -31,60 +31,60 @@ _LITTLE_DISK_BYTES = 50 << 30
 _LITTLE_SWAP_BYTES = 64 << 20
 _FEW_CORES = 4
 _CHECKPOINT_BYTES = 12
-"""Bytes of a parameter's bf16 weight and its states in `exact`."""
+"""Bytes per parameter: bf16 weight and `exact` optimizer states."""
 
 
 @dataclass(frozen=True)
 class PcieLink:
-    """How a graphics card is connected. Numbers that the system does not report are 0."""
+    """PCIe link of a graphics card. Values that the system does not report are 0."""
 
     address: str
     width: int
     max_width: int
-    """Lanes of the card."""
+    """Lanes that the card supports."""
     speed: float
-    """GT/s of a lane."""
+    """GT/s per lane."""
     max_speed: float
 
     def bytes_per_second(self) -> float:
-        """Highest rate in one direction. A byte is 10 bits on the wire below 8 GT/s, else 8 x 130 / 128."""
+        """Peak bytes per second in one direction. A byte is 10 bits on the wire below 8 GT/s, else 8 x 130 / 128."""
         return self.width * self.speed * 1e9 / (8 * 130 / 128 if self.speed >= 8 else 10)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the advice is based on."""
+    """Measurements that the advice is based on."""
 
     hardware: Hardware
     kernel_levels: tuple[str, ...]
-    """Instruction sets that the C kernel can use, slowest first; empty if it is missing."""
+    """Instruction sets of the C kernel that this CPU supports, slowest first; empty without the kernel."""
     compiler: str | None
     torch_cuda: str | None
-    """CUDA (or ROCm) version that torch was built for."""
+    """CUDA (or ROCm) version of the torch build."""
     gpu_in_machine: bool
-    """Whether an NVIDIA card or its driver is there, even if torch does not see it."""
+    """Whether an NVIDIA card or driver is present, even if torch does not see it."""
     gpu_fault: str | None
-    """Why the GPU that torch sees cannot be used."""
+    """Why the GPU that torch sees is unusable."""
     triton_fault: str | None
     disk_fault: str | None
     links: tuple[PcieLink, ...]
     locked_memory_bytes: int | None
-    """The limit on locked memory; None if there is none."""
+    """Limit on locked memory; None if unlimited."""
     machine_ram_bytes: int
     swap_used_bytes: int
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One or two sentences, and how important they are."""
+    """Advice and its severity."""
 
     level: Literal["stop", "warn", "note"]
-    """"stop": training does not work before this is changed."""
+    """"stop": training does not work until this is fixed."""
     text: str
 
 
 def gather(folder: Path) -> Facts:
-    """Measure this machine, and the disk of `folder`. Raises `ConfigError` for a name that no folder can have."""
+    """Measure this machine and the disk of `folder`. Raises `ConfigError` for an invalid folder name."""
     folder = path_of(folder, "folder")
     fault = gpu_fault()
     device, disk_fault = "cpu" if fault else None, None
@@ -111,7 +111,7 @@ def gather(folder: Path) -> Facts:
 
 
 def gpu_fault() -> str | None:
-    """Why the GPU that torch sees cannot be used. None if it can, or if torch sees no GPU."""
+    """Return why the GPU that torch sees is unusable; None if it is usable or torch sees none."""
     if not torch.cuda.is_available():
         return None
     device = hardware.default_device()
@@ -125,7 +125,7 @@ def gpu_fault() -> str | None:
 
 
 def _built_for(capability: tuple[int, int], architectures: list[str]) -> bool:
-    """Whether a CUDA device runs one of these: "sm_80" on 8.0 to 8.9, "compute_80" on all that are newer."""
+    """Whether a device can run one of these builds: "sm_80" on 8.0 to 8.9, "compute_80" on 8.0 and newer."""
     cuda = [arch.rsplit("_", 1) for arch in architectures if arch.startswith(("sm_", "compute_"))]
     numbers = [(kind, int(number.rstrip("af"))) for kind, number in cuda]
     own = 10 * capability[0] + capability[1]
@@ -142,10 +142,10 @@ def _triton_fault() -> str | None:
 
 
 def pcie_links(devices: Path = PCI_DEVICES) -> tuple[PcieLink, ...]:
-    """The links of NVIDIA's cards.
+    """Return the PCIe links of NVIDIA cards.
 
     Args:
-        devices: the system's folder of PCI devices.
+        devices: sysfs folder of PCI devices.
     """
     found = []
     for folder in sorted(devices.glob("*")):
@@ -157,7 +157,7 @@ def pcie_links(devices: Path = PCI_DEVICES) -> tuple[PcieLink, ...]:
 
 
 def _number(text: str) -> float:
-    """Of "16", "16.0 GT/s PCIe", "Unknown" and ""."""
+    """Parse "16" or "16.0 GT/s PCIe"; 0 for "Unknown" and ""."""
     try:
         return float(text.split(" ")[0])
     except ValueError:
@@ -209,7 +209,7 @@ def _warnings(facts: Facts) -> Iterator[str]:
     if narrow:
         slots = ", ".join(f"{link.address} has {link.width} of {link.max_width} lanes" for link in narrow)
         yield f"The PCIe slot is narrower than the card ({slots}): a wider slot copies faster, lane for lane."
-    rate = machine.h2d_bytes_per_second  # idle cards lower their link speed: a faster copy says that the card was idle
+    rate = machine.h2d_bytes_per_second  # idle cards lower their link speed, so a faster copy means the card was idle
     slow = [link for link in facts.links if 0 < link.speed < link.max_speed and rate < link.bytes_per_second()]
     if machine.gpu_name and slow:
         slots = ", ".join(f"{link.address} at {link.speed:g} of {link.max_speed:g} GT/s" for link in slow)
@@ -250,7 +250,7 @@ def _notes(facts: Facts) -> Iterator[str]:
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """What to change, the most important first; empty if nothing needs to change."""
+    """Return advice, the most important first."""
     return [
         *(Advice("stop", text) for text in _stops(facts)),
         *(Advice("warn", text) for text in _warnings(facts)),
@@ -259,7 +259,7 @@ def advise(facts: Facts) -> list[Advice]:
 
 
 def report(facts: Facts) -> str:
-    """The measurements as a table, and the advice."""
+    """Format the measurements as a table, followed by the advice."""
     rows = _rows(facts)
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]
@@ -305,10 +305,10 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
 
 
 def _giga(rate: float) -> str:
-    """ "55 G", "1.2 T"."""
+    """Format a rate as "55 G" or "1.2 T"."""
     return f"{rate / 1e12:.3g} T" if rate >= 1e12 else f"{rate / 1e9:.3g} G"
 
 
 def as_json(facts: Facts) -> dict[str, Any]:
-    """Measurements and advice as plain values, for JSON."""
+    """Return measurements and advice in JSON types."""
     return {**asdict(facts), "advice": [asdict(one) for one in advise(facts)]}

@@ -1,4 +1,4 @@
-"""Every error that offloadkit raises by itself; a message says what was given, what was expected and what to do."""
+"""Errors that offloadkit raises. A message says what was given, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 warned: set[str] = set()
-"""The warnings of `warn_once` that this process has given."""
+"""Warnings that `warn_once` has issued in this process."""
 _LONG_WORD = re.compile(r"(\S{300})\S{300,}(\S{100})")
 
 
@@ -21,40 +21,40 @@ class OffloadkitError(Exception):
     """Base of all errors raised by offloadkit."""
 
     def __str__(self) -> str:
-        """The message. Every terminal prints it: half characters are escaped, and words without an end are cut."""
+        """The message for any terminal: lone surrogates are escaped and very long words shortened."""
         return _LONG_WORD.sub(r"\1...\2", super().__str__()).encode("utf-8", "backslashreplace").decode()
 
 
 class ConfigError(OffloadkitError, ValueError):
-    """An option has a value that offloadkit cannot use."""
+    """An option has an invalid value."""
 
 
 class ModelError(OffloadkitError, ValueError):
-    """The model cannot be trained as it is (no trainable parameters, integer parameters, ...)."""
+    """The model cannot be trained (no trainable parameters, integer parameters, ...)."""
 
 
 class ModelNotFoundError(ModelError):
-    """No model of that name: neither a folder, nor a preset, nor on the hub."""
+    """No folder, preset or hub model has this name."""
 
 
 class ModelAccessError(ModelError):
-    """The hub knows the model but denies access (401, 403): a token or a licence is missing."""
+    """The hub denies access to the model (401, 403): a token or a licence is missing."""
 
 
 class DownloadError(OffloadkitError, OSError):
-    """A transfer from the hub broke off, or the hub answered with an error of its own. Running again continues."""
+    """A download from the hub failed. Running again continues it."""
 
 
 class DoesNotFitError(OffloadkitError, MemoryError):
-    """A plan needs more VRAM, RAM or disk than there is. It is refused before anything is loaded."""
+    """A plan needs more VRAM, RAM or disk than available. Raised before anything is loaded."""
 
 
 class DataError(OffloadkitError, ValueError):
-    """The dataset does not fit: unknown columns, no rows, nothing to learn from."""
+    """The dataset is unusable: unknown columns, no rows, no targets."""
 
 
 class EngineStateError(OffloadkitError, RuntimeError):
-    """The engine was called in a wrong order (step before backward, use after close)."""
+    """Engine methods were called in the wrong order (step before backward, use after close)."""
 
 
 class NonFiniteGradientError(OffloadkitError, ArithmeticError):
@@ -62,13 +62,13 @@ class NonFiniteGradientError(OffloadkitError, ArithmeticError):
 
 
 class RolledBackError(NonFiniteGradientError):
-    """A gradient held NaN or Inf, and the engine is where the last checkpoint was saved: go on from `position`.
+    """A gradient held NaN or Inf, and the engine has restored the last checkpoint: continue from `position`.
 
     Attributes:
-        step: the number of the update that held NaN or Inf, and was not applied.
-        num_updates: updates that the checkpoint holds.
+        step: number of the update that was not applied.
+        num_updates: number of updates in the checkpoint.
         checkpoint: its folder.
-        position: what `save_checkpoint` was given, as `load_checkpoint` returns it.
+        position: the value passed to `save_checkpoint`, as `load_checkpoint` returns it.
     """
 
     step = num_updates = 0
@@ -77,7 +77,7 @@ class RolledBackError(NonFiniteGradientError):
 
 
 class TrainingStoppedError(OffloadkitError, RuntimeError):
-    """SIGTERM or SIGHUP has ended training: the machine is taken back, or its user's connection has ended.
+    """SIGTERM or SIGHUP ended training: the machine is preempted, or the user's connection is closed.
 
     Attributes:
         signal: its number.
@@ -87,35 +87,35 @@ class TrainingStoppedError(OffloadkitError, RuntimeError):
 
 
 class OutOfRamError(OffloadkitError, MemoryError):
-    """Free RAM fell below a minimum. Training stopped before the system would have killed it."""
+    """Free RAM fell below a minimum. Training stopped before the system would kill it."""
 
 
 class OutOfVramError(OffloadkitError, MemoryError):
-    """The GPU's memory is full. The message compares what was planned with what is used.
+    """VRAM ran out. The message compares planned and used memory.
 
     Attributes:
-        is_final: whether the engine has looked for a leaner plan already, and could not move to one.
+        is_final: whether the engine already tried, and failed, to switch to a plan with less VRAM.
     """
 
     is_final = False
 
 
 class RepeatWindowError(OutOfVramError):
-    """The GPU's memory was full, and the engine has moved to a leaner plan. The gradients since the last update were
-    dropped: repeat the window from its first micro-batch."""
+    """VRAM ran out, and the engine has switched to a plan with less VRAM. Gradients since the last update are dropped:
+    repeat the accumulation window from its first micro-batch."""
 
 
 class ThreadLimitError(OffloadkitError, RuntimeError):
-    """The system starts no more threads (`ulimit -u`, a container's limit)."""
+    """The system refuses to start a thread (`ulimit -u`, a container's limit)."""
 
 
 class WorkerError(OffloadkitError, RuntimeError):
-    """A process that prepares batches (`dataloader_num_workers`) was killed, or has ended."""
+    """A DataLoader worker (`dataloader_num_workers`) was killed or exited."""
 
 
 class HangError(OffloadkitError, TimeoutError):
-    """A thread, stream or disk that does the engine's work hangs or has ended. The message has the stacks of all
-    threads. The process cannot train on: start it anew, and go on from the last checkpoint."""
+    """A thread, stream or disk operation of the engine hangs or has ended. The message has the stacks of all threads.
+    Training cannot continue in this process: restart it from the last checkpoint."""
 
 
 class OutputError(OffloadkitError, OSError):
@@ -123,25 +123,25 @@ class OutputError(OffloadkitError, OSError):
 
 
 class RankError(OffloadkitError, RuntimeError):
-    """Another process that trains the model with this one has ended, has failed, or does something else."""
+    """Another rank has ended, has failed, or runs a different operation."""
 
 
 def cut(text: str, most: int = 600) -> str:
-    """A text of another library, for a message: it may repeat all that was given."""
+    """Shorten another library's text for a message, because it may repeat its whole input."""
     return text if len(text) <= most else f"{text[: most * 3 // 4]}... ({len(text):,} letters)"
 
 
 def shown(value: object) -> str:
-    """What was given, for a message: its `repr`, cut to 200 letters."""
+    """Return `repr(value)` for a message, cut to 200 characters."""
     try:
         text = repr(value)
-    except Exception:  # of anybody's object; and Python writes no deep lists, nor numbers of 4,300 digits
+    except Exception:  # repr of a user's object, a deeply nested list or an integer of 4,300 digits may fail
         return f"a {type(value).__name__} that cannot be written out"
     return cut(text, 200)
 
 
 def warn_once(message: str, stacklevel: int = 2) -> None:
-    """Give a warning that this process has not given yet. `stacklevel` is that of `warnings.warn`."""
+    """Issue a warning once per process. `stacklevel` is as in `warnings.warn`."""
     if message not in warned:
         warned.add(message)
         warnings.warn(message, stacklevel=stacklevel + 1)
@@ -149,10 +149,10 @@ def warn_once(message: str, stacklevel: int = 2) -> None:
 
 @contextmanager
 def errors_hold_nothing() -> Iterator[None]:
-    """Clear the local variables that an error holds through its traceback, and those of the errors behind it.
+    """Clear the local variables of a traceback's frames, and of its causes' and contexts' frames.
 
-    A notebook remembers its last error, and with its frames the weights and activations in them. A debugger finds no
-    local variables there afterwards.
+    A notebook keeps its last error and thereby the frames' weights and activations. A debugger will find no local
+    variables there.
     """
     outside = sys.exception()
     try:
@@ -167,13 +167,13 @@ def errors_hold_nothing() -> Iterator[None]:
 
 
 def forget_last_error() -> None:
-    """Clear the local variables that the error holds which a prompt or a notebook remembers."""
+    """Clear the local variables of the last error that an interactive session keeps."""
     _clear_frames(getattr(sys, "last_value", None), None)
     gc.collect()
 
 
 def _clear_frames(error: BaseException | None, outside: BaseException | None) -> None:
-    """Clear the frames of `error` and of those behind it, up to `outside`."""
+    """Clear the frames of `error` and its causes and contexts, up to `outside`."""
     behind, seen = [error], [None, outside]
     while behind:
         each = behind.pop()

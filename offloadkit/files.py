@@ -1,4 +1,4 @@
-"""Names and files that others have given: names that no file can have, files without an end, JSON without a bottom."""
+"""Defensive handling of file names and files from users: invalid names, endless files, deeply nested JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from offloadkit.errors import ConfigError, shown
 
 MOST_JSON_BYTES = 2**28
-"""Of a file of JSON. A tokenizer's is the largest, with tens of megabytes."""
+"""Maximum size of a JSON file. Tokenizers are the largest, with tens of megabytes."""
 DEEPEST_JSON = 100
-"""Lists and objects around a value. Python's own functions end at about a thousand calls."""
+"""Maximum nesting of JSON values. Python's recursion limit is about a thousand calls."""
 _LONGEST_PART, _LONGEST_NAME = 255, 4_095
 
 
 def why_no_name(name: str) -> str | None:
-    """Why no file or folder can have the name, as the end of a sentence; None if one can."""
+    """Return why no file can have this name, as the end of a sentence, or None."""
     if "\0" in name:
         return "it has a NUL character in it"
     try:
@@ -37,10 +37,10 @@ def why_no_name(name: str) -> str | None:
 
 
 def path_of(given: object, option: str) -> Path:
-    """A path that a user has given, with the home folder in the place of ~.
+    """Convert a user's path, expanding ~.
 
     Raises:
-        ConfigError: it is no path, or no file can have such a name. The message begins with `option`.
+        ConfigError: it is no path, or no file can have this name. The message begins with `option`.
     """
     if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
         raise ConfigError(f"{option} must be a path, such as 'folder/name', got {shown(given)}")
@@ -51,9 +51,9 @@ def path_of(given: object, option: str) -> Path:
 
 
 def why_not_plain(path: str | os.PathLike[str]) -> str | None:
-    """What a path leads to, in words, where that is no file with an end; None for one, and where nothing is there."""
+    """Name a path's kind if it is not a regular file; None if it is or does not exist."""
     try:
-        mode = os.stat(path).st_mode  # links are followed: the hub's cache is made of them
+        mode = os.stat(path).st_mode  # follows links, which the hub's cache consists of
     except OSError:
         return None
     if stat.S_ISREG(mode):
@@ -62,11 +62,11 @@ def why_not_plain(path: str | os.PathLike[str]) -> str | None:
 
 
 def read_json(path: Path, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value in a file of JSON.
+    """Parse a JSON file.
 
     Raises:
-        OSError: the file cannot be read, is no file with an end, or has more than `MOST_JSON_BYTES`.
-        ValueError: as `parse_json`.
+        OSError: the file is unreadable, not a regular file, or larger than `MOST_JSON_BYTES`.
+        ValueError: see `parse_json`.
     """
     if (other := why_not_plain(path)) is not None:
         raise OSError(errno.EINVAL, f"it is {other}, not a file")
@@ -78,10 +78,10 @@ def read_json(path: Path, object_pairs_hook: Callable[[list[tuple[str, Any]]], A
 
 
 def parse_json(text: bytes | str, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value that a text of JSON stands for.
+    """Parse JSON.
 
     Raises:
-        ValueError: it is no JSON, is not UTF-8, is nested deeper than `DEEPEST_JSON`, or has half a character in it.
+        ValueError: invalid JSON or UTF-8, nested deeper than `DEEPEST_JSON`, or with a lone surrogate.
     """
     if isinstance(text, bytes):
         text = text.decode()
@@ -97,7 +97,7 @@ def parse_json(text: bytes | str, object_pairs_hook: Callable[[list[tuple[str, A
 
 
 def check_depth(value: Any) -> None:
-    """Raise `ValueError` for a value of JSON that is nested deeper than `parse_json` takes."""
+    """Raise `ValueError` if a JSON value is nested deeper than `DEEPEST_JSON`."""
     below = [value]
     for _ in range(DEEPEST_JSON):
         below = [item for each in below for item in _inside(each) if isinstance(item, dict | list)]
@@ -114,7 +114,7 @@ def _inside(value: Any) -> Any:
 
 
 def _check_letters(value: Any) -> None:
-    """Raise `ValueError` for a text that has half a character."""
+    """Raise `ValueError` if a string has a lone surrogate."""
     if isinstance(value, str):
         try:
             value.encode()

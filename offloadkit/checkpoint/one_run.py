@@ -1,10 +1,10 @@
-"""One run a folder: whoever writes checkpoints into a folder claims it first, and another run there is refused by name.
+"""Exclusive claims on output folders: a run claims a folder before writing checkpoints, and a second run is refused.
 
-A claim is a record lock on a file in the folder. The system gives it up when its process ends, however it ends, and a
-forked process (a DataLoader's worker) has no part in it. Within a process claims are counted by thread. Where the file
-system has no locks, the file is written again every few seconds, and a file that changes is a claim.
+A claim is a record lock on a file in the folder. The system releases it when the process ends in any way, and forked
+processes (DataLoader workers) do not inherit it. Within a process, claims are counted by thread. On file systems
+without locks, the file is rewritten every few seconds, and a file that changes counts as a claim.
 
-A loop of one's own has no output folder: it claims the checkpoints that it writes (`Saves`), by a file beside them.
+A custom training loop has no output folder. It claims the checkpoints it writes (`Saves`) by a file next to them.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _TRIES = 20
 HEARTBEAT_SECONDS = 5.0
-"""Between two beats, where there are no locks. A claim whose file changes within three of them is alive."""
+"""Seconds between heartbeats without locks. A claim is alive if its file changes within three heartbeats."""
 
 _claims: dict[Path, tuple[int, int, str]] = {}
-"""By folder: the thread that claims it, how often, and since when."""
+"""Thread, nesting depth and start time of each folder's claim in this process."""
 _claiming = threading.Lock()
 
 
 @contextmanager
 def one_run(folder: Path) -> Iterator[None]:
-    """While it is open, `folder` is this run's. A thread may claim a folder again within its own claim.
+    """Claim `folder` for this run. A thread may claim the same folder again inside its own claim.
 
     Raises:
         OutputError: another run has claimed the folder, in this process or another one.
@@ -71,14 +71,14 @@ def one_run(folder: Path) -> Iterator[None]:
 
 
 def has_claimed(folder: Path) -> bool:
-    """Whether this thread is within `one_run(folder)`."""
+    """Whether this thread is inside `one_run(folder)`."""
     with _claiming:
         thread, _, _ = _claims.get(folder.resolve(), (None, 0, ""))
         return thread == threading.get_ident()
 
 
 class Saves:
-    """The checkpoints that a loop writes: until it ends, another process is refused that would replace one."""
+    """Claims on the checkpoints of a training loop, held until the loop ends; other processes must not replace them."""
 
     def __init__(self) -> None:
         self._held: dict[Path, tuple[int, Path, list[str]]] = {}
@@ -86,14 +86,15 @@ class Saves:
         self._holder = _this_process()
 
     def go_on_from(self, checkpoint: Path) -> None:
-        """Where another process writes it, this loop may write nothing beside it: they would have the same names."""
+        """Record the checkpoint this loop resumed from. If another process writes it, `claim` refuses its folder,
+        because both loops would use the same names."""
         self._gone_on_from.add((checkpoint.parent.resolve(), checkpoint.name))
 
     def claim(self, checkpoint: Path) -> None:
-        """Claim a checkpoint that is to be written, once its folder is there.
+        """Claim a checkpoint before writing it, after its parent folder was created.
 
         Raises:
-            OutputError: another process writes it, or the one that this loop has gone on from.
+            OutputError: another process writes this checkpoint, or the checkpoint that this loop resumed from.
         """
         folder, name = checkpoint.parent.resolve(), checkpoint.name
         if folder in self._held and name in self._held[folder][2]:
@@ -102,7 +103,7 @@ class Saves:
         other = _writer_of(folder, lambda each: each == name or (folder, each) in self._gone_on_from)
         if other is not None:
             raise _claimed(checkpoint, other, then=then)
-        if _CHECKPOINT.fullmatch(name) and (folder / CLAIM).exists():  # a Trainer's
+        if _CHECKPOINT.fullmatch(name) and (folder / CLAIM).exists():  # a Trainer's folder
             with one_run(folder):
                 pass
         if folder not in self._held:
@@ -114,15 +115,15 @@ class Saves:
             if (lost := lost_with_runtime(checkpoint)) is not None:
                 print(lost, flush=True)
             _own_saves.add(path)
-            with suppress(OSError):  # without locks nobody is refused
+            with suppress(OSError):  # without locks no process is refused
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(path)
         descriptor, _, names = self._held[folder]
         names.append(name)
-        os.pwrite(descriptor, json.dumps(self._holder | {"names": names}).encode(), 0)  # it grows
+        os.pwrite(descriptor, json.dumps(self._holder | {"names": names}).encode(), 0)  # the text only grows
 
     def end(self) -> None:
-        """Give up all claims."""
+        """Release all claims."""
         for descriptor, path, _ in self._held.values():
             _remove(path)
             _close(descriptor)
@@ -131,27 +132,27 @@ class Saves:
 
 
 _own_saves: set[Path] = set()
-"""Files of this process: closing another descriptor of one would give up its lock."""
+"""Claim files of this process. Closing any descriptor of such a file would release its lock."""
 
 
 def another_writer(checkpoint: Path) -> str | None:
-    """A sentence on the loop of another process that writes this checkpoint; None: there is none."""
+    """Return a sentence about another process whose loop writes this checkpoint, or None."""
     holder = _writer_of(checkpoint.parent.resolve(), lambda name: name == checkpoint.name)
     return None if holder is None else f"{checkpoint} is in use by {_who(holder)}: this run cannot save there"
 
 
 def _writer_of(folder: Path, wanted: Callable[[str], object]) -> dict[str, Any] | None:
-    """The loop of another process that writes a checkpoint with a `wanted` name; files of ended ones are removed."""
+    """Return another process whose loop writes a `wanted` name. Removes files of loops that have ended."""
     for path in folder.glob(_SAVES.format("*")):
         if path in _own_saves:
             continue
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # that run has just ended, or is another user's
+        except OSError:  # the loop just ended, or belongs to another user
             continue
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)  # it was killed
+            path.unlink(missing_ok=True)  # unlocked, so its process was killed
         except OSError as error:
             holder = _read(path)
             if error.errno not in _NO_LOCKS and any(wanted(str(name)) for name in holder.get("names", ())):
@@ -191,7 +192,7 @@ def _claim_of_process(path: Path) -> Iterator[None]:
             with _heartbeat(path, holder):
                 yield
             return
-        with written_to(path.parent):  # by this descriptor: closing another one of the file would give up the lock
+        with written_to(path.parent):  # use this descriptor: closing another one of the file would release the lock
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         try:
@@ -203,22 +204,22 @@ def _claim_of_process(path: Path) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a claim's file. One that cannot be removed claims nothing: what ends here ends well."""
+    """Remove a claim's file, ignoring errors, because a file without a lock claims nothing."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def _close(descriptor: int) -> None:
-    with suppress(OSError):  # network drives write when a file is closed; nobody reads this one any more
+    with suppress(OSError):  # network drives write on close, and nobody reads this file any more
         os.close(descriptor)
 
 
 def _locked(path: Path) -> tuple[int, bool]:
-    """A descriptor of the file, and whether it is locked; it is not where the file system has no locks.
+    """Open and lock the file. Returns the descriptor, and False if the file system has no locks.
 
     Raises:
-        OutputError: another process has it.
-        OSError: it cannot be opened or locked.
+        OutputError: another process holds the lock.
+        OSError: the file cannot be opened or locked.
     """
     for _ in range(_TRIES):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -233,13 +234,13 @@ def _locked(path: Path) -> tuple[int, bool]:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise _claimed(path.parent, _read(path)) from error
             raise
-        _close(descriptor)  # the run before removed the file meanwhile
-    # A file has another inode each time it is looked at: a lock says nothing there.
+        _close(descriptor)  # the previous run removed the file in the meantime
+    # The file system reports a different inode every time, so a lock has no meaning.
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), False
 
 
 def _is_there(descriptor: int, path: Path) -> bool:
-    """Whether the open file is the one at `path`."""
+    """Whether the open file is still the file at `path`."""
     try:
         return os.fstat(descriptor).st_ino == path.stat().st_ino
     except FileNotFoundError:
@@ -248,7 +249,7 @@ def _is_there(descriptor: int, path: Path) -> bool:
 
 @contextmanager
 def _heartbeat(path: Path, holder: dict[str, Any]) -> Iterator[None]:
-    """A claim without locks: the file changes while it is open."""
+    """Claim without locks: rewrite the file every few seconds while the context is open."""
     if before := _content(path):
         print(
             f"{path.parent} has no file locks: waiting to see whether another run is there", file=sys.stderr, flush=True
@@ -267,7 +268,7 @@ def _heartbeat(path: Path, holder: dict[str, Any]) -> Iterator[None]:
         number = 0
         while not ended.wait(HEARTBEAT_SECONDS):
             number += 1
-            with suppress(OSError):  # the next one may be written
+            with suppress(OSError):  # the next write may succeed
                 _write(path, holder | {"beat": number})
 
     thread = Thread(target=beat, name="offloadkit-claim", daemon=True)
@@ -281,7 +282,7 @@ def _heartbeat(path: Path, holder: dict[str, Any]) -> Iterator[None]:
 
 
 def _content(path: Path) -> bytes:
-    """Bytes of a claim's file; none where it is gone, or just being replaced."""
+    """Bytes of a claim's file; empty if it is missing or being replaced."""
     try:
         return path.read_bytes()
     except OSError:
@@ -297,5 +298,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, holder: dict[str, Any]) -> None:
-    with written_beside(path) as file:  # nobody reads half of it
+    with written_beside(path) as file:  # readers never see a partial file
         file.write(json.dumps(holder).encode())

@@ -1,8 +1,7 @@
-"""Values as JSON that are read back as they were: options, counts, a scheduler's state, a position, random states.
+"""Lossless JSON for options, counts, scheduler states, positions and random states.
 
-JSON has no tuples, tensors, bytes or keys that are not texts, and no infinity. Such a value is an object with one key
-that says what it is, as in `{"$tuple": [3, 4]}`; a tensor's bytes are in hexadecimal. Nothing here is code: reading a
-file of a stranger runs nothing.
+JSON lacks tuples, tensors, bytes, non-string keys and infinity. These are objects with a single key that names the
+type, such as `{"$tuple": [3, 4]}`; a tensor's bytes are hexadecimal. Reading a file never executes code from it.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from offloadkit.errors import ConfigError, ModelError, cut, shown
 
 
 def as_json(value: Any, name: str) -> Any:
-    """`value` as `json` writes it; `from_json` gives an equal one back. `name` says in messages what it is.
+    """Convert `value` for `json`; `from_json` restores an equal value. `name` is used in messages.
 
     Raises:
-        ConfigError: it holds something that is not data, such as a function.
+        ConfigError: it holds an unsupported type, such as a function.
     """
     match value:
         case None | bool():
@@ -37,7 +36,7 @@ def as_json(value: Any, name: str) -> Any:
         case np.bool_() | np.integer() | np.floating():
             return as_json(value.item(), name)
         case int() if value.bit_length() < _MOST_BITS:
-            return int(value)  # of an enumeration, the number
+            return int(value)  # enums become numbers
         case float():
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
         case list():
@@ -67,21 +66,21 @@ def as_json(value: Any, name: str) -> Any:
 
 
 _MOST_BITS = 10_000
-"""Of a whole number. Python reads 4,300 digits."""
+"""Maximum bits of an integer, because Python parses at most 4,300 digits."""
 
 
 def _is_plain(key: Any) -> bool:
-    """Whether JSON can have it as the key of an object."""
+    """Whether the key can be a JSON object's key as it is."""
     return type(key) is str and not key.startswith("$") and _is_whole(key)
 
 
 def _is_whole(text: str) -> bool:
-    """Whether it has no half of a character, which no file can have."""
+    """Whether the text has no lone surrogate."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def from_json(value: Any) -> Any:
-    """The value that `as_json` was given."""
+    """Restore a value converted by `as_json`."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
@@ -117,11 +116,11 @@ def from_json(value: Any) -> Any:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write `values`; the file has its name when it is complete.
+    """Write `values` as JSON, atomically.
 
     Raises:
-        ConfigError: as `as_json`, or a value is nested too deeply.
-        OSError: it could not be written.
+        ConfigError: see `as_json`, or a value is nested too deeply.
+        OSError: the file cannot be written.
     """
     found = {}
     for name, value in values.items():
@@ -141,10 +140,10 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` was given.
+    """Read values written by `write_json`.
 
     Raises:
-        ModelError: the file is missing, cut or broken.
+        ModelError: the file is missing, truncated or broken.
     """
     try:
         found = from_json(files.read_json(path))
@@ -166,17 +165,17 @@ _KINDS: tuple[tuple[Any, str], ...] = (
 
 
 def why_unlike(saved: Any, own: Any, place: str, *, whole: bool = False) -> str | None:
-    """Where a saved value cannot take the place of a run's own: a text for a number, a list for an object.
+    """Return why the structure of a saved value does not match the run's own value, such as a string for a number.
 
-    What this run has as None may be anything. So may what it does not have.
+    A value that is None in the run, or missing from it, matches anything.
 
     Args:
-        own: of a list, the last item stands for all later ones too.
-        place: what the value is called.
-        whole: whether objects must have all that `own` has.
+        own: the last item of a list stands for all later items.
+        place: name of the value.
+        whole: require all keys of `own`.
 
     Returns:
-        A clause that names the place; None where nothing is found.
+        A clause that names the place, or None.
     """
     kind: Any
     kind, name = next((each for each in _KINDS if isinstance(own, each[0])), (object, ""))
@@ -198,22 +197,22 @@ def why_unlike(saved: Any, own: Any, place: str, *, whole: bool = False) -> str 
 
 
 def random_states() -> dict[str, Any]:
-    """The states of the random generators of Python, numpy, torch and, if it is in use, of the current GPU."""
+    """States of the random generators of Python, numpy, torch and, if CUDA is initialized, the current GPU."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    cuda: Any = torch.cuda  # whose functions are typed in some releases of torch only
-    if cuda.is_initialized():  # asking would begin to use it
+    cuda: Any = torch.cuda  # only some torch releases have types for these functions
+    if cuda.is_initialized():  # get_rng_state would initialize CUDA
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 
 def check_random_states(states: dict[str, Any], path: Path) -> None:
-    """Try the states on generators that nobody else uses.
+    """Try the states on temporary generators.
 
     Args:
-        path: of the file that they were read from.
+        path: file that the states came from.
 
     Raises:
-        ModelError: they are none.
+        ModelError: the states are invalid.
     """
     try:
         random.Random().setstate(states["python"])
@@ -228,7 +227,7 @@ def check_random_states(states: dict[str, Any], path: Path) -> None:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Set the generators to `random_states()` of before. The GPU's is left alone where there is none, now or then."""
+    """Restore the generators from `random_states()`. The GPU's generator is skipped without a GPU or a saved state."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

@@ -1,6 +1,6 @@
-"""A module's weights and buffers in a checkpoint: one file of safetensors, by their names in `state_dict()`.
+"""Weights and buffers of a module in one safetensors file, by their names in `state_dict()`.
 
-Tied weights are one array, under their first name.
+Tied weights are stored once, under their first name.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ def write_weights(folder: Path, weights: Mapping[str, Any], origin: Origin) -> N
     """Write a `state_dict()`.
 
     Raises:
-        ModelError: something in it is no tensor.
-        OSError: it could not be written.
+        ModelError: an entry is not a tensor.
+        OSError: the file cannot be written.
     """
     write_arrays(folder / WEIGHT_FILE, _distinct(weights), origin.of_arrays(WEIGHT_FILE))
 
 
 def check_weights(file: ArrayFile, weights: Mapping[str, Any]) -> None:
-    """Check that the saved weights are those of a `state_dict()`: names, shapes, dtypes.
+    """Check that names, shapes and dtypes match a `state_dict()`.
 
     Raises:
-        ModelError: other names or shapes.
-        ConfigError: another dtype.
+        ModelError: names or shapes differ.
+        ConfigError: a dtype differs.
     """
     own = _distinct(weights)
     differing = sorted(own.keys() ^ file.arrays.keys())
@@ -59,7 +59,7 @@ def check_weights(file: ArrayFile, weights: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def load_weights(file: ArrayFile, weights: Mapping[str, Any]) -> None:
-    """Write the saved weights into those of a `state_dict()`, in place; `check_weights` comes before."""
+    """Load the saved weights into a `state_dict()`'s tensors in place. Call `check_weights` first."""
     for name, tensor in _distinct(weights).items():
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
         for start, piece in file.pieces(name, pinned=tensor.is_cuda):
@@ -69,12 +69,12 @@ def load_weights(file: ArrayFile, weights: Mapping[str, Any]) -> None:
 
 
 def num_bytes_of(weights: Mapping[str, Any]) -> int:
-    """Bytes of the tensors of a `state_dict()`, tied ones once. Raises as `write_weights`."""
+    """Bytes of a `state_dict()`, tied tensors counted once. Raises as `write_weights`."""
     return sum(tensor.nbytes for tensor in _distinct(weights).values())
 
 
 def _distinct(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a `state_dict()`, each memory once, under its first name."""
+    """Return the tensors of a `state_dict()`, tied tensors once, under their first name."""
     seen, found = set(), {}
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):

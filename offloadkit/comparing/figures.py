@@ -1,4 +1,4 @@
-"""The charts of a comparison and of a sweep."""
+"""Charts of `compare` and `sweep`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ HATCHES = {"baseline": "", "offloadkit": "", "deepspeed": "////"}
 INK, QUIET, LIMIT = "#222222", "#666666", "#d55e00"
 GIB = 1 << 30
 _VALUE_WIDTH = 0.2
-"""Of a size's panel: what "9.72" takes."""
+"""Width of a value such as "9.72", as a share of its panel."""
 
 
 class Drawable(Protocol):
-    """What every chart asks of a result; see `Comparison` and `Sweep`."""
+    """Interface that every chart needs; see `Comparison` and `Sweep`."""
 
     @property
     def rows(self) -> list[dict[str, Any]]: ...
@@ -41,7 +41,7 @@ class Drawable(Protocol):
 
 
 class DrawableComparison(Drawable, Protocol):
-    """What the chart of a comparison asks of it."""
+    """Interface of `comparison_chart`."""
 
     @property
     def remarks(self) -> list[str]: ...
@@ -49,7 +49,7 @@ class DrawableComparison(Drawable, Protocol):
 
 
 class DrawableSweep(Drawable, Protocol):
-    """What the chart of a sweep asks of it."""
+    """Interface of `sweep_chart`."""
 
     @property
     def forecasts(self) -> Mapping[int, Mapping[int, Forecast]]: ...
@@ -64,11 +64,11 @@ class DrawableSweep(Drawable, Protocol):
 
 
 class Chart(Figure):
-    """A figure that notebooks show without pyplot, its size in inches."""
+    """A figure that notebooks show without pyplot; its size is in inches."""
 
     def __init__(self, width: float, height: float) -> None:
         super().__init__(figsize=(width, height), layout="constrained", facecolor="white")
-        # A tenth of an inch between the edge and the title or remarks.
+        # 0.1 inch between the edge and the title or remarks
         self.get_layout_engine().set(h_pad=0.1)  # type: ignore[union-attr,call-arg]
 
     def _repr_svg_(self) -> str:
@@ -78,7 +78,7 @@ class Chart(Figure):
 
 
 def comparison_chart(result: DrawableComparison) -> Chart:
-    """A line of three panels for each model: seconds, VRAM and RAM; the reason in the place of a missing bar."""
+    """Draw one row of panels per model (seconds, VRAM, RAM), with a reason in place of a missing bar."""
     models = list(dict.fromkeys(row["model"] for row in result.rows))
     engines = list(dict.fromkeys(row["engine"] for row in result.rows))
     by_model = [[result.row(model, engine) for engine in engines] for model in models]
@@ -100,7 +100,7 @@ def _title(axes: Axes, text: str, pad: float | None = None) -> None:
 
 
 def _bare(axes: Axes, num_rows: int) -> None:
-    """No frame; the first row at the top."""
+    """Remove the frame, and put the first row at the top."""
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.spines["left"].set_color("#bbbbbb")
     axes.xaxis.set_visible(False)
@@ -109,7 +109,7 @@ def _bare(axes: Axes, num_rows: int) -> None:
 
 
 def _times(axes: Axes, model: str, rows: list[dict[str, Any]]) -> None:
-    """One bar an engine, as long as its time in this model's own scale."""
+    """Draw one bar per engine, scaled to this model's times."""
     _bare(axes, len(rows))
     longest = max((row["seconds"] for row in rows if row["status"] == "measured"), default=1.0)
     axes.set_xlim(0, 1.75 * longest)
@@ -127,7 +127,7 @@ def _times(axes: Axes, model: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _shown_reason(row: dict[str, Any]) -> str:
-    """Without what a chart's reader need not know."""
+    """Shorten a reason for the chart."""
     text = re.sub(r": pip install.*", "", row["reason"]).removeprefix("does not fit: ")
     if row["status"] != "does not fit":
         return f"no bar: {text}"
@@ -141,12 +141,12 @@ def _bar(axes: Axes, place: int, length: float, engine: str) -> None:
 
 
 def _sizes(column: Any, by_model: list[list[dict[str, Any]]], key: str, limit_bytes: int | None, title: str) -> None:
-    """A column of panels in one scale, and the limit as a line through all of them."""
+    """Draw a column of panels with a common scale, and the limit as a line through all panels."""
     sizes = [[row[key] / GIB if row["status"] == "measured" else 0.0 for row in rows] for rows in by_model]
     largest = max(max(each) for each in sizes) or 1.0
     limit = None if limit_bytes is None else limit_bytes / GIB
     if limit is not None and largest <= 0.02 * limit:
-        limit = None  # so far away, it would press the bars flat
+        limit = None  # a distant limit would flatten the bars
     end = 1.3 * max(largest, limit or 0.0)
     for axes, rows, each in zip(column, by_model, sizes, strict=True):
         _bare(axes, len(rows))
@@ -165,16 +165,16 @@ def _sizes(column: Any, by_model: list[list[dict[str, Any]]], key: str, limit_by
 
 
 def _beside(size: float, limit: float | None, width: float) -> float:
-    """Where a bar's value of this width begins: at its end, or past the limit's line where that would cross it."""
+    """Position of a bar's label: at the bar's end, or after the limit's line if the line would cross the label."""
     return limit if limit is not None and size < limit < size + width else size
 
 
 SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#56b4e9", "v"))
-"""Colour and marker of each line; after the last comes the first."""
+"""Colours and markers of lines, used cyclically."""
 
 
 def sweep_chart(result: DrawableSweep) -> Chart:
-    """Step, epoch and VRAM against the batch size; the held-out loss where it was measured; what it means below."""
+    """Draw step time, epoch time, VRAM and any held-out loss by batch size, with explanations below."""
     learns = any("eval_loss" in row for row in result.rows)
     sentences = [line for text in result.explain().splitlines() for line in textwrap.wrap(text, 165 + 55 * learns)]
     figure = Chart(4 * (3 + learns), 4.1 + 0.19 * len(sentences))
@@ -209,7 +209,7 @@ def _dress(axes: Axes, sizes: list[int]) -> None:
 
 
 def _in_durations(axes: Axes) -> None:
-    """A logarithmic axis of at least a factor of three, lest small differences look large."""
+    """Use a logarithmic axis that spans at least a factor of three, so that small differences look small."""
     axes.set_yscale("log")
     values = [value for line in axes.get_lines() for value in _seconds_of(line)]
     if not values:
@@ -223,13 +223,13 @@ def _in_durations(axes: Axes) -> None:
 
 
 def _seconds_of(line: Any) -> list[float]:
-    """The heights of a curve; vertical lines and marks below the axis have none."""
+    """Values of a curve; empty for vertical lines and for marks below the axis."""
     no_curve = line.get_label().startswith(("knee", "predicted:")) or line.get_marker() == "x"
     return [] if no_curve else [float(value) for value in line.get_ydata()]
 
 
 def _steps(axes: Axes, result: DrawableSweep) -> None:
-    """Measured and predicted steps, and the knee of the first accumulation."""
+    """Draw measured and predicted step times, and the knee of the first accumulation."""
     _title(axes, "time of a step")
     _lines(axes, result, "step_seconds")
     for times in result.accumulations:
@@ -252,12 +252,12 @@ def _steps(axes: Axes, result: DrawableSweep) -> None:
 
 
 def _lines(axes: Axes, result: DrawableSweep, key: str, *, scale: float = 1.0) -> None:
-    """One line for each accumulation, and, where several were tried, each scaling of the learning rate."""
+    """Draw one line per accumulation, and for losses per scaling of the learning rate."""
     scalings = list(dict.fromkeys(row["scaling"] for row in result.rows)) if key == "eval_loss" else ["none"]
     series = [(times, scaling) for times in result.accumulations for scaling in scalings]
     for number, (times, scaling) in enumerate(series):
         rows = result.measured(times, scaling)
-        if scaling != "none" and rows:  # the smallest step is one run, whatever the scaling
+        if scaling != "none" and rows:  # the smallest step has no scaled runs: start the line at its unscaled one
             rows = result.measured(times, "none") | rows if len(rows) < len(result.sizes) else rows
             rows = {size: rows[size] for size in rows if size in result.measured(times, scaling) or size == min(rows)}
         points = [(size, rows[size][key] * scale) for size in sorted(rows) if rows[size].get(key)]
@@ -282,7 +282,7 @@ def _label(result: DrawableSweep, times: int, scaling: str, key: str) -> str | N
 
 
 def _vram(axes: Axes, result: DrawableSweep) -> None:
-    """Peak VRAM, or, without a GPU, RAM."""
+    """Draw peak VRAM, or peak RAM without a GPU."""
     key, name, limit = "vram_bytes", "VRAM", result.vram
     if not any(row.get("vram_bytes") for row in result.rows):
         key, name, limit = "peak_ram_bytes", "RAM", result.ram
@@ -301,5 +301,5 @@ def _vram(axes: Axes, result: DrawableSweep) -> None:
 
 
 def _cross(axes: Axes, size: int) -> None:
-    """A mark at the bottom, for a size without figures."""
+    """Mark a size without figures at the bottom."""
     axes.plot(size, 0.03, "x", color=LIMIT, transform=axes.get_xaxis_transform(), clip_on=False)

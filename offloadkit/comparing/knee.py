@@ -1,8 +1,8 @@
-"""Where larger batches stop being almost free: two asymptotes and the size at which they meet.
+"""The knee: the batch size above which larger batches stop being almost free.
 
-Below the knee a step takes what does not depend on the batch (the optimizer on the CPU, the bus, starting kernels):
-time per sample falls as 1 / batch. Above it a sample takes what computing it takes. The knee is the batch at which the
-flat time equals the batch's share of the other: (seconds of the shortest step) / (least seconds of a sample).
+Below the knee a step takes a time independent of the batch (CPU optimizer step, bus, kernel launches), so time per
+sample falls as 1 / batch. Above the knee time per sample is constant. The knee is where both asymptotes meet:
+(seconds of the shortest step) / (least seconds per sample).
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from typing import Literal
 from offloadkit.engines.forecast import Forecast
 
 _NEAR = 1.5
-"""A knee within this factor of the smallest or the largest size lies at that end: too little was measured beyond it."""
+"""A knee within this factor of the smallest or largest size counts as outside, because too little was measured
+there."""
 _GROWS = 0.5
-"""Exponent of seconds by rows above which the GPU's time is for its rows."""
+"""Exponent of GPU seconds by rows above which GPU time is considered proportional to the rows."""
 
 FIXED = ("CPU step", "H2D", "D2H", "disk", "GPU step", "launches")
-"""Resources whose seconds do not grow with the batch, or hardly."""
+"""Resources whose seconds hardly depend on the batch size."""
 
 
 @dataclass(frozen=True)
 class Knee:
-    """Rows of a micro-batch. `where` says "within" the sizes, or which end the knee lies beyond; then `size` is that
-    end's."""
+    """Rows per micro-batch at the knee. `where`: "within" the sizes, or "before" or "beyond" them; `size` is then the
+    smallest or largest size."""
 
     size: float
     where: Literal["within", "before", "beyond"]
 
     def place(self, sizes: Sequence[int]) -> int:
-        """Index of the nearest of the sorted `sizes`, by ratio."""
+        """Index of the nearest size in sorted `sizes`, by ratio."""
         ordered = sorted(sizes)
         return min(range(len(ordered)), key=lambda index: abs(math.log(ordered[index] / self.size)))
 
 
 def meeting(flat_seconds: float, compute_seconds: Mapping[int, float]) -> Knee | None:
-    """Where `flat_seconds` meet the seconds of computing.
+    """Return the knee, where constant and growing seconds are equal.
 
     Args:
-        flat_seconds: of a step, whatever its size.
-        compute_seconds: of steps by rows of a micro-batch; at least two, else there is no knee to be seen.
+        flat_seconds: of a step of any size.
+        compute_seconds: by rows per micro-batch. Returns None for fewer than two sizes.
     """
     sizes = sorted(compute_seconds)
     if len(sizes) < 2:
@@ -57,13 +58,13 @@ def meeting(flat_seconds: float, compute_seconds: Mapping[int, float]) -> Knee |
 
 
 def measured_knee(step_seconds: Mapping[int, float]) -> Knee | None:
-    """From the seconds of a step by rows of a micro-batch; None for less than two sizes."""
+    """Return the knee of step seconds by rows per micro-batch, or None for fewer than two sizes."""
     return meeting(min(step_seconds.values()), step_seconds) if step_seconds else None
 
 
 def predicted_knee(forecasts: Mapping[int, Forecast]) -> Knee | None:
-    """From the plan's bound: the batch whose computing takes as long as the busiest of what does not grow with it
-    (optimizer, bus, starting kernels, reading weights); None for less than two sizes, or without predicted seconds."""
+    """Return the knee of the plan: the batch whose compute takes as long as the busiest fixed resource (optimizer, bus,
+    kernel launches, reading weights). None for fewer than two sizes or without predicted seconds."""
     known = {size: made for size, made in forecasts.items() if made.step_seconds is not None}
     if not known:
         return None
@@ -73,14 +74,13 @@ def predicted_knee(forecasts: Mapping[int, Forecast]) -> Knee | None:
 
 
 def fixed_seconds(made: Forecast) -> tuple[str, float]:
-    """The busiest of the resources that do not grow with the batch, and its seconds a step."""
+    """Return the busiest resource in `FIXED` and its seconds per step."""
     name = max(FIXED, key=lambda name: made.busy.get(name, 0.0))
     return name, made.busy.get(name, 0.0)
 
 
 def reads_weights(forecasts: Mapping[int, Forecast]) -> bool:
-    """Whether the GPU's time for the smallest size is not for its rows but for the weights that each row's product
-    reads: it hardly grows to the next size."""
+    """Whether the GPU's time for the smallest size is spent on reading weights: it hardly grows to the next size."""
     first, *others = sorted(forecasts)
     if not others:
         return False

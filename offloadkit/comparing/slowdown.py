@@ -1,4 +1,4 @@
-"""What offloading costs: the same steps with everything on the GPU, measured where they fit, else predicted."""
+"""The cost of offloading: step time relative to the same steps with everything on the GPU, measured or predicted."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from offloadkit.planning import check_counts
 
 @dataclass(frozen=True)
 class Slowdown:
-    """Seconds of a step with and without offload.
+    """Seconds per step with and without offloading.
 
     Attributes:
-        baseline: whether `baseline_seconds` were measured, or predicted by the plan from measured rates.
-        reason: why they had to be predicted; "" where they were measured.
-        on_gpu: False where there is no GPU, and the baseline is plain training on the CPU.
+        baseline: whether `baseline_seconds` was measured, or predicted by the plan from measured rates.
+        reason: why the baseline was predicted; "" if it was measured.
+        on_gpu: False without a GPU; the baseline is then plain training on the CPU.
     """
 
     offloadkit_seconds: float
@@ -37,7 +37,7 @@ class Slowdown:
 
     @property
     def ratio(self) -> float:
-        """How many times as long a step takes."""
+        """Step time with offloading divided by the baseline's."""
         return self.offloadkit_seconds / self.baseline_seconds
 
     def __str__(self) -> str:
@@ -60,16 +60,16 @@ def measure_slowdown(
     timeout: float | None = None,
     output_dir: str | os.PathLike[str] | None = None,
 ) -> Slowdown:
-    """Run a few steps of offloadkit within `vram` and `ram`, and, where the GPU itself has room, of plain training
-    without limits and with the same attention and norms; each in a fresh process. Arguments: as `compare`.
+    """Time a few steps of offloadkit within `vram` and `ram`, and of plain training without limits if it fits on the
+    GPU, with the same attention and norms. Each runs in a fresh process. Other arguments: see `compare`.
 
     Args:
-        output_dir: keeps what was measured for the next time; None keeps nothing.
+        output_dir: keeps measurements for the next call; None keeps nothing.
 
     Raises:
-        ConfigError, ModelNotFoundError, ModelAccessError, ModelError, OutputError: as `compare`.
-        DoesNotFitError: it cannot be trained within these limits.
-        OffloadkitError: offloadkit's own run failed.
+        ConfigError, ModelNotFoundError, ModelAccessError, ModelError, OutputError: see `compare`.
+        DoesNotFitError: the model cannot be trained within the limits.
+        OffloadkitError: offloadkit's run failed.
     """
     counts = {"batch_size": batch_size, "max_input_length": max_input_length, "max_target_length": max_target_length}
     check_counts(counts | {"gradient_accumulation": gradient_accumulation, "steps": steps}, optional=("steps",))
@@ -116,6 +116,6 @@ def _slowdown(limited: Work, runs: Runs) -> Slowdown:
 
 
 def _seconds(row: Row, made: forecast.Forecast) -> float:
-    """Of a step; of the shortest without a GPU: other processes take a share of the cores, now more and now less."""
+    """Seconds per step: the median, or the minimum on a CPU, where other processes take varying shares of the cores."""
     seconds: float = min(row["all_step_seconds"]) if made.on_cpu else row["step_seconds"]
     return seconds

@@ -1,4 +1,4 @@
-"""Figures in words, and rows as text and HTML tables."""
+"""Format figures and rows as text and HTML tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from offloadkit.units import format_bytes, format_seconds
 
 LABELS = {"baseline": "all on the GPU", "offloadkit": "offloadkit", "deepspeed": "DeepSpeed"}
-"""What engines are called."""
+"""Display names of engines."""
 
 
 def duration(seconds: float) -> str:
@@ -29,24 +29,24 @@ ROUND_SECONDS = (
     *(60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30)),
     *(3600.0 * hours for hours in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)),
 )
-"""Durations that read well beside an axis."""
+"""Round durations for axis ticks."""
 
 
 def size_or_dash(num_bytes: float | None) -> str:
-    """A size; "-" for none."""
+    """Format a size; "-" for 0 or None."""
     return format_bytes(int(num_bytes)) if num_bytes else "-"
 
 
 def place(environment: Mapping[str, str], vram: int | None, ram: int | None) -> str:
-    """ "NVIDIA H200, within 11 GiB of VRAM, 64 GiB of RAM"; without limits the machine alone."""
+    """Describe the machine and limits: "NVIDIA H200, within 11 GiB of VRAM, 64 GiB of RAM"."""
     where = environment["gpu"] if environment["gpu"] != "none" else "CPU, no GPU"
     limits = [f"{format_bytes(size)} of {tier}" for size, tier in ((vram, "VRAM"), (ram, "RAM")) if size]
     return where + (f", within {', '.join(limits)}" if limits else "")
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
-    """Lines of columns two spaces apart; the first `num_left` are set to the left. A row shorter than the header ends
-    in a remark that no column's width follows."""
+    """Format columns two spaces apart, the first `num_left` left-aligned. The last cell of a row shorter than the
+    header is a remark, which does not affect column widths."""
     whole = [row for row in (header, *rows) if len(row) == len(header)]
     widths = [max(len(row[index]) for row in whole) for index in range(len(header))]
     for row in rows:
@@ -65,7 +65,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: i
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int, caption: str) -> str:
-    """A plain table for notebooks, in the colours of the page; a short row's last cell spans the rest."""
+    """Format a plain table in the page's colours; a short row's last cell spans the rest."""
 
     def cell(tag: str, text: str, index: int, span: int) -> str:
         side = "left" if index < num_left or span > 1 else "right"

@@ -1,6 +1,6 @@
-"""A ds_config.json: what each of DeepSpeed's keys becomes here, or why it is not needed.
+"""Read a ds_config.json, and say for each of DeepSpeed's keys what it becomes or why it is not needed.
 
-`KEYS` is the whole of it. `read_deepspeed` goes by this table, and docs/from-deepspeed.md shows it.
+The table `KEYS` defines the behaviour. `read_deepspeed` follows it, and docs/from-deepspeed.md shows it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from offloadkit.files import path_of, read_json
 logger = logging.getLogger(__name__)
 
 SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-"""DeepSpeed's own; beside them it takes those of torch.optim.lr_scheduler."""
+"""DeepSpeed's own schedules; classes of torch.optim.lr_scheduler are accepted too."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What is done with one key."""
+    """How one key is treated."""
 
     kind: Literal["read", "ignored", "refused"]
-    """"refused" is an error where the key asks for something: not where it is false, null, 0, 1 or not enabled."""
+    """"refused" raises an error unless the value is false, null, 0, 1 or a section that is not enabled."""
     what: str
-    """What it becomes, why it is ignored, or what to do instead."""
+    """The result, the reason for ignoring the key, or advice."""
 
 
 def _read(what: str) -> Key:
@@ -208,10 +208,10 @@ KEYS: dict[str, Key] = {
     "elasticity": _refused("leave it out, and write the batch sizes: any number of GPUs goes on from any checkpoint"),
     "nebula": _refused("leave it out: checkpoints go to a folder"),
 }
-"""By dotted name. A section whose keys are not here, such as "tensorboard", is taken as a whole."""
+"""Keys by dotted name. A section without keys in this table, such as "tensorboard", is treated as a whole."""
 
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion"}
-"""Ours, by DeepSpeed's names, whose case does not matter."""
+"""Our optimizer names by DeepSpeed's names in lower case."""
 _SECTIONS = {name[:at] for name in KEYS for at, letter in enumerate(name) if letter == "."}
 _OTHER_NAMES = {"bfloat16": "bf16"}
 _COUNTS = (
@@ -248,50 +248,50 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class DeepSpeedConfig:
-    """What a ds_config.json says."""
+    """A parsed ds_config.json."""
 
     options: dict[str, Any]
-    """Fields of `OffloadConfig`, without the loss scale where it is dynamic. Those that the file does not write are at
-    DeepSpeed's defaults."""
+    """Fields of `OffloadConfig`, without a dynamic loss scale. Keys missing from the file have DeepSpeed's defaults."""
     written: dict[str, Any]
-    """Values of the keys that count, as they are written, by dotted name; without "auto"."""
+    """Raw values of the keys that have an effect, by dotted name, without "auto"."""
     dynamic_loss_scale: dict[str, Any] | None
     """Fields of `DynamicLossScale`."""
     train_batch_size: int | None
-    """Rows of an update; None where the file does not say it."""
+    """Rows per update; None if unknown."""
     micro_batch_size: int | None
     accumulation: int | None
     managed_accumulation: bool
-    """Whether `step()` counts micro-batches; else every one of them ends a window."""
+    """Whether `step()` counts micro-batches; False: every `step()` ends an accumulation window."""
     decay_is_coupled: bool
-    """Whether DeepSpeed's Adam would add the decay to the gradient (`adam_w_mode` is false)."""
+    """Whether DeepSpeed's Adam would add weight decay to the gradient (`adam_w_mode` is false)."""
     schedule: tuple[str, dict[str, Any]] | None
-    """Name and arguments."""
+    """Name and arguments of the schedule."""
     casts_inputs: bool
     stage: int
     steps_per_print: int | None
     wall_clock_breakdown: bool
     drop_last: bool
     auto: tuple[str, ...] = ()
-    """Keys that are "auto"."""
+    """Keys with the value "auto"."""
     ignored: dict[str, str] = field(default_factory=dict)
-    """Keys that change nothing here, and why."""
+    """Ignored keys and the reasons."""
     where: str = "the DeepSpeed config"
-    """What messages call it."""
+    """Name of the config in messages."""
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether it names one."""
+        """Whether the config names an optimizer."""
         return "optimizer.type" in self.written
 
     def check_decay(self, weight_decay: float, by: str) -> None:
-        """
+        """Check that the kind of weight decay agrees.
+
         Args:
-            weight_decay: what is to be trained with.
-            by: who says so, for the message.
+            weight_decay: the value to train with.
+            by: who set the value, for the message.
 
         Raises:
-            ConfigError: the decay would be decoupled here, and the config asks for the other kind.
+            ConfigError: decay is decoupled here, and the config asks for coupled decay.
         """
         if self.decay_is_coupled and weight_decay:
             raise ConfigError(
@@ -301,15 +301,15 @@ class DeepSpeedConfig:
 
 
 def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None = None) -> DeepSpeedConfig:
-    """Read a ds_config.json. What is ignored is named by a warning in the log of rank 0, its reasons by an INFO.
+    """Read a ds_config.json. Rank 0 logs ignored keys as a warning and the reasons as INFO.
 
     Args:
         source: the file, or its content.
-        num_gpus: for the product of the batch sizes; None: the WORLD_SIZE of torchrun, else 1.
+        num_gpus: for the product of the batch sizes; None: torchrun's WORLD_SIZE, else 1.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown in a section that is known, or a value has no meaning.
-            The batch sizes do not multiply. Something is asked for that offloadkit cannot do.
+        ConfigError: the file is unreadable, a known section has an unknown key, a value is invalid, the batch sizes do
+            not multiply, or a requested feature is not supported.
     """
     if num_gpus is None:
         num_gpus = int(os.environ.get("WORLD_SIZE") or 1)
@@ -355,7 +355,7 @@ def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None 
         options["gradient_accumulation"] = accumulation
     own = said.get("offloadkit", {})
     if "on_nonfinite" in own and "bf16.check_grad_overflow" not in said:
-        options.pop("on_nonfinite", None)  # DeepSpeed's habit, which the file does not write
+        options.pop("on_nonfinite", None)  # DeepSpeed's default, not written in the file
     if clashing := sorted(own.keys() & options.keys()):
         raise ConfigError(
             f'{where}: the section "offloadkit" says {", ".join(clashing)} again: DeepSpeed\'s own keys have said it'
@@ -404,7 +404,7 @@ _Made = TypeVar("_Made")
 
 
 def _made(kind: type[_Made], options: dict[str, Any], where: str) -> _Made:
-    """Make a `kind` from fields of a file. Raises `ConfigError`, which begins with `where`."""
+    """Create a `kind` from fields of a file. Raises `ConfigError` with `where` first."""
     known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:
@@ -417,16 +417,16 @@ def _made(kind: type[_Made], options: dict[str, Any], where: str) -> _Made:
 
 
 def _warn(message: str) -> None:
-    """Say it once, not by every rank."""
+    """Log a warning on rank 0 only."""
     if (os.environ.get("RANK") or "0") == "0":
         logger.warning(message)
 
 
 def _warn_of_weights(device: str | None, stage: int, where: str) -> None:
-    """What `offload_param` leads to here, where that is not what DeepSpeed does.
+    """Warn if `offload_param` has a different effect here than in DeepSpeed.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: the device is unknown.
     """
     name = "zero_optimization.offload_param.device"
     if device not in (None, "none", "cpu", "nvme"):
@@ -441,10 +441,10 @@ def _warn_of_weights(device: str | None, stage: int, where: str) -> None:
 
 
 def _check_optimizer(content: dict[str, Any], where: str) -> None:
-    """Before its parameters are looked at, which are others for every optimizer.
+    """Check the optimizer before its parameters, because those depend on the optimizer.
 
     Raises:
-        ConfigError: there is no such optimizer here.
+        ConfigError: the optimizer is not supported.
     """
     section = content.get("optimizer")
     name = section.get("type") if isinstance(section, dict) else None
@@ -456,10 +456,10 @@ def _check_optimizer(content: dict[str, Any], where: str) -> None:
 
 
 def _content(source: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A name for messages, and the content.
+    """Return a name for messages, and the content.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the config cannot be read.
     """
     if isinstance(source, dict):
         return "the DeepSpeed config", source
@@ -486,15 +486,15 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _leaves(section: dict[str, Any], prefix: str, where: str) -> Iterator[tuple[str, Any]]:
-    """(dotted name as in `KEYS`, value) of every key.
+    """Yield (dotted name as in `KEYS`, value) of every key.
 
     Raises:
-        ConfigError: a key is unknown in a section, or is near to a known one. At the top, where DeepSpeed overlooks
-            what it does not know, others are named in the log.
+        ConfigError: a section has an unknown key, or an unknown top-level key resembles a known one. Other unknown
+            top-level keys are only logged, because DeepSpeed ignores them.
     """
     for given, value in section.items():
         name = prefix + _OTHER_NAMES.get(given, given)
-        if name == "zero_optimization" and isinstance(value, bool):  # an older form
+        if name == "zero_optimization" and isinstance(value, bool):  # deprecated form
             continue
         if name not in KEYS and f"{prefix}stage3_{given}" in KEYS:
             name = f"{prefix}stage3_{given}"
@@ -518,7 +518,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _asks(value: Any) -> bool:
-    """Whether a section, a flag or a number of GPUs asks for something."""
+    """Whether a section, flag or count enables a feature."""
     if isinstance(value, dict):
         return bool(value["enabled"]) if "enabled" in value else any(map(_asks, value.values()))
     if isinstance(value, int) and not isinstance(value, bool):
@@ -527,10 +527,10 @@ def _asks(value: Any) -> bool:
 
 
 def _checked(name: str, value: Any, where: str) -> Any:
-    """A value of the type that the key needs. JSON's 1e3 counts as the whole number that it is.
+    """Return the value with the key's type. A float such as 1e3 is accepted as an integer.
 
     Raises:
-        ConfigError: it is of another type.
+        ConfigError: the type or range is wrong.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
     if name == "steps_per_print" and value == math.inf:
@@ -553,15 +553,15 @@ def _checked(name: str, value: Any, where: str) -> Any:
 
 
 _LARGEST_POWER = 127
-"""Of 2, that fp32 holds."""
+"""Exponent of the largest power of two in fp32."""
 
 
 def _batch_sizes(
     said: dict[str, Any], auto: list[str], num_gpus: int, where: str
 ) -> tuple[int | None, int | None, int | None]:
-    """Rows of an update, rows of a micro-batch and micro-batches of a GPU; None for what is not known.
+    """Return rows per update, rows per micro-batch and micro-batches per GPU, None if unknown.
 
-    Two of them give the third; without an accumulation it is 1 (DeepSpeed's `_set_batch_related_parameters`).
+    Two of them determine the third; accumulation defaults to 1 (DeepSpeed's `_set_batch_related_parameters`).
 
     Raises:
         ConfigError: they do not multiply.
@@ -586,10 +586,10 @@ def _batch_sizes(
 
 
 def _options(said: dict[str, Any], auto: list[str], where: str) -> dict[str, Any]:
-    """Fields of `OffloadConfig`.
+    """Return fields of `OffloadConfig`.
 
     Raises:
-        ConfigError: something cannot be done.
+        ConfigError: a value is not supported.
     """
     options: dict[str, Any] = {}
     if "optimizer.type" in said:
@@ -632,7 +632,7 @@ def _options(said: dict[str, Any], auto: list[str], where: str) -> dict[str, Any
 
 
 def _optimizer(said: dict[str, Any], where: str) -> dict[str, Any]:
-    """Fields of `OffloadConfig`, at DeepSpeed's defaults where the file says nothing."""
+    """Return optimizer fields of `OffloadConfig`, with DeepSpeed's defaults."""
     optimizer = _OPTIMIZERS[str(said["optimizer.type"]).lower()]
     params = {key.rpartition(".")[2]: value for key, value in said.items() if key.startswith("optimizer.params.")}
     if not params.get("bias_correction", True):
@@ -652,7 +652,7 @@ def _adds_decay(said: dict[str, Any]) -> bool:
 
 
 def _dynamic_loss_scale(said: dict[str, Any]) -> dict[str, Any] | None:
-    """Fields of `DynamicLossScale`; None where the scale is fixed."""
+    """Return fields of `DynamicLossScale`, or None if the scale is fixed."""
     if said.get("fp16.loss_scale"):
         return None
     names = {

@@ -1,4 +1,4 @@
-"""The door for scripts written for DeepSpeed: `initialize`, and an engine with DeepSpeed's methods.
+"""DeepSpeed's API for existing scripts: `initialize`, and an engine with DeepSpeed's methods.
 
 import offloadkit as deepspeed
 
@@ -8,7 +8,7 @@ for inputs, labels in loader:
     engine.backward(loss)
     engine.step()
 
-Behind it is an `OffloadEngine`. What each key of the config becomes is in `config.py`.
+The engine wraps an `OffloadEngine`. `config.py` maps the keys of the config.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from offloadkit.telemetry import StepRecord
 logger = logging.getLogger(__name__)
 
 _NUM_WORKERS = 2
-"""Processes that read `training_data`: as many as DeepSpeed starts for one GPU, since their random states differ."""
+"""DataLoader workers for `training_data`: DeepSpeed's number for one GPU, since random states depend on it."""
 _LATEST = "latest"
-"""The file that names the newest checkpoint."""
+"""Name of the file that holds the newest checkpoint's tag."""
 _OTHER_DTYPE = re.compile("dtype|scalar type|[Ii]nput type")
-"""What torch's errors say about inputs of another dtype than the weights'."""
+"""Matches torch's errors about inputs whose dtype differs from the weights'."""
 
 
 def initialize(
@@ -71,27 +71,28 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | Path | dict[str, Any] | None = None,
 ) -> tuple[DeepSpeedEngine, Optimizer, DataLoader[Any] | None, Any]:
-    """As `deepspeed.initialize`: the model trained by an `OffloadEngine`, with what a ds_config.json says.
+    """Replacement for `deepspeed.initialize`: train the model with an `OffloadEngine` and the options of a
+    ds_config.json.
 
-    Where the launcher (torchrun, `deepspeed`) has started several processes, they train together.
+    Processes started by a launcher (torchrun, `deepspeed`) train together.
 
     Args:
-        args: `deepspeed_config` is the config's path, if `config` is None; `local_rank` is set.
-        optimizer: an AdamW, Adam or Lion whose groups are taken over, or what makes one of `model_parameters`. It goes
-            before the config's. Its param_groups are the engine's from here on; it is not stepped itself.
-        model_parameters: tensors, or dicts of groups. Parameters that are in none are frozen. None: all of the model.
-        training_data: a dataset; a torch DataLoader is made of it, of micro-batches, shuffled and shared by the ranks.
-        lr_scheduler: stepped after each update that was applied; or what makes one of the optimizer. It goes before
-            the config's.
-        distributed_port, dist_init_required: as for `init_distributed`; False: it is not called.
+        args: `deepspeed_config` is used if `config` is None; `local_rank` is set.
+        optimizer: an AdamW, Adam or Lion, or a function that makes one from `model_parameters`. Overrides the config's
+            optimizer. The engine takes over its param_groups and never calls its `step`.
+        model_parameters: tensors or group dicts; all other parameters are frozen. None: all parameters.
+        training_data: a dataset for a DataLoader of micro-batches, shuffled and sharded over the ranks.
+        lr_scheduler: a scheduler, or a function that makes one from the optimizer; stepped after each applied update.
+            Overrides the config's schedule.
+        distributed_port, dist_init_required: see `init_distributed`; with False it is not called.
         config, config_params: a path, or the content.
 
     Returns:
         The engine, its optimizer, the DataLoader or None, and the schedule or None.
 
     Raises:
-        ConfigError: the config or the optimizer asks for something that offloadkit cannot do, and what to do.
-        ModelError, DoesNotFitError and others: as `OffloadEngine`.
+        ConfigError: the config or the optimizer needs an unsupported feature; the message says what to do.
+        ModelError, DoesNotFitError and others: see `OffloadEngine`.
     """
     if model is None:
         raise ConfigError("initialize needs a model: initialize(model=model, config=...)")
@@ -134,8 +135,8 @@ def initialize(
         torch.cuda.set_device(device)
     offload = OffloadEngine(model, options, param_groups=parameters, device=device)
     if client is not None:
-        client.param_groups = offload.optimizer.param_groups  # a schedule made for the client's writes into these
-        client._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look at
+        client.param_groups = offload.optimizer.param_groups  # the client's schedules write into these groups
+        client._opt_called = True  # type: ignore[attr-defined]  # torch's schedules check this attribute
     if lr_scheduler is None and read.schedule is not None:
         try:
             lr_scheduler = schedule_named(read.schedule[0], offload.optimizer, read.schedule[1])
@@ -162,7 +163,7 @@ def initialize(
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed` (a flag for the script itself) and `--deepspeed_config PATH`, which `initialize` reads."""
+    """Add `--deepspeed` (a flag for the script) and `--deepspeed_config PATH`, which `initialize` reads."""
     group = parser.add_argument_group("DeepSpeed", "a config of DeepSpeed's, which offloadkit trains by")
     group.add_argument("--deepspeed", action="store_true", help="a flag for the script; it changes nothing here")
     group.add_argument("--deepspeed_config", default=None, type=str, metavar="PATH", help="ds_config.json")
@@ -178,15 +179,15 @@ def init_distributed(
     init_method: str | None = None,
     **_others: Any,
 ) -> None:
-    """Join the processes that a launcher has started, by its variables; a process alone makes a group of its own.
+    """Join the process group of the launcher's environment variables, or create a group of world size 1.
 
-    Nothing happens where torch.distributed is initialised already.
+    Does nothing if torch.distributed is initialized already.
 
     Args:
         dist_backend: None: NCCL for GPUs, gloo for the CPU.
-        distributed_port: of rank 0, if the launcher does not say one (MASTER_PORT).
-        timeout, init_method: as for `torch.distributed.init_process_group`.
-        auto_mpi_discovery, verbose: of DeepSpeed; not looked at.
+        distributed_port: port of rank 0, if MASTER_PORT is not set.
+        timeout, init_method: see `torch.distributed.init_process_group`.
+        auto_mpi_discovery, verbose: accepted for compatibility and ignored.
     """
     if dist.is_initialized():
         return
@@ -204,11 +205,11 @@ def init_distributed(
 
 
 class DeepSpeedEngine:
-    """An `OffloadEngine` with the methods that scripts call on DeepSpeed's. Other names are the module's.
+    """An `OffloadEngine` with DeepSpeed's methods. Other attributes are looked up on the module.
 
     Attributes:
         module: the model.
-        offload: the `OffloadEngine`: its plan, telemetry, `profile`, `move`.
+        offload: the `OffloadEngine` with the plan, telemetry, `profile` and `move`.
         optimizer: a `torch.optim.Optimizer`.
         lr_scheduler: the schedule, or None.
         training_dataloader: the DataLoader, or None.
@@ -216,8 +217,8 @@ class DeepSpeedEngine:
         device: where the model computes.
         micro_steps: calls of `step`.
         global_samples: rows of all updates so far.
-        skipped_steps: updates that were left out, because gradients overflowed. Without fp16 the newest one is counted
-            at the next `step`.
+        skipped_steps: updates skipped because gradients overflowed. Without fp16 the newest update is counted at the
+            next `step`.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class DeepSpeedEngine:
         self._schedule_ahead = 0
         self._dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(offload.config.working_dtype)
         self._casts, self._has_run = read.casts_inputs and self._dtype is not None, False
-        seen = weakref.WeakMethod(self._saw)  # the telemetry must not keep an engine that was dropped
+        seen = weakref.WeakMethod(self._saw)  # telemetry must not keep a dropped engine alive
 
         def saw(record: StepRecord) -> None:
             if (own := seen()) is not None:
@@ -245,10 +246,10 @@ class DeepSpeedEngine:
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward.
+        """Run the model's forward.
 
-        With `fp16.auto_cast`, floating-point inputs are cast to the working dtype, and outputs back to fp32. So they
-        are too if the first micro-batch would fail otherwise, since it is fp32.
+        With `fp16.auto_cast`, floating-point inputs are cast to the working dtype and outputs to fp32. The same casts
+        are enabled if the first micro-batch fails because its inputs are fp32.
         """
         if self._casts:
             return self._with_casts(args, kwargs)
@@ -286,18 +287,18 @@ class DeepSpeedEngine:
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_others: Any
     ) -> torch.Tensor:
-        """Backward of one micro-batch; gradients are the mean over micro-batches and ranks.
+        """Run backward of one micro-batch. Gradients are the mean over micro-batches and ranks.
 
         Args:
             loss: a scalar.
-            scale_wrt_gas: whether the loss is divided by the number of micro-batches; else the script has done it.
+            scale_wrt_gas: divide the loss by the number of micro-batches; False if the script does so.
 
         Returns:
-            The loss over the number of micro-batches.
+            The detached loss, divided by the number of micro-batches if `scale_wrt_gas`.
 
         Raises:
-            ConfigError: `retain_graph` is asked for.
-            EngineStateError, OutOfVramError: as `OffloadEngine.backward`.
+            ConfigError: `retain_graph` is True.
+            EngineStateError, OutOfVramError: see `OffloadEngine.backward`.
         """
         if retain_graph:
             raise ConfigError("backward(retain_graph=True): add the losses, and call backward once")
@@ -317,18 +318,19 @@ class DeepSpeedEngine:
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """From here on the script says where windows end, not the number of micro-batches."""
+        """Let the script mark the ends of accumulation windows from now on."""
         self._boundary = is_boundary
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Count a micro-batch; at the end of the window start the update, and step the schedule.
+        """Count a micro-batch; at the end of a window start the update and step the schedule.
 
         Args:
             lr_kwargs: for the schedule's `step`.
 
         Raises:
-            EngineStateError, NonFiniteGradientError, ...: as `OffloadEngine.step`. The `position` of a
-                `RolledBackError` is the checkpoint's `client_state`.
+            EngineStateError, NonFiniteGradientError, ...: see `OffloadEngine.step`. The `position` of a
+            `RolledBackError`
+                is the checkpoint's `client_state`.
         """
         is_boundary = self.is_gradient_accumulation_boundary()
         try:
@@ -346,7 +348,7 @@ class DeepSpeedEngine:
         if self._waits_for_the_norm and not math.isfinite(self.offload.grad_norm() or 0.0):
             self.skipped_steps += 1
             self._schedule_ahead += 1
-        if self._schedule_ahead:  # the schedule counts updates that were applied
+        if self._schedule_ahead:  # the schedule counts applied updates only
             self._schedule_ahead -= 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
@@ -359,12 +361,13 @@ class DeepSpeedEngine:
 
     @property
     def _waits_for_the_norm(self) -> bool:
-        """Overflows are usual in fp16, so the schedule must know of them. Elsewhere `step` does not wait: a schedule
-        that an update was left out of is one ahead for one update."""
+        """Whether `step` waits for the gradient norm. It does in fp16, where overflows are common, so that the schedule
+        can skip them. In other dtypes, after a skipped update the schedule runs one step ahead until the next
+        update."""
         return self.offload.loss_scale is not None
 
     def _saw(self, record: StepRecord) -> None:
-        """A record of the telemetry, which comes at a later `step`."""
+        """Process a telemetry record, which arrives at a later `step`."""
         if record.skipped and not self._waits_for_the_norm:
             self.skipped_steps += 1
             self._schedule_ahead += 1
@@ -373,33 +376,33 @@ class DeepSpeedEngine:
             print(f"step={record.step} | time (ms) | {phases}", flush=True)
 
     def was_step_applied(self) -> bool:
-        """Whether the newest `step` ended a window, and its update was not left out. It waits for the update's norm."""
+        """Whether the newest `step` ended a window and its update was not skipped. Waits for the update's norm."""
         return self._ended_a_window and math.isfinite(self.offload.grad_norm() or 0.0)
 
     def zero_grad(self) -> None:
-        """Nothing: gradients are gone after each update, and a window's are kept, as under DeepSpeed's ZeRO."""
+        """Do nothing, as with DeepSpeed's ZeRO: each update frees the gradients, and a window's gradients are kept."""
 
     # ---- what scripts ask --------------------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
-        """Rows of an update, of all ranks."""
+        """Rows per update over all ranks."""
         return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Rows of a micro-batch."""
+        """Rows per micro-batch."""
         assert self._read.micro_batch_size is not None
         return self._read.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one rank in an update."""
+        """Micro-batches per rank and update."""
         return self.offload.config.gradient_accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Rows of an update, rows of a micro-batch, and micro-batches of one rank in an update."""
+        """Rows per update, rows per micro-batch, and micro-batches per rank and update."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def steps_per_print(self) -> int | None:
-        """Updates between two lines; None: there are none."""
+        """Updates between printed lines; None disables them."""
         return self._read.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
@@ -407,7 +410,7 @@ class DeepSpeedEngine:
         return self._read.wall_clock_breakdown
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows the overflows."""
+        """Whether the loss scale is dynamic."""
         return self._read.dynamic_loss_scale is not None
 
     def zero_optimization(self) -> bool:
@@ -415,7 +418,7 @@ class DeepSpeedEngine:
         return self._read.stage > 0
 
     def zero_optimization_stage(self) -> int:
-        """What the config says; the plan decides where things live."""
+        """The config's stage, which has no effect on the plan."""
         return self._read.stage
 
     def fp16_enabled(self) -> bool:
@@ -427,7 +430,7 @@ class DeepSpeedEngine:
         return self._dtype == torch.bfloat16
 
     def gradient_clipping(self) -> float:
-        """The largest norm; 0 clips nothing."""
+        """The maximum gradient norm; 0 disables clipping."""
         return self.offload.config.max_grad_norm or 0.0
 
     def get_lr(self) -> list[float]:
@@ -439,16 +442,16 @@ class DeepSpeedEngine:
         return [tuple(group["betas"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the newest update's gradients, before clipping; it waits for it. None before the first one."""
+        """Gradient norm of the newest update before clipping; None before the first update. Waits for the norm."""
         return self.offload.grad_norm()
 
     @property
     def global_steps(self) -> int:
-        """Updates so far, those that were left out included."""
+        """Number of updates so far, including skipped ones."""
         return self.offload.num_updates
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not set yet
+        if name == "module":  # __init__ has not set it yet
             raise AttributeError(name)
         try:
             return getattr(self.module, name)
@@ -461,12 +464,12 @@ class DeepSpeedEngine:
             ) from error
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
-        """The module's training mode."""
+        """Set the module's training mode."""
         self.module.train(mode)
         return self
 
     def eval(self) -> DeepSpeedEngine:
-        """The module's evaluation mode."""
+        """Set the module's evaluation mode."""
         return self.train(False)
 
     # ---- saving ------------------------------------------------------------------------------------------------------
@@ -479,22 +482,22 @@ class DeepSpeedEngine:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write a checkpoint of offloadkit's into `save_dir`/`tag`; any number of ranks goes on from it.
+        """Write an offloadkit checkpoint to `save_dir`/`tag`. It can be loaded with any number of ranks.
 
         Args:
             tag: None: "global_step" and the number of updates.
-            client_state: numbers, texts, lists, dicts and tensors, which `load_checkpoint` gives back.
-            save_latest: whether `load_checkpoint` finds it without a tag.
-            exclude_frozen_parameters: of DeepSpeed; not looked at, since a checkpoint has all weights.
+            client_state: numbers, strings, lists, dicts and tensors, which `load_checkpoint` returns.
+            save_latest: record the tag, so that `load_checkpoint` finds it without a tag.
+            exclude_frozen_parameters: accepted for compatibility and ignored; a checkpoint has all weights.
 
         Returns:
             True.
 
         Raises:
-            ConfigError: `client_state` holds something else, or the schedule's state does.
-            EngineStateError, OutputError: as `OffloadEngine.save_checkpoint`.
+            ConfigError: `client_state` or the schedule's state holds an unsupported type.
+            EngineStateError, OutputError: see `OffloadEngine.save_checkpoint`.
         """
-        as_json(client_state or {}, "client_state")  # its error names it, before anything is written
+        as_json(client_state or {}, "client_state")  # raises before anything is written
         folder = Path(save_dir).expanduser()
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         counts = {each: getattr(self, each) for each in ("micro_steps", "global_samples", "skipped_steps")}
@@ -518,20 +521,21 @@ class DeepSpeedEngine:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from `save_checkpoint`, under any placement and on any number of ranks.
+        """Resume from a checkpoint of `save_checkpoint`, with any placement and any number of ranks.
 
         Args:
-            tag: None: the newest, by the file "latest"; the one saved before it, with a line, if that is broken.
-            load_module_strict: the names of the weights are always compared.
-            load_optimizer_states: False is as `load_module_only`.
-            load_lr_scheduler_states: whether the schedule goes on too; else it stays where it is.
-            load_module_only: take the weights alone, and begin anew with them.
+            tag: None: the tag in the file "latest", or if that checkpoint is broken the one saved before it.
+            load_module_strict: ignored; names of weights are always compared.
+            load_optimizer_states: False is the same as `load_module_only`.
+            load_lr_scheduler_states: False keeps the schedule's current state.
+            load_module_only: load the weights only and start a new run.
 
         Returns:
-            The checkpoint's folder and the saved `client_state`; twice None where there is no "latest".
+            The checkpoint's folder and the saved `client_state`; (None, None) if the file "latest" is missing.
 
         Raises:
-            ModelError, ConfigError: as `OffloadEngine.load_checkpoint`; or it is DeepSpeed's own. Nothing is changed.
+            ModelError, ConfigError: see `OffloadEngine.load_checkpoint`, or DeepSpeed wrote the checkpoint. Nothing is
+                changed then.
         """
         folder = Path(load_dir).expanduser()
         is_latest = tag is None
@@ -564,7 +568,7 @@ class DeepSpeedEngine:
         return str(found), self._go_on(position)
 
     def _go_on(self, position: dict[str, Any]) -> dict[str, Any]:
-        """Take the counts of a checkpoint's position; returns the client's state."""
+        """Restore the counts of a checkpoint's position; returns `client_state`."""
         for name, count in position["counts"].items():
             setattr(self, name, count)
         self._schedule_ahead = self._num_backwards = 0
@@ -575,13 +579,13 @@ class DeepSpeedEngine:
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the model's `state_dict()` in its working dtype, for `torch.load`. All ranks must call it.
+        """Write the model's `state_dict()` in its working dtype for `torch.load`. A collective call.
 
         Returns:
             True.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: the file cannot be written.
         """
         self.offload.synchronize()
         if self.global_rank == 0:
@@ -597,15 +601,15 @@ class DeepSpeedEngine:
         return True
 
     def destroy(self) -> None:
-        """`OffloadEngine.close`: the model keeps its trained weights."""
+        """Close the `OffloadEngine`; the model keeps its trained weights."""
         self.offload.close()
 
 
 def _the_config(args: Any, config: Any, config_params: Any) -> Any:
-    """The one config that was given.
+    """Return the only config that was passed.
 
     Raises:
-        ConfigError: there is none, or two.
+        ConfigError: none or several were passed.
     """
     by_args = getattr(args, "deepspeed_config", None)
     given = {"config": config, "config_params": config_params, "args.deepspeed_config": by_args}
@@ -619,7 +623,7 @@ def _the_config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameter groups of what a torch optimizer takes: tensors, or dicts."""
+    """Convert a torch optimizer's argument, tensors or dicts, to groups."""
     listed = list(parameters)
     if listed and isinstance(listed[0], dict):
         return listed_groups(listed) or []
@@ -627,10 +631,10 @@ def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _kind(client: Optimizer) -> str:
-    """Which of the optimizers of offloadkit a client's optimizer is.
+    """Return offloadkit's name for a client's optimizer.
 
     Raises:
-        ConfigError: none of them, or its decay is not theirs, or it has been stepped.
+        ConfigError: it is not supported, its weight decay is coupled, or it has been stepped.
     """
     name = type(client).__name__
     kinds = {"AdamW": "adamw", "Adam": "adamw", "FusedAdam": "adamw", "DeepSpeedCPUAdam": "adamw"}
@@ -656,7 +660,7 @@ def _kind(client: Optimizer) -> str:
 
 
 def _freeze_others(model: nn.Module, groups: list[dict[str, Any]]) -> None:
-    """Freeze the parameters that nobody wants to train: DeepSpeed does not step them either."""
+    """Freeze parameters that are in no group, since DeepSpeed does not step them either."""
     listed = {parameter for group in groups for parameter in group["params"]}
     others = [name for name, each in model.named_parameters() if each.requires_grad and each not in listed]
     if not others:
@@ -668,7 +672,7 @@ def _freeze_others(model: nn.Module, groups: list[dict[str, Any]]) -> None:
 
 
 def _local_rank() -> int:
-    """The number of this process on its host, and of its GPU; where no launcher says it, ranks go over the GPUs."""
+    """Index of this process and its GPU on the host. Without LOCAL_RANK, ranks are assigned to GPUs in turn."""
     return int(os.environ.get("LOCAL_RANK") or _rank() % max(torch.cuda.device_count(), 1))
 
 

@@ -1,4 +1,4 @@
-"""HuggingFace's own Trainer with DeepSpeed, set up from an `OffloadConfig` and a plan."""
+"""HuggingFace's Trainer with DeepSpeed, configured from an `OffloadConfig` and a plan."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ from offloadkit.planner import Dtype, Plan
 _Arguments = TypeVar("_Arguments", bound=TrainingArguments)
 _NAMES = {field.name for field in fields(TrainingArguments)}
 _RECOMPUTATION = "activation_checkpointing" if "activation_checkpointing" in _NAMES else "gradient_checkpointing"
-"""Its name among the arguments changed in transformers 5.17."""
+"""Name of the argument, which changed in transformers 5.17."""
 
 
 def deepspeed_arguments(
     args: _Arguments, offload: OffloadConfig | None = None, plan: Plan | None = None, *, logits: int = 0
 ) -> _Arguments:
-    """The same arguments, with which HuggingFace's own Trainer trains by DeepSpeed what `offload` asks for.
+    """Return arguments with which HuggingFace's own Trainer runs DeepSpeed as `offload` specifies.
 
         args = offloadkit.deepspeed_arguments(args, OffloadConfig(vram="24GiB"), plan)
         trainer = transformers.Seq2SeqTrainer(model=model, args=args, ...)
 
-    What DeepSpeed reads from the environment is set, in this process and for good. Under `torchrun`, `accelerate
-    launch` or the `deepspeed` launcher each rank is bound to its part of the cores.
+    Sets environment variables for DeepSpeed permanently in this process. With `torchrun`, `accelerate launch` or the
+    `deepspeed` launcher, each rank is bound to its share of the cores.
 
     Args:
-        offload: its placement chooses ZeRO's stage. Without one it is the fastest way that fits the plan's budgets.
-        plan: offloadkit's own for this model and these rows (`offloadkit.plan`); None: ZeRO-2 with states in RAM.
-        logits: elements that the model's head computes for a micro-batch, for the forecast of memory.
+        offload: its placement selects the ZeRO stage. Without a placement the fastest variant within the plan's limits.
+        plan: offloadkit's plan for this model and these rows (`offloadkit.plan`); None: ZeRO-2 with states in RAM.
+        logits: number of logits in a micro-batch, for the memory forecast.
 
     Raises:
-        ConfigError: DeepSpeed is not installed, or has no counterpart of an option.
-        DoesNotFitError: no way fits the plan's budgets.
+        ConfigError: DeepSpeed is not installed, or does not support an option.
+        DoesNotFitError: no variant is within the plan's limits.
     """
     check_installed()
     offload = engine_config(offload or OffloadConfig(), args)
@@ -80,7 +80,7 @@ def deepspeed_arguments(
     elements = BUCKET_ELEMENTS if plan is None else min(BUCKET_ELEMENTS, plan.num_parameters)
     sizes = {"batch_size": args.per_device_train_batch_size, "bucket_elements": elements}
     config = ds_config(zero, offload, _dtype(args), **sizes, pinned=torch.cuda.is_available())
-    changes: dict[str, Any] = {"deepspeed": config, "use_cpu": False}  # which accelerate takes for "no DeepSpeed"
+    changes: dict[str, Any] = {"deepspeed": config, "use_cpu": False}  # accelerate ignores DeepSpeed if use_cpu is True
     if zero.recomputed:
         changes |= {f"{_RECOMPUTATION}": True, f"{_RECOMPUTATION}_kwargs": {"use_reentrant": False}}
     return replace(args, **changes)
@@ -91,18 +91,18 @@ def _dtype(args: TrainingArguments) -> Dtype:
 
 
 class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
-    """HuggingFace's Trainer of a model that it has for itself. `close` ends DeepSpeed's engine.
+    """HuggingFace's Trainer for a model that nobody else uses. `close` destroys DeepSpeed's engine.
 
-    As in offloadkit's Trainer, a micro-batch weighs its share of the update's targets, on all ranks. HuggingFace's own
-    way sums the losses of models whose forward overlooks `num_items_in_batch`, T5's for one.
+    A micro-batch's loss is weighted by its share of the update's targets on all ranks, as in offloadkit's Trainer.
+    HuggingFace's Trainer instead sums the losses of models that ignore `num_items_in_batch`, such as T5.
     """
 
     loss_is_scaled_for_ga = True
     _mean_targets: Any = 1
-    """Targets of an update, a rank."""
+    """Mean number of targets per update and rank."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """As the Trainer; an order by length follows from the seed. (Private: there is no public hook.)"""
+        """As in the Trainer, but an order by length is determined by the seed. (Private: no public hook exists.)"""
         sampler = super()._get_train_sampler(train_dataset)
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
@@ -110,13 +110,13 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
         return OrderOfSeed(sampler, self.args)
 
     def get_train_dataloader(self) -> Any:
-        """As the Trainer; an order that follows from the epoch is told which one begins."""
+        """As in the Trainer, but tells samplers which epoch begins."""
         loader = super().get_train_dataloader()
         tell_epochs(loader)
         return loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer; counts the targets."""
+        """As in the Trainer, and counts the targets."""
         samples = super().get_batch_samples(*args, **kwargs)
         total = sum(int(num_targets(self.model, batch)) for batch in samples[0])
         self._mean_targets = max(1, self._sum_over_ranks(total)) / world.size()
@@ -125,7 +125,7 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As the Trainer in evaluation. In training the micro-batch's mean loss times its share."""
+        """As in the Trainer for evaluation; in training the micro-batch's mean loss times its share of targets."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs, count = with_a_target(inputs, num_targets(self.model, inputs))
@@ -135,10 +135,10 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
         return (found[0] * share, found[1]) if return_outputs else found * share
 
     def save_whole(self, folder: Path, tokenizer: Any) -> None:
-        """Write the trained model, as `from_pretrained` loads it. All ranks come here.
+        """Write the trained model for `from_pretrained`. A collective call.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: the model cannot be written.
         """
         model: Any = self.model
         state = self.accelerator.get_state_dict(self.deepspeed) if self.is_at_stage_3 else None
@@ -152,15 +152,15 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
 
     @property
     def is_at_stage_3(self) -> bool:
-        """Where weights are in pieces between their uses."""
+        """Whether weights are sharded between uses."""
         return bool(self.accelerator.state.deepspeed_plugin.zero_stage == 3)
 
     def any_rank(self, here: bool) -> bool:
-        """Whether something is so on any rank."""
+        """Whether `here` is True on any rank."""
         return self._sum_over_ranks(int(here)) > 0
 
     def any_flag(self, flags: int) -> int:
-        """The flags, bits, that are set on any rank."""
+        """Bitwise or of `flags` (4 bits) over all ranks."""
         return sum(1 << bit for bit in range(4) if self.any_rank(bool(flags >> bit & 1)))
 
     def _sum_over_ranks(self, number: int) -> int:
@@ -171,7 +171,7 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
         return int(found)
 
     def close(self) -> None:
-        """End the engine, and with it its memory. The model is of no use after it."""
+        """Destroy the engine and free its memory. The trainer's model is unusable afterwards."""
         if (engine := getattr(self, "deepspeed", None)) is not None:
             engine.destroy()
         for name in ("model", "model_wrapped", "deepspeed", "optimizer", "lr_scheduler"):
@@ -182,14 +182,14 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
 
 
 def model_of_its_own(source: ModelSource, config: OffloadConfig, args: TrainingArguments) -> Any:
-    """A model that DeepSpeed may take apart: read, drawn, or a copy of the given one. At stage 3 it is in RAM.
+    """Load, initialize or copy a model for DeepSpeed to modify. For stage 3 it is in RAM.
 
-    Attention is that of offloadkit's training without its kernels: T5's own default gave NaN gradients.
+    Attention is offloadkit's choice without its kernels, because T5's default gave NaN gradients.
     """
     settings: Any = of_transformers
     dtype, ours = DTYPES[_dtype(args)], args.hf_deepspeed_config
     device = torch.device("cpu") if ours.is_zero3() else args.device
-    settings.unset_hf_deepspeed_config()  # else transformers would cut the weights while they are read
+    settings.unset_hf_deepspeed_config()  # otherwise transformers would shard the weights while loading
     try:
         given: Any = source.model
         if given is not None:
@@ -206,7 +206,7 @@ def model_of_its_own(source: ModelSource, config: OffloadConfig, args: TrainingA
 
 
 def give_weights(trained: torch.nn.Module, model: torch.nn.Module) -> torch.nn.Module:
-    """`model` with the numbers of `trained`, on its device and in its dtype."""
+    """Put the parameters and buffers of `trained` into `model`, with their device and dtype."""
     found = {**dict(trained.named_parameters()), **dict(trained.named_buffers())}
     for name, own in (*model.named_parameters(), *model.named_buffers()):
         if name in found:
@@ -215,10 +215,10 @@ def give_weights(trained: torch.nn.Module, model: torch.nn.Module) -> torch.nn.M
 
 
 def newest_of_deepspeed(folder: Path) -> Path:
-    """The newest checkpoint of a training by DeepSpeed.
+    """Return the newest checkpoint of a DeepSpeed run.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: none exists.
     """
     found = [each for each in folder.glob("checkpoint-*") if (each / "trainer_state.json").is_file()]
     whole = [each for each in found if (each / "latest").is_file()]

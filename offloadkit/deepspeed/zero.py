@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO in our words: which stage does what a placement says, its configuration, and what it will take."""
+"""Translate an `OffloadConfig` to DeepSpeed's ZeRO: stage, configuration, and memory forecast."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from offloadkit.planner.plan import does_not_fit
 from offloadkit.units import format_bytes
 
 BUCKET_ELEMENTS = 200_000_000
-"""Gradients that travel together. DeepSpeed's own 500 million take 2 GB of VRAM, whatever the model's size."""
+"""Elements per gradient bucket. DeepSpeed's default of 500 million takes 2 GB of VRAM for any model size."""
 NEVER = 10**9
-"""Updates between two of DeepSpeed's own lines."""
+"""Value of steps_per_print that disables DeepSpeed's lines."""
 
 _LIVE_ELEMENTS = 10**9
-"""`stage3_max_live_parameters` and `sub_group_size`, as DeepSpeed sets them."""
+"""DeepSpeed's defaults of `stage3_max_live_parameters` and `sub_group_size`."""
 _PROCESS_BYTES = 2_350_000_000
-"""RAM of a process with torch, CUDA and DeepSpeed. With it the RAM below is within 1.5 % of what ZeRO-2 took in five
-runs on an H200, from T5-small to Llama-3.2-3B (benchmarks/results.csv)."""
+"""RAM of a process with torch, CUDA and DeepSpeed. With it, forecast RAM is within 1.5 % of the measured RAM of ZeRO-2
+in five runs on an H200, from T5-small to Llama-3.2-3B (benchmarks/results.csv)."""
 _CPU_PROCESS_BYTES = 600_000_000
-"""The same without CUDA: a T5 of 12 thousand parameters took 570 MB in all (torch 2.13 for the CPU, DeepSpeed 0.19)."""
+"""RAM of a process without CUDA: a T5 with 12,000 parameters took 570 MB in all (CPU torch 2.13, DeepSpeed 0.19)."""
 _LOSS_BYTES = 8
-"""An element of the logits takes them beside its own: its fp32 copy and that one's gradient."""
+"""Bytes per logit beyond the logit itself: its fp32 copy and that copy's gradient."""
 _OTHER_KERNELS = 1.3
-"""Activations that HuggingFace's attention and norms keep, as a multiple of those with ours: 1.29 for T5-3B, 1.11 for
-Llama-3.2-3B. With it the VRAM below was -0 to +10 % of what torch allocated (H200, ZeRO-2)."""
+"""Activations kept by HuggingFace's attention and norms relative to ours: 1.29 for T5-3B, 1.11 for Llama-3.2-3B. With
+it, forecast VRAM was -0 to +10 % of torch's allocation (H200, ZeRO-2)."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Zero:
     """One way to run DeepSpeed."""
 
     stage: Literal[1, 2, 3] = 2
-    """1 shares states between the GPUs, 2 gradients too, 3 weights too."""
+    """1 shards states over the GPUs, 2 also gradients, 3 also weights."""
     states: Literal["vram", "ram", "disk"] = "ram"
-    """Master weights and moments. The CPU steps them unless they are in VRAM."""
+    """Location of master weights and moments. The CPU steps them unless they are in VRAM."""
     weights: Literal["vram", "ram"] = "vram"
-    """Working weights; "ram" needs stage 3."""
+    """Location of working weights; "ram" needs stage 3."""
     recomputed: bool = False
     """Whether backward recomputes the blocks' activations."""
 
@@ -54,20 +54,20 @@ class Zero:
 
 
 LADDER = (Zero(states="vram"), Zero(), Zero(recomputed=True), Zero(3, weights="ram", recomputed=True))
-"""The fastest first, the leanest last."""
+"""Variants from the fastest to the one with the least memory."""
 
 
 def zero_for(config: OffloadConfig, plan: Plan | None, *, logits: int = 0, num_ranks: int = 1) -> Zero:
-    """How DeepSpeed does what `config` asks for: as its placement says, else the fastest way within the plan's budgets.
+    """Choose a ZeRO variant for `config`: the one of its placement, else the fastest within the plan's limits.
 
     Args:
-        plan: offloadkit's own for the same work, whose budgets and activations count; None: states in RAM.
-        logits: elements that the model's head computes for a micro-batch.
-        num_ranks: processes, each with a GPU of its own.
+        plan: offloadkit's plan for the same work, for its limits and activations; None: states in RAM.
+        logits: number of logits in a micro-batch.
+        num_ranks: number of processes, one per GPU.
 
     Raises:
-        ConfigError: something in `config` has no counterpart in DeepSpeed.
-        DoesNotFitError: no way fits.
+        ConfigError: an option of `config` has no counterpart in DeepSpeed.
+        DoesNotFitError: no variant fits.
     """
     check(config)
     if config.placement is not None:
@@ -94,9 +94,10 @@ def zero_for(config: OffloadConfig, plan: Plan | None, *, logits: int = 0, num_r
 
 
 def check(config: OffloadConfig) -> None:
-    """
+    """Check that DeepSpeed supports all options.
+
     Raises:
-        ConfigError: names each option that has no counterpart in DeepSpeed, and what to do.
+        ConfigError: lists unsupported options and what to do about each.
     """
     scale = config.loss_scale
     refused = {
@@ -115,9 +116,10 @@ def check(config: OffloadConfig) -> None:
 
 
 def _as_placed(placed: Placement, config: OffloadConfig) -> Zero:
-    """
+    """Translate a placement.
+
     Raises:
-        ConfigError: DeepSpeed cannot place things so.
+        ConfigError: DeepSpeed has no such placement.
     """
     if placed.activations == "offload":
         raise ConfigError(
@@ -139,13 +141,13 @@ def _as_placed(placed: Placement, config: OffloadConfig) -> Zero:
 def ds_config(
     zero: Zero, config: OffloadConfig, dtype: Dtype, *, batch_size: int, bucket_elements: int | None, pinned: bool
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration, without an optimizer: HuggingFace's Trainer makes the groups that do not decay.
+    """Return a DeepSpeed config without an optimizer, because HuggingFace's Trainer makes the no-decay groups.
 
     Args:
         dtype: of the working weights.
         batch_size: rows of a micro-batch of one GPU.
-        bucket_elements: gradients that travel together; None: DeepSpeed's own number.
-        pinned: whether RAM that is copied from is pinned.
+        bucket_elements: elements per gradient bucket; None: DeepSpeed's default.
+        pinned: whether to pin RAM for copies.
     """
     section: dict[str, Any] = {"stage": zero.stage, "contiguous_gradients": True, "overlap_comm": True}
     in_ram = {"device": "cpu", "pin_memory": pinned}
@@ -172,7 +174,7 @@ def ds_config(
 
 
 def _loss_scale(config: OffloadConfig) -> dict[str, Any]:
-    """Of the section fp16; its rule is that of `DynamicLossScale`."""
+    """Return the loss-scale keys of section fp16, whose rules equal `DynamicLossScale`'s."""
     scale = config.loss_scale
     if not isinstance(scale, DynamicLossScale) and scale != "dynamic":
         return {"loss_scale": scale}
@@ -187,18 +189,18 @@ def _loss_scale(config: OffloadConfig) -> dict[str, Any]:
     }
 
 
-# -- what it will take
+# -- memory forecast
 
 
 def zero_needs(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1) -> dict[str, int]:
-    """About how many bytes training takes: "vram" of each GPU, "ram" of all ranks together, which are on one host.
+    """Forecast the bytes of training: "vram" per GPU, "ram" over all ranks of one host.
 
-    torch pins memory in powers of two, which is a third of ZeRO's RAM for some models. Memory that torch reserves and
-    does not use is not counted.
+    torch pins memory in powers of two, which accounts for a third of ZeRO's RAM for some models. Reserved but unused
+    memory is not included.
 
     Args:
-        plan: offloadkit's own for the same work.
-        logits: elements that the model's head computes for a micro-batch.
+        plan: offloadkit's plan for the same work.
+        logits: number of logits in a micro-batch.
     """
     weight = 4 if _dtype(plan) == "fp32" else 2
     size, share = plan.num_parameters, -(-plan.num_parameters // num_ranks)
@@ -216,7 +218,7 @@ def zero_needs(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1) -
     if zero.stage == 3:
         vram += weight * min(size, _LIVE_ELEMENTS) if zero.weights == "vram" else 0
     if zero.states == "vram":
-        vram += (weight + 16) * share  # gradients, and in fp32 masters, both moments and the gradients that are stepped
+        vram += (weight + 16) * share  # gradients, and in fp32 master weights, two moments and the stepped gradients
     elif zero.states == "ram":
         masters = _in_groups(share, pinned) if zero.stage == 3 else pinned(4 * share)
         ram += masters + pinned(4 * share) + 8 * share + (pinned(weight * share) if zero.stage < 3 else 0)
@@ -224,12 +226,12 @@ def zero_needs(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1) -
     else:
         ram += (
             pinned(4 * share) + 3 * 4 * min(share, _LIVE_ELEMENTS) * 2
-        )  # gradients, and groups being read and written
+        )  # gradients, and groups in transfer from and to disk
     return {"vram": vram, "ram": ram * num_ranks}
 
 
 def forecast_line(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1) -> str:
-    """What `zero_needs` says, beside offloadkit's own plan."""
+    """Format the forecast of `zero_needs` next to offloadkit's plan."""
     needs, own = zero_needs(zero, plan, logits=logits, num_ranks=num_ranks), plan.needs()
     if plan.on_cpu:
         said = f"about {format_bytes(sum(needs.values()))} of RAM"
@@ -246,7 +248,7 @@ def _dtype(plan: Plan) -> Dtype:
 
 
 def activation_bytes(plan: Plan, *, recomputed: bool) -> int:
-    """VRAM of a micro-batch's activations, 0 where the plan does not know the micro-batch."""
+    """VRAM of a micro-batch's activations; 0 if the plan does not know the micro-batch."""
     work = plan.basis.work
     if work is None:
         return 0
@@ -255,11 +257,11 @@ def activation_bytes(plan: Plan, *, recomputed: bool) -> int:
 
 
 def _in_groups(share: int, pinned: Callable[[int], int]) -> int:
-    """Stage 3 keeps fp32 master weights in groups of `sub_group_size`."""
+    """Bytes of stage 3's fp32 master weights, which are pinned in groups of `sub_group_size`."""
     whole, rest = divmod(share, _LIVE_ELEMENTS)
     return whole * pinned(4 * _LIVE_ELEMENTS) + (pinned(4 * rest) if rest else 0)
 
 
 def _power_of_two(number: int) -> int:
-    """The least one that is not less."""
+    """Round up to a power of two."""
     return 1 << max(0, number - 1).bit_length()

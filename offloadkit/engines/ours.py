@@ -1,4 +1,4 @@
-"""offloadkit itself, set up as `finetune` sets it up."""
+"""offloadkit's engine, set up as in `finetune`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from offloadkit.planner.plan import check_fits
 
 
 class Offloadkit(Engine):
-    """`OffloadEngine` by a plan within the limits: weights drawn layer by layer into their places, loss in chunks."""
+    """`OffloadEngine` with a plan within the limits; weights are drawn layer by layer, the loss computed in chunks."""
 
     def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
         """
         Raises:
-            DoesNotFitError: by the plan.
+            DoesNotFitError: no plan fits.
         """
         model = lazy_model(work, dtype, device)
         config, plan = planned(model, work, device)
@@ -34,10 +34,10 @@ class Offloadkit(Engine):
         self._model.synchronize()
 
     def row(self) -> dict[str, Any]:
-        """What was planned, by which rates of the machine, and where the last step's time went. RAM is that of all
-        ranks of this host; "received" are bytes from other ranks in a step.
+        """Return the plan's figures, the machine's rates and the phases of the last step.
 
-        Where memory ran out, it is the plan to which the engine has moved; "moves" has the reasons then.
+        RAM is the sum over this host's ranks; "received" counts bytes from other ranks per step. After OOM recovery the
+        plan is the current one, and "moves" has the reasons.
         """
         made, moves = self._model.plan, self._model.telemetry.moves
         seconds, machine = made.seconds, made.basis and made.basis.hardware

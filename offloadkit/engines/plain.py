@@ -1,4 +1,4 @@
-"""Plain training with everything on the device, as HuggingFace's users have it."""
+"""Plain HuggingFace training with everything on the device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from offloadkit.engines.work import Work, plain_model
 from offloadkit.planner import Dtype
 
 FP16_LOSS_SCALE = 1024.0
-"""Keeps fp16 gradients from underflowing."""
+"""Static loss scale that keeps fp16 gradients from underflowing."""
 ELEMENTS_AT_ONCE = 1 << 26
-"""Gradients that are converted to fp32 together: 256 MiB, where those of a whole model would take 4 bytes each."""
+"""Gradient elements converted to fp32 at a time: 256 MiB instead of 4 bytes per parameter of the model."""
 
 
 class Baseline(Engine):
-    """Working weights of 16 bits beside fp32 master weights, or fp32 alone; fused AdamW; clipping.
+    """16-bit working weights with fp32 master weights, or fp32 alone; fused AdamW; clipping.
 
     Attributes:
         weights: the trained parameters.
-        masters: the fp32 tensors that are stepped; `weights` themselves in fp32.
-        parts: the ranges of `weights` that are stepped one after the other.
+        masters: the fp32 tensors that are stepped; identical to `weights` in fp32.
+        parts: ranges of `weights` that are stepped one after the other.
     """
 
     def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Baseline(Engine):
         (loss * (self._loss_scale / self._num_micro_batches)).backward()  # type: ignore[no-untyped-call]
 
     def step(self, is_boundary: bool) -> None:
-        """At a boundary: clip, step the masters part by part, round them to the working weights."""
+        """At a boundary: clip, step the master weights part by part, copy them to the working weights."""
         if not is_boundary:
             return
         torch.nn.utils.clip_grad_norm_(self.weights, MAX_GRAD_NORM * self._loss_scale)
@@ -62,7 +62,7 @@ class Baseline(Engine):
 
 
 def _parts(weights: list[torch.Tensor]) -> list[slice]:
-    """Neighbours of at most `ELEMENTS_AT_ONCE` elements together; a larger tensor is alone."""
+    """Group consecutive weights up to `ELEMENTS_AT_ONCE` elements; a larger tensor is a group by itself."""
     parts, first, size = [], 0, 0
     for index, weight in enumerate(weights):
         if index > first and size + weight.numel() > ELEMENTS_AT_ONCE:
