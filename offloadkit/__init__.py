@@ -1,7 +1,6 @@
 """offloadkit: exact AdamW training with what does not fit on the GPU in host RAM.
 
-The public names are loaded when they are first asked for: `import offloadkit` itself loads neither torch nor
-transformers.
+Public names are imported on first use: `import offloadkit` loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _HOME = {
     "plan": "planning",
     "sweep": "comparing.sweeping",
 }
-"""Where each public name is defined. No module bears the name of a public function, so neither hides the other."""
+"""Modules of the public names. No module has the name of a public function, so that neither hides the other."""
 
 __all__ = [
     "Comparison",
@@ -109,7 +108,7 @@ register_reader(_reader_of_deepspeed)
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, loaded now and kept."""
+    """Import a public name on first use."""
     if name not in _HOME:
         raise AttributeError(f"module 'offloadkit' has no attribute {name!r}")
     if name == "finetune" and not is_loaded("torch"):

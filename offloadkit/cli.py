@@ -1,4 +1,4 @@
-"""The command line: `offloadkit demo | doctor | plan | train | compare | sweep`. Errors of ours are one message."""
+"""The command line: `offloadkit demo | doctor | plan | train | compare | sweep`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def _root(
     pass
 
 
-atexit.register(gc.freeze)  # else Python's exit looks through all objects of torch and transformers: most of a second
+# Otherwise Python's exit scans all objects of torch and transformers, which takes most of a second.
+atexit.register(gc.freeze)
 
 Model = Annotated[str, typer.Argument(help="Preset (t5-3b, llama-3.1-8b, ...), folder, or hub name.")]
 Tokenizer = Annotated[
@@ -74,7 +75,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _command(command: Command) -> Command:
-    """A command of `app` that prints an `OffloadkitError` as one message and exits with 1; Ctrl-C exits with 130. Other
+    """Register a command. An `OffloadkitError` is printed as one message and exits with 1, Ctrl-C exits with 130; other
     errors keep their traceback."""
 
     @functools.wraps(command)
@@ -97,7 +98,7 @@ def _command(command: Command) -> Command:
 
 
 def _how_to_go_on(output: Path) -> str:
-    """Where `--resume` would continue from, for the end of a message."""
+    """End of a message: the checkpoint that `--resume` would continue from."""
     from offloadkit.checkpoint.folder import newest_checkpoint
     from offloadkit.errors import ConfigError
 
@@ -185,7 +186,7 @@ def plan(
 
 
 def _rows(batch_size: str) -> int | Literal["auto"]:
-    """`--batch-size` as a number or "auto"."""
+    """Parse `--batch-size`."""
     if batch_size == "auto":
         return "auto"
     if not batch_size.lstrip("-").isdigit():
@@ -296,9 +297,9 @@ def train(
 
 
 def _share_or_name(eval_dataset: str | None) -> float | str | None:
-    """`--eval-dataset` as a share of the rows, if it is a number and no file."""
+    """Convert `--eval-dataset` to a share of the rows, if it is a number and not a file."""
     if eval_dataset is None or why_no_name(eval_dataset) or Path(eval_dataset).exists():
-        return eval_dataset  # `finetune` refuses a name that is none
+        return eval_dataset  # `finetune` rejects invalid names
     try:
         return float(eval_dataset)
     except ValueError:
@@ -306,8 +307,8 @@ def _share_or_name(eval_dataset: str | None) -> float | str | None:
 
 
 def _settings(given: list[str]) -> dict[str, Any]:
-    """`--set KEY=VALUE` as training arguments. A value is JSON (0.1, true, [1, 2]) or Python's True, False and None;
-    anything else is text, and so is the value of an argument that takes nothing else."""
+    """Parse `--set KEY=VALUE` options. Values are JSON (0.1, true, [1, 2]) or Python's True, False and None; other
+    values, and all values of string arguments, are strings."""
     from offloadkit.hf.arguments import INSTEAD, argument_names, did_you_mean, is_text
 
     found: dict[str, Any] = {}
@@ -344,7 +345,7 @@ _HAVE_OPTIONS = {
     "lr": "--learning-rate",
     "seed": "--seed",
 }
-"""Training arguments that `--set` does not take."""
+"""Training arguments that `--set` rejects, and their own options."""
 
 
 @_command

@@ -1,7 +1,7 @@
-"""`finetune(num_gpus=N)`: what the process that asks for it does while a rank on each GPU trains.
+"""`finetune(num_gpus=N)`: launch a rank per GPU and wait for the result.
 
-Each rank calls `finetune` with the same arguments, as it would under torchrun. This process shows one monitor, with
-what the ranks tell it, and hands back rank 0's result. A model that was given gets its trained weights.
+Each rank calls `finetune` with the same arguments, as under torchrun. This process shows one monitor with the ranks'
+records, and returns rank 0's result. A model that was passed in gets the trained weights.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ State = Literal["finished", "stopped", "failed"]
 
 
 def check_num_gpus(num_gpus: Any, *, on_cpu: bool) -> None:
-    """
+    """Check that the GPUs exist.
+
     Raises:
-        ConfigError: there are not so many GPUs, or a launcher has started this process as one of several.
+        ConfigError: the machine has fewer GPUs, or a launcher started this process as one of several.
     """
     if type(num_gpus) is not int or num_gpus < 1:
         raise ConfigError(f"num_gpus must be a whole number >= 1, got {num_gpus!r}")
@@ -47,17 +48,17 @@ def check_num_gpus(num_gpus: Any, *, on_cpu: bool) -> None:
 
 
 def on_several_gpus(finetune: Callable[..., Any], num_gpus: int, arguments: dict[str, Any]) -> Any:
-    """What `finetune(**arguments)` returns on rank 0 of `num_gpus` ranks.
+    """Return the result of `finetune(**arguments)` on rank 0 of `num_gpus` ranks.
 
     Raises:
         ConfigError: an argument cannot be sent to other processes.
         RankError: a rank was killed.
-        BaseException: as `finetune`.
+        BaseException: from `finetune`.
     """
     output = Path(arguments["output_dir"]).absolute()
     folder = next(each for each in (output, *output.parents) if each.is_dir())
     if not os.access(folder, os.W_OK):
-        folder = Path(tempfile.gettempdir())  # rank 0 says what is wrong with the other one
+        folder = Path(tempfile.gettempdir())  # rank 0 reports the unwritable output folder
     is_drawn = arguments["monitor"] and can_be_drawn()
     shown = SharedMonitor(num_gpus, is_drawn=is_drawn)
     given = arguments["model"] if isinstance(arguments["model"], torch.nn.Module) else None
@@ -80,7 +81,7 @@ def on_several_gpus(finetune: Callable[..., Any], num_gpus: int, arguments: dict
 def train_on_rank(
     finetune: Callable[..., Any], is_given: bool, **arguments: Any
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """On a rank: the result, and beside it the weights of a model that was given; nothing but on rank 0."""
+    """Return the result and, if the model was passed in, its weights; (None, {}) on other ranks than 0."""
     result = finetune(**arguments)
     if world.rank():
         return None, {}
@@ -88,17 +89,20 @@ def train_on_rank(
 
 
 def take_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Give `model` the trained weights, in the dtype that they were trained in; each stays on its device."""
+    """Replace the tensors of `model` with the trained ones, keeping devices but not dtypes."""
     for name, own in (*model.named_parameters(), *model.named_buffers()):
         if name in weights:
             own.data = weights[name].to(own.device)
 
 
 class TellingMonitor(Monitor):
-    """A rank's monitor: it tells the process that has launched the ranks what that one's monitor shows."""
+    """A rank's monitor, which sends its records to the launching process."""
 
     def __init__(self, plan: Plan, *, baseline_seconds: float | None, is_drawn: bool) -> None:
-        """is_drawn: whether the other process draws."""
+        """
+        Args:
+            is_drawn: whether the launching process draws.
+        """
         super().__init__(plan, baseline_seconds=baseline_seconds, display="none")
         self._is_drawn = is_drawn
         self._told_plan: Plan | None = None
@@ -116,7 +120,7 @@ class TellingMonitor(Monitor):
 
     def _tell(self, record: StepRecord) -> None:
         if world.rank() == 0 and self.telemetry.plan is not self._told_plan:
-            self._told_plan = self.telemetry.plan  # after a move
+            self._told_plan = self.telemetry.plan  # the plan has changed
             told(("plans", self._told_plan))
         told(("did", record))
 
@@ -127,10 +131,10 @@ class TellingMonitor(Monitor):
 
 
 class SharedMonitor:
-    """One monitor for all ranks, in the process that launched them.
+    """One monitor for all ranks, in the launching process.
 
     Attributes:
-        monitor: None until rank 0 begins to train.
+        monitor: None until rank 0 starts training.
     """
 
     def __init__(self, num_ranks: int, *, is_drawn: bool) -> None:
@@ -139,7 +143,7 @@ class SharedMonitor:
         self._steps: dict[int, dict[int, StepRecord]] = {}
 
     def hear(self, rank: int, message: tuple[Any, ...]) -> None:
-        """Show what a rank tells."""
+        """Handle a rank's message."""
         kind, *what = message
         if kind == "begins":
             plan, total_steps, steps_before, baseline_seconds, machine = what
@@ -155,7 +159,7 @@ class SharedMonitor:
             self._add(rank, what[0])
 
     def _add(self, rank: int, record: StepRecord) -> None:
-        """Show a step when all ranks have told of it: rank 0's, with the tokens of all and the mean of their losses."""
+        """Show a step once all ranks have sent it: rank 0's record with the tokens of all ranks and the mean loss."""
         of_step = self._steps.setdefault(record.step, {})
         of_step[rank] = record
         if self.monitor is None or len(of_step) < self._num_ranks:
@@ -177,6 +181,6 @@ class SharedMonitor:
         return stop is not None and stop.requested and not stop.ends_process  # `launch` forwards other signals
 
     def close(self, state: State) -> None:
-        """End the monitor, if it was begun."""
+        """Close the monitor if it exists."""
         if self.monitor is not None:
             self.monitor.close(state)

@@ -1,4 +1,4 @@
-"""The first seconds of a run, while libraries load: a sign of life, and nothing that takes longer than it must."""
+"""The first seconds of a run, while libraries load: print progress, and avoid unnecessary work."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from contextlib import contextmanager
 
 
 def say(doing: str) -> None:
-    """Print a line on stderr that says what takes the next seconds."""
+    """Print a line on stderr about work that takes seconds."""
     print(f"offloadkit: {doing} ...", file=sys.stderr, flush=True)
 
 
 def is_loaded(library: str) -> bool:
-    """Whether this process has imported it."""
+    """Whether this process has imported `library`."""
     return library in sys.modules
 
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Keep Python's garbage collector from running inside this context.
+    """Disable Python's garbage collector.
 
-    Imports make hundreds of thousands of objects that stay. The collector goes over them again and again, which takes
-    a fifth of the time that transformers needs to load.
+    Imports create hundreds of thousands of permanent objects. Scanning them repeatedly takes a fifth of the time that
+    transformers needs to load.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Requests to stop after the current step: a button, an interrupt, SIGTERM or SIGHUP (a machine is taken back)."""
+"""Requests to stop after the current step: a button, an interrupt, SIGTERM or SIGHUP (a preempted machine)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stop:
-    """A request to stop. Once made, it stays.
+    """A request to stop, which cannot be withdrawn.
 
     Attributes:
-        heeded: whether the loop has read `requested` yet, or promises to. Until then a signal does what it did before.
-        signal: which signal requested it, and when (`time.monotonic`); None where none did.
+        heeded: whether the loop has read `requested`, or promises to. Until then signals have their previous effect.
+        signal: the signal that requested the stop, and its time (`time.monotonic`); None if no signal did.
     """
 
     _active: ClassVar[list[Stop]] = []
@@ -32,28 +32,28 @@ class Stop:
 
     @property
     def requested(self) -> bool:
-        """Whether to stop now. A loop that reads this promises to read it after every step."""
+        """Whether to stop now. A loop that reads this once must read it after every step."""
         self.heeded = True
         return self._wished.is_set()
 
     @property
     def wished(self) -> bool:
-        """As `requested`, for displays: reading it promises nothing."""
+        """As `requested`, for displays: reading it does not set `heeded`."""
         return self._wished.is_set()
 
     @property
     def ends_process(self) -> bool:
-        """Whether SIGTERM or SIGHUP requested it: soon after it the process is killed."""
+        """Whether SIGTERM or SIGHUP requested the stop, so that the process will soon be killed."""
         return self.signal is not None and self.signal[0] != signal.SIGINT
 
     def request(self) -> None:
-        """Stop after the current step. May be called on any thread."""
+        """Request a stop after the current step. Thread-safe."""
         self._wished.set()
 
     def catch_signals(self) -> None:
-        """Turn signals into requests to stop; a second one does what it did before. Signals that are ignored stay so.
+        """Turn signals into stop requests; a second signal has its previous effect. Ignored signals stay ignored.
 
-        On the main thread alone; elsewhere Python can install nothing, and a line says so.
+        Works on the main thread only, because Python cannot install handlers elsewhere; a line says so.
         """
         if self in Stop._active:
             return
@@ -67,12 +67,12 @@ class Stop:
         if not Stop._active:
             for number in SIGNALS:
                 before = signal.getsignal(number)
-                if before is not signal.SIG_IGN and before is not None:  # None: it was not installed from Python
+                if before is not signal.SIG_IGN and before is not None:  # None: not installed from Python
                     Stop._before[number] = signal.signal(number, Stop._received)
         Stop._active.append(self)
 
     def let_signals_go(self) -> None:
-        """Restore what signals did before."""
+        """Restore the previous signal handlers."""
         if self not in Stop._active:
             return
         Stop._active.remove(self)
@@ -101,9 +101,9 @@ class Stop:
 
 @contextmanager
 def forwarded(to: Callable[[int], object]) -> Iterator[None]:
-    """While it is open, SIGTERM and SIGHUP of this process go `to` those that train, and a second one ends it.
+    """Forward this process's SIGTERM and SIGHUP to `to`; a second one ends the process.
 
-    On the main thread alone. Signals that are ignored stay so.
+    Works on the main thread only. Ignored signals stay ignored.
     """
     before: dict[int, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Threads as Python has them. Where the system starts no more of them, the error says so, and what to do."""
+"""Python's threads with a clear error if the system refuses to start one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Thread(threading.Thread):
     """A thread whose `start` raises `ThreadLimitError`."""
 
     def start(self) -> None:
-        """Begin. Raises `ThreadLimitError`."""
+        """Start the thread. Raises `ThreadLimitError`."""
         with _named(self.name):
             super().start()
 
@@ -27,7 +27,7 @@ class ThreadPool(ThreadPoolExecutor):
     """A pool whose `submit` and `map` raise `ThreadLimitError`."""
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """As of `ThreadPoolExecutor`. Raises `ThreadLimitError`."""
+        """See `ThreadPoolExecutor`. Raises `ThreadLimitError`."""
         with _named("of a pool"):
             return super().submit(fn, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Sizes and times as people write them: reads "8GiB", and writes "1.23 GiB" and "45.6 ms"."""
+"""Parse and format sizes and times: "8GiB", "1.23 GiB", "45.6 ms"."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", sta
 
 _MOST_DIGITS = 100
 _LARGEST = 2**60
-"""Bytes. No machine has so many."""
+"""Bytes, more than any machine has."""
 
 
 def parse_bytes(size: int | str, option: str = "a size") -> int:
-    """Bytes of a size: an int, or a string such as "8GiB", "512 MB" or "8589934592".
+    """Parse a size in bytes: an int, or a string such as "8GiB", "512 MB" or "8589934592".
 
     Args:
-        option: whose value it is, for messages.
+        option: name of the option, for messages.
 
     Raises:
-        ConfigError: it is not a size, or it is less than 64 KiB, which means that a unit is missing, or more than any
-            machine has.
+        ConfigError: it is not a size, is below 64 KiB (a unit is missing), or is more than any machine has.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise ConfigError(f"{option} must be bytes, a string such as '8GiB', or None; got {shown(size)}")
@@ -60,14 +59,14 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def rounded_up(num_bytes: int) -> int:
-    """The least size that is not smaller and that `format_bytes` writes without rounding."""
+    """Round up to a size that `format_bytes` writes exactly."""
     size = next((size for size in (2**30, 2**20) if num_bytes >= 0.9995 * size), 1024)
     shift = 10.0 ** max(0, 2 - math.floor(math.log10(max(num_bytes, size) / size)))
     return int(math.ceil(num_bytes / size * shift) / shift * size)
 
 
 def rounded(number: float, digits: int = 3) -> str:
-    """At least that many digits, and no power of ten: 1.23, 12.3, 123, 1234."""
+    """Format with at least this many digits and without an exponent: 1.23, 12.3, 123, 1234."""
     return f"{number:.{digits}g}" if number < 10**digits - 0.5 else f"{number:.0f}"
 
 

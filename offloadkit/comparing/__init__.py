@@ -1,1 +1,1 @@
-"""How engines compare, what larger batches cost, what offloading costs: measured in fresh processes, drawn, saved."""
+"""Compare engines, sweep batch sizes, and measure the cost of offloading, in fresh processes."""

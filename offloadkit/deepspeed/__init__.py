@@ -1,1 +1,1 @@
-"""DeepSpeed: `OffloadEngine` runs its configs and scripts, and `finetune` can train by it."""
+"""DeepSpeed: `OffloadEngine` runs its configs and scripts, and `finetune` can train with it."""

@@ -1,4 +1,4 @@
-"""What a process needs before DeepSpeed runs in it: the package, its variables, its cores, its compiled AdamW."""
+"""Prepare a process for DeepSpeed: package, environment variables, cores, compiled AdamW."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ NOT_INSTALLED = "deepspeed is not installed: pip install 'offloadkit[deepspeed]'
 
 
 def is_installed() -> bool:
-    """Whether DeepSpeed can be imported. It is not imported here."""
+    """Whether DeepSpeed can be imported. Does not import it."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
 def check_installed() -> None:
     """
     Raises:
-        ConfigError: with the command that installs it.
+        ConfigError: DeepSpeed is not installed; the message has the install command.
     """
     if not is_installed():
         raise ConfigError(NOT_INSTALLED)
 
 
 def prepare(*, on_cpu_steps: bool, to_disk: bool = False) -> None:
-    """Set the variables that DeepSpeed reads, bind this rank to its cores, and compile what is compiled at first use.
+    """Set DeepSpeed's environment variables, bind this rank to its cores, and compile extensions.
 
-    A process that no launcher has started becomes a group of its own.
+    Without a launcher the process forms a group of world size 1.
 
     Args:
-        on_cpu_steps: whether the CPU steps.
-        to_disk: whether states go to a disk.
+        on_cpu_steps: whether the CPU steps the optimizer.
+        to_disk: whether states are on disk.
 
     Raises:
-        ConfigError: DeepSpeed is not installed, or what it compiles cannot be compiled.
+        ConfigError: DeepSpeed is not installed, or an extension cannot be compiled.
     """
     check_installed()
-    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")  # it refuses nvcc's of other minor versions, which do
+    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")  # DeepSpeed rejects other minor versions of nvcc, which work
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if "RANK" not in os.environ:
@@ -65,7 +65,7 @@ def prepare(*, on_cpu_steps: bool, to_disk: bool = False) -> None:
         try:
             with building("cpu_adam"):
                 CPUAdamBuilder().load(verbose=False)
-        except Exception as error:  # whatever a compiler and its driver do
+        except Exception as error:  # compilers and their drivers may raise anything
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError(
                 f"DeepSpeed cannot compile its AdamW for CPUs ({first}): it needs a C++ compiler (`apt install g++`) "
@@ -74,7 +74,7 @@ def prepare(*, on_cpu_steps: bool, to_disk: bool = False) -> None:
 
 
 def become_a_group() -> None:
-    """Set the variables that torch.distributed reads, for a world of this one process."""
+    """Set torch.distributed's environment variables for world size 1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -83,10 +83,10 @@ def become_a_group() -> None:
 
 
 def bind_cores() -> None:
-    """Give each rank of a host its part of the cores, for the CPU's step: unbound, all ranks share all of them.
+    """Give each rank of a host its share of the cores for the CPU step; otherwise all ranks would share all cores.
 
-    Nothing is done for a process that is alone on its host, nor where OMP_NUM_THREADS says more than torchrun's 1: the
-    `deepspeed` launcher has bound the ranks then, or the user.
+    Does nothing for a single rank per host, or if OMP_NUM_THREADS is not torchrun's 1: the `deepspeed` launcher or the
+    user has then bound the ranks.
     """
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
     cores = sorted(hardware.own_cores())
@@ -101,10 +101,7 @@ def bind_cores() -> None:
 
 @contextmanager
 def left_as_it_was() -> Iterator[None]:
-    """Inside this context DeepSpeed may run. After it the process is in the group, and has the variables, that it had.
-
-    The Trainer's settings for DeepSpeed, which transformers keeps globally, are gone too.
-    """
+    """Restore the process group, the environment variables and transformers' global DeepSpeed settings afterwards."""
     import torch.distributed as dist
 
     before = {name: os.environ.get(name) for name in (*GROUP_VARIABLES, "ACCELERATE_USE_DEEPSPEED")}
@@ -131,9 +128,9 @@ def left_as_it_was() -> Iterator[None]:
 
 @contextmanager
 def building(extension: str) -> Iterator[None]:
-    """While a torch extension is built: ninja is found beside Python, and no other process builds the same one.
+    """Build a torch extension with ninja on PATH, and with a lock against concurrent builds.
 
-    torch's own lock is a file that a killed build leaves behind; the next build would wait for ever. This lock ends
+    torch's own lock is a file that a killed build leaves behind, so that the next build waits forever. This lock ends
     with its process.
     """
     from torch.utils.cpp_extension import _get_build_directory

@@ -1,4 +1,4 @@
-"""A step of plain training with everything on the device, measured in a fresh process."""
+"""Measure a step of plain training with everything on the device in a fresh process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offloadkit.planner import Dtype
 from offloadkit.units import format_seconds
 
 _NUM_ROWS = 1024
-"""Rows that typical lengths are taken from."""
+"""Number of rows to take typical lengths from."""
 
 
 def measured_baseline(
@@ -37,15 +37,15 @@ def measured_baseline(
     dtype: Dtype,
     folder: Path,
 ) -> float | None:
-    """Seconds of a step of plain training, with micro-batches as long as `data`'s are on average.
+    """Return seconds per step of plain training, with micro-batches of `data`'s mean padded lengths.
 
-    None, and the reason is printed, where it cannot be measured.
+    Prints the reason and returns None if it cannot be measured.
 
     Args:
-        model: what `finetune` takes.
-        by_length: as for `padded_lengths`.
+        model: as in `finetune`.
+        by_length: see `padded_lengths`.
         dtype: of the working weights.
-        folder: keeps what was measured for the next time.
+        folder: keeps measurements for the next call.
     """
     print("measuring a step without offloading ...", flush=True)
     try:
@@ -63,7 +63,7 @@ def _measured(
 ) -> float:
     """
     Raises:
-        OffloadkitError: it cannot be measured, for instance because the model cannot be made again from its config.
+        OffloadkitError: it cannot be measured, for example because the model cannot be rebuilt from its config.
     """
     by_name = isinstance(model, str | os.PathLike)
     if not by_name and not type(model).__module__.startswith("transformers."):
@@ -91,7 +91,7 @@ def _measured(
 
 
 def forecasts_of(works: Sequence[Work], runs: Runs) -> list[Forecast | Row]:
-    """What the plan says of each; a row where it cannot say anything."""
+    """Return a forecast per work, or a row with the reason if planning fails."""
     planned = runs.row({"mode": "plan", "works": [work.to_dict() for work in works]})
     if planned["status"] != "measured":
         return [{"status": "failed", "reason": f"the plan failed: {planned['reason']}"} for _ in works]
@@ -102,7 +102,7 @@ def forecasts_of(works: Sequence[Work], runs: Runs) -> list[Forecast | Row]:
 
 
 def plain_row(work: Work, made: Forecast, runs: Runs) -> Row:
-    """The row of plain training; why not, where arithmetic shows that it does not fit."""
+    """Return the row of plain training, without running it if arithmetic shows that it cannot fit."""
     reason = forecast.hopeless("baseline", made, recomputed=False)
     if reason is not None:
         return {"status": "does not fit", "reason": reason}
@@ -110,7 +110,7 @@ def plain_row(work: Work, made: Forecast, runs: Runs) -> Row:
 
 
 def padded_lengths(data: PreparedData, batch_size: int, *, by_length: bool) -> tuple[int, int]:
-    """Mean tokens of input and of target in a row of a micro-batch, padding included.
+    """Return mean input and target tokens per row of a micro-batch, padding included.
 
     Args:
         by_length: whether micro-batches hold rows of nearly equal length, as with HuggingFace's `group_by_length`.
@@ -129,10 +129,10 @@ def padded_lengths(data: PreparedData, batch_size: int, *, by_length: bool) -> t
 
 
 def config_folder(model: Any, folder: Path) -> str:
-    """A name as it is; of a model its config, as a folder that `resolve` takes.
+    """Return a model name as it is, or a folder with the model's config.
 
     Raises:
-        ModelError, ModelNotFoundError, ModelAccessError: it is no model, or there is none of that name.
+        ModelError, ModelNotFoundError, ModelAccessError: the model is invalid, or the name is unknown.
     """
     source = resolve(model)
     if isinstance(model, str | os.PathLike):
@@ -144,7 +144,7 @@ def config_folder(model: Any, folder: Path) -> str:
 
 
 def kept_folder(folder: Path, name: str, write: Callable[[Path], Any]) -> Path:
-    """What `write` puts into a folder, kept in `folder` under a name that follows from its contents."""
+    """Let `write` fill a folder, and keep it in `folder` under a name with its hash."""
     with written_to(folder / name), tempfile.TemporaryDirectory(dir=folder) as scratch:
         new = Path(scratch) / name
         write(new)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages 2 and 3 with the optimizer in pinned RAM, on one rank or several."""
+"""DeepSpeed's ZeRO stages 2 and 3 with the optimizer in pinned RAM, on one or several ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from offloadkit.planner import Dtype
 
 
 class Zero2(Engine):
-    """Gradients and AdamW's states are offloaded; copies overlap; clipping."""
+    """ZeRO-2 with offloaded gradients and AdamW states, overlapping copies, and clipping."""
 
     stage: Literal[2, 3] = 2
     offloads = True
-    """Whether states are in RAM, and stepped by DeepSpeed's AdamW for CPUs; else torch's fused AdamW steps them."""
+    """Whether states are in RAM and stepped by DeepSpeed's CPU AdamW; False: torch's fused AdamW steps them in VRAM."""
 
     def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
         VramCap(work.vram, device)
@@ -45,6 +45,6 @@ class Zero2(Engine):
 
 
 class Zero3(Zero2):
-    """Stage 3: the weights are in RAM too, and streamed."""
+    """ZeRO-3, which also streams weights from RAM."""
 
     stage = 3

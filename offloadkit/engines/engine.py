@@ -1,4 +1,4 @@
-"""The interface that every engine has, and the optimizer settings that all of them share."""
+"""The interface of engines, and their common optimizer settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_GRAD_NORM = 1.0
 class Engine:
     """A model with its optimizer. The timing loop calls forward and backward for each micro-batch, then step.
 
-    A constructor is an `EngineFactory`. The methods here are for a `_model` that counts micro-batches and updates its
+    Constructors are `EngineFactory`s. The default methods suit a `_model` that counts micro-batches and updates its
     weights by itself.
     """
 
@@ -26,7 +26,7 @@ class Engine:
     _num_parameters: int
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The loss of one micro-batch, a scalar."""
+        """Return the scalar loss of one micro-batch."""
         loss: torch.Tensor = self._model(**batch).loss
         return loss
 
@@ -35,16 +35,16 @@ class Engine:
         self._model.backward(loss)
 
     def step(self, is_boundary: bool) -> None:
-        """Called after each backward; updates the weights where `is_boundary`."""
+        """Update the weights if `is_boundary`. Called after each backward."""
         self._model.step()
 
     def settle(self) -> None:
-        """Wait for everything that a step left running."""
+        """Wait for all work that a step left running."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def row(self) -> dict[str, Any]:
-        """Figures of the model and the plan: `num_parameters`, and `planned` where there is a plan."""
+        """Return figures of the model and any plan: `num_parameters` and `planned`."""
         return {"num_parameters": self._num_parameters}
 
 

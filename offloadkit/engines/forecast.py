@@ -1,4 +1,4 @@
-"""What the plan says of a piece of work before it is tried, and the least that the other engines need for it."""
+"""Forecasts: the plan's figures for a workload, and the least memory that other engines need for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SURE_SHARE = 0.8
-"""Of the planned activations: what is left for error before something is said not to fit without being tried."""
+"""Share of the planned activations that counts when work is rejected without a run; the rest allows for errors."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Forecast:
     """A plan in plain numbers.
 
     Attributes:
-        lacking: {tier: (needs, has)} in bytes of what does not fit.
+        lacking: {tier: (needed, available)} in bytes, for tiers that are too small.
         limits: {tier: bytes that may be used}.
-        busy: seconds by resource; "GPU" holds forward, backward and recomputation.
-        kept_bytes, recomputed_bytes: of the activations, with nothing and with every block recomputed.
+        busy: seconds by resource; "GPU" is forward, backward and recomputation.
+        kept_bytes, recomputed_bytes: of the activations, with no block and with every block recomputed.
     """
 
     num_parameters: int
@@ -49,20 +49,20 @@ class Forecast:
     recomputed_bytes: int
 
     def steps_seconds(self, work: Work) -> float:
-        """Of a run of `work`, as planned; 0 where the plan knows no seconds."""
+        """Planned seconds of a run of `work`; 0 if unknown."""
         return (self.step_seconds or 0.0) * (2 + work.warmup + (work.steps or LEAST_STEPS))
 
     @property
     def reason(self) -> str | None:
-        """Why it does not fit; None where it does."""
+        """Why it does not fit, or None."""
         return does_not_fit(self.lacking) if self.lacking else None
 
 
 def forecast(work: Work, device: torch.device) -> Forecast:
-    """Plan `work` on this machine. Runs kernels where the machine was never measured.
+    """Plan `work` on this machine. Runs kernels if the machine was never measured.
 
     Raises:
-        ModelError, ModelNotFoundError, ModelAccessError, DownloadError: the model will not do.
+        ModelError, ModelNotFoundError, ModelAccessError, DownloadError: the model is unusable.
     """
     _, made = planned(model_to_plan(work.model), work, device)
     seconds, basis = made.seconds, made.basis
@@ -90,7 +90,7 @@ def forecast(work: Work, device: torch.device) -> Forecast:
 
 
 def planned(model: PreTrainedModel, work: Work, device: torch.device) -> tuple[OffloadConfig, Plan]:
-    """The plan for `work`, and what offloadkit is told."""
+    """Return offloadkit's config and plan for `work`."""
     config = OffloadConfig(
         learning_rate=LEARNING_RATE,
         max_grad_norm=MAX_GRAD_NORM,
@@ -107,7 +107,7 @@ def planned(model: PreTrainedModel, work: Work, device: torch.device) -> tuple[O
 
 
 def largest_batch(work: Work, most: int, device: torch.device) -> int | None:
-    """The most rows of a micro-batch that the plan finds room for, to an eighth, and at most `most`; None for none."""
+    """Return the largest batch size up to `most` that fits by the plan, to within an eighth; None if none fits."""
 
     def fits(batch_size: int) -> bool:
         return not forecast(replace(work, batch_size=batch_size), device).lacking
@@ -122,25 +122,25 @@ def largest_batch(work: Work, most: int, device: torch.device) -> int | None:
 
 
 def as_row(made: Forecast) -> dict[str, Any]:
-    """For JSON."""
+    """Convert a forecast for JSON."""
     return asdict(made)
 
 
 def from_row(row: dict[str, Any]) -> Forecast:
-    """Back from JSON."""
+    """Restore a forecast from JSON."""
     lacking = {tier: (int(needs), int(has)) for tier, (needs, has) in row["lacking"].items()}
     return Forecast(**{**row, "lacking": lacking})
 
 
 def hopeless(engine: str, made: Forecast, *, recomputed: bool) -> str | None:
-    """Why an engine that does not plan cannot do the work, where arithmetic alone says so; None where it must be tried.
+    """Return why arithmetic rules out an engine without a plan, or None if the engine must be tried.
 
-    Counted are the working weights, fp32 master weights and moments (12 bytes a parameter; the weights are their own
-    masters in fp32), the baseline's gradients, and most of the planned activations.
+    Counts the working weights, fp32 master weights and moments (12 bytes per parameter; fp32 weights are their own
+    master weights), the baseline's gradients, and most of the planned activations.
 
     Args:
         engine: "baseline", "zero2" or "zero3".
-        recomputed: whether it recomputes each block.
+        recomputed: whether the engine recomputes each block.
     """
     weights = made.num_parameters * (4 if made.dtype == "fp32" else 2)
     states = made.num_parameters * (8 if made.dtype == "fp32" and engine == "baseline" else 12)

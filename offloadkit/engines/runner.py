@@ -1,4 +1,4 @@
-"""Tasks in fresh processes, one after the other, within limits of RAM and time; what was done once is kept."""
+"""Run tasks in fresh processes one at a time, within RAM and time limits, and keep their results."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Task = dict[str, Any]
 _PACKAGES = ("torch", "transformers", "deepspeed")
 _LOOK_SECONDS = 0.1
 _SETTLED = ("measured", "does not fit")
-"""Rows that are kept. A run that failed otherwise is tried again."""
+"""Statuses of rows that are kept. Other failures are retried."""
 
 _STARTING_SECONDS = 600.0
 _TIMES_PLANNED = 10.0
-"""Without a timeout a process may take `_STARTING_SECONDS` and this many times its steps' planned seconds."""
+"""Default timeout: `_STARTING_SECONDS` plus this multiple of the planned seconds."""
 
 _TIED_TO_ITS_PARENT = """
 import os, runpy, signal, sys, threading
@@ -52,23 +52,23 @@ if int(cores):
 threading.Thread(target=end_with_parent, args=(int(pipe),), daemon=True).start()
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-"""Runs a module as `python -m` does, bound to its first `cores` cores before any library counts them (0: not bound).
+"""Runs a module like `python -m`, bound to the first `cores` cores before any library counts cores (0: not bound).
 
-A parent that is killed cannot end what it started. That would go on using the GPU and falsify what is measured next."""
+A killed parent cannot end its children, which would keep using the GPU and distort the next measurement."""
 
 
 class Runs:
-    """Rows by task in a folder. A row is kept as long as task, machine and versions are the same."""
+    """Rows by task in a folder. A row is reused as long as the task, machine and versions are the same."""
 
     def __init__(self, folder: Path, timeout: float | None) -> None:
         """
         Args:
-            folder: where rows/ and logs/ are; it exists.
-            timeout: seconds that one task may take; None: by what is planned.
+            folder: existing folder for rows/ and logs/.
+            timeout: seconds per task; None: derived from planned seconds.
 
         Raises:
-            ConfigError: `timeout` is no positive number.
-            OutputError: nothing can be written into `folder`.
+            ConfigError: `timeout` is not a positive number.
+            OutputError: `folder` is not writable.
         """
         number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
         if timeout is not None and not (number and timeout > 0):
@@ -78,13 +78,14 @@ class Runs:
         self.environment = environment()
 
     def row(self, task: Task, ram: int | None = None, planned_seconds: float = 0.0) -> Row:
-        """The kept row of `task`, else one from a fresh process; {"status": "measured" | "does not fit" | "failed",
-        "reason": ..., figures}.
+        """Return the kept row of `task`, or run it in a fresh process.
+
+        A row is {"status": "measured" | "does not fit" | "failed", "reason": ..., figures}.
 
         Args:
-            task: what worker.py takes, in JSON's types. Its `function` is no part of what is kept.
-            ram: bytes of RAM that the process and its children may take together; they are killed beyond.
-            planned_seconds: of its steps, for the time it is given where the user gave none.
+            task: argument of worker.py in JSON types. `function` is not part of the row's key.
+            ram: bytes of RAM for the process and its children; they are killed above it.
+            planned_seconds: of the steps, for the default timeout.
 
         Raises:
             OutputError: the row cannot be written.
@@ -93,7 +94,7 @@ class Runs:
         settings = {"task": named, "environment": self.environment}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
         path = self._rows / f"{key}.json"
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no file, or not one of ours
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing or unknown file
             kept: Row = json.loads(path.read_text())["row"]
             if kept["status"] in _SETTLED:
                 return kept | {"kept": True}
@@ -103,16 +104,16 @@ class Runs:
         return row
 
     def measured(self, engine: str, work: Work, planned_seconds: float) -> Row:
-        """The row of `work` by an engine of worker.py, within the RAM that the work may take."""
+        """Return the row of `work` by an engine of worker.py, within the RAM limit of `work`."""
         task = {"mode": "measure", "engine": engine, "work": work.to_dict()}
         return self.row(task, work.ram, planned_seconds)
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Have `write` fill a file beside `path`, then let it take that place: never a half-written one.
+    """Let `write` fill a temporary file, then rename it to `path`.
 
     Raises:
-        OutputError: it could not be written (a full disk, a folder in its place); what was at `path` is still there.
+        OutputError: writing fails (a full disk, or a folder called `path`); `path` is unchanged then.
     """
     new = path.with_name(f".{path.name}.part")
     with written_to(path):
@@ -124,7 +125,7 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The machine's name and the versions of what takes part."""
+    """The machine's name and the versions of packages."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     found = {"offloadkit": __version__, "cpu": hardware.cpu_name(), "num_cores": str(hardware.num_cores()), "gpu": gpu}
     return found | {package: version(package) for package in _PACKAGES}
@@ -147,14 +148,14 @@ def in_fresh_process(
     module: str = "offloadkit.engines.worker",
     cores: int = 0,
 ) -> Row:
-    """Do one task; whatever happens to the process, there is a row. It ends when this process does.
+    """Run one task. Returns a row whatever happens to the process. The process ends when this one does.
 
-    The limit on RAM is held by looking ten times a second, because making cgroups takes rights that users do not have.
+    RAM is polled ten times per second, because users lack the rights to create cgroups.
 
     Args:
-        log: the file that takes its output; None: as this process's own.
-        module: what is run, with two arguments: the file that holds the task, and the one that the row belongs in.
-        cores: bind the process to the first of the cores that this one may use; 0 binds nothing.
+        log: file for the process's output; None: inherit this process's output.
+        module: module to run with two arguments: the task's file and the row's file.
+        cores: bind the process to this many of the first available cores; 0 does not bind.
     """
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as opened:
         output = opened.enter_context(log.open("wb")) if log is not None else None
@@ -171,7 +172,7 @@ def in_fresh_process(
         seconds = time.monotonic() - began
         if row_path.exists():
             row: Row = json.loads(row_path.read_text())
-            peak = max(peak, row.get("peak_ram_bytes", 0))  # a short one may have gone past the limit unseen
+            peak = max(peak, row.get("peak_ram_bytes", 0))  # polling may miss a short peak above the limit
             if ram is not None and peak > ram and row["status"] == "measured":
                 row = too_much_ram(ram)
             return {"process_seconds": seconds} | row
@@ -183,8 +184,8 @@ def in_fresh_process(
 def _started(
     module: str, task_path: Path, row_path: Path, output: IO[bytes] | None, opened: contextlib.ExitStack, cores: int
 ) -> subprocess.Popen[bytes]:
-    """The process, in a session of its own; `opened` holds the end of the pipe whose closing ends it."""
-    # The package is taken from where it was found here, and nothing asks on a terminal.
+    """Start the process in a new session. Closing the pipe in `opened` ends the process."""
+    # Use the package of this process, and never prompt on a terminal.
     paths = filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")])
     variables = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "DS_SKIP_CUDA_CHECK": "1"}
     watched, held = os.pipe()
@@ -204,7 +205,7 @@ def _started(
 
 
 def _watch(process: subprocess.Popen[bytes], timeout: float, ram: int | None) -> tuple[int, Row | None]:
-    """Wait for the process. Its peak RAM in bytes as far as it was seen, and the row of one that had to be killed."""
+    """Wait for the process. Returns its observed peak RAM in bytes, and a row if it had to be killed."""
     end, peak = time.monotonic() + timeout, 0
     while True:
         try:
@@ -220,19 +221,19 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, ram: int | None) ->
 
 
 def too_much_ram(ram: int) -> Row:
-    """The row of a process that wanted more."""
+    """Return the row of a process that exceeded the RAM limit."""
     return {"status": "does not fit", "reason": f"does not fit: needs more than {format_bytes(ram)} of RAM"}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the process and of what it started."""
+    """Kill the rest of the process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def last_line(log: Path | None) -> str:
-    """The last line that a process printed, if any."""
+    """Return the last printed line."""
     if log is None:
         return "see what it printed"
     lines = log.read_text(errors="replace").strip().splitlines()

@@ -1,4 +1,4 @@
-"""Steps, timed on the device's own time line."""
+"""Time steps on the device's timeline."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from offloadkit.hf.ragged import rounded_up
 
 LEAST_STEPS, MOST_STEPS = 6, 300
 WARM_SECONDS, TIMED_SECONDS = 1.0, 3.0
-"""Used where the number of steps is not given. Short steps differ by half of their time, and layers move between
-processors for some steps after the start."""
+"""Durations that determine the number of steps if it is not given. Short steps vary by half of their time, and layers
+change processors for some steps after the start."""
 
 BY_LEANER_PLAN = "memory ran out: by a leaner plan"
-"""How a row says that an engine moved while its steps were timed."""
+"""Text in a row whose engine changed its plan while it was timed."""
 
 
 class Clock:
-    """Marks on the device's time line (CUDA events on the current stream), read after everything has run."""
+    """Marks on the device's timeline (CUDA events on the current stream), read after all work has finished."""
 
     def __init__(self, on_cuda: bool) -> None:
         self._on_cuda = on_cuda
         self._marks: list[tuple[str, Any]] = []
 
     def mark(self, name: str) -> None:
-        """Here, on the device, ends the phase `name`."""
+        """End the phase `name` at this point of the device's timeline."""
         if self._on_cuda:
             event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -44,7 +44,7 @@ class Clock:
             self._marks.append((name, time.perf_counter()))
 
     def phases(self) -> list[tuple[str, float]]:
-        """(name, seconds since the mark before), in order; the first mark only starts the clock."""
+        """Return (name, seconds since the previous mark) in order; the first mark only starts the clock."""
         pairs = itertools.pairwise(self._marks)
         return [(name, a.elapsed_time(b) / 1000 if self._on_cuda else b - a) for (_, a), (name, b) in pairs]
 
@@ -52,15 +52,15 @@ class Clock:
 def timed_steps(
     engine: Engine, steps: list[list[Batch]], work: Work, device: torch.device, vram: DeviceMemory
 ) -> dict[str, Any]:
-    """Train for one first step, `work.warmup` more, one that fills the pipeline, and `work.steps` that are timed.
+    """Train one first step, `work.warmup` steps, one step that fills the pipeline, and `work.steps` timed steps.
 
-    Where `work.steps` is None, enough steps run for two measurements to agree. `steps` come in turn, and each is timed
-    equally often: `step_seconds` is the mean over them of each one's median. A step lasts from the end of the step
-    before to its own end. Nothing is synchronised in between: what an engine hides under the next forward stays
-    hidden, and what it does not is counted. `settled_seconds` is the mean with everything waited for at the end.
-    `phase_seconds` are medians on the device's time line. Peaks of VRAM are over all steps, the first included.
+    If `work.steps` is None, enough steps run for two measurements to agree. `steps` are used in turn, equally often;
+    `step_seconds` is the mean over them of their medians. A step lasts from the end of the previous step to its own
+    end, without synchronization in between: work that an engine hides under the next forward stays hidden, other work
+    counts. `settled_seconds` is the mean including a final synchronization. `phase_seconds` are medians on the device's
+    timeline. VRAM peaks include the first step.
 
-    Where memory runs out and the engine has moved to a leaner plan, all begins again by that one, as in `finetune`.
+    After OOM recovery the engine has a plan with less VRAM, and timing starts over with this plan, as in `finetune`.
     """
     while True:
         with suppress(RepeatWindowError):
@@ -75,7 +75,7 @@ def _timed(
     turns = itertools.cycle(range(len(steps)))
 
     def train_step(clock: Clock) -> int:
-        """Returns which of `steps` it was."""
+        """Train one step and return its index in `steps`."""
         turn = next(turns)
         batches = steps[turn]
         for index, batch in enumerate(batches, start=1):
@@ -129,7 +129,7 @@ def _timed(
 
 
 def _medians(keys: list[int], seconds: list[float]) -> dict[int, float]:
-    """The median of the seconds of each key, by key."""
+    """Median seconds by key."""
     found: dict[int, list[float]] = defaultdict(list)
     for key, each in zip(keys, seconds, strict=True):
         found[key].append(each)
@@ -137,7 +137,7 @@ def _medians(keys: list[int], seconds: list[float]) -> dict[int, float]:
 
 
 def _by_step(phases: list[tuple[str, float]], num_a_step: int) -> list[dict[str, float]]:
-    """Seconds by phase of each step, micro-batches added up. The first step, which fills the pipeline, has no start
+    """Seconds by phase of each step, summed over micro-batches. The first step, which fills the pipeline, has no start
     mark and is left out."""
     steps = []
     for first in range(num_a_step - 1, len(phases), num_a_step):

@@ -1,4 +1,4 @@
-"""One task in this process: `python -m offloadkit.engines.worker TASK.json ROW.json`, started by runner.py."""
+"""Run one task: `python -m offloadkit.engines.worker TASK.json ROW.json`, started by runner.py."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ ENGINES: dict[str, EngineFactory] = {
 }
 
 _FAULTS = (errors.ConfigError, errors.DataError, errors.DownloadError, errors.ModelError, errors.OutputError)
-"""Errors in the task's input, which another batch size would meet again."""
+"""Errors in the task's input, which do not depend on the batch size."""
 
 
 def main(task_path: str, row_path: str) -> None:
-    """Read the task, do it, and leave a row: the figures, or `status` and `reason`."""
+    """Run the task and write a row: the figures, or `status` and `reason`."""
     task = json.loads(Path(task_path).read_text())
     try:
         row = {"status": "measured"} | do(task)
-    except BaseException as error:  # a peer may call sys.exit
+    except BaseException as error:  # another engine's library may call sys.exit
         traceback.print_exc()
         row = why(error, task.get("work", {}).get("vram"))
     Path(row_path).write_text(json.dumps(row))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a peer's threads or process group may hang an orderly exit
+    os._exit(0)  # threads or process groups of another engine may hang an orderly exit
 
 
 def do(task: dict[str, Any]) -> Row:
-    """The row of a task. `function` ("module:name") does it where there is one, else `mode` says what it is."""
+    """Return a task's row, from its `function` ("module:name") if it has one, else by its `mode`."""
     if "function" in task:
         row: Row = resolve_name(task["function"])(task)
         return row
@@ -66,7 +66,7 @@ def do(task: dict[str, Any]) -> Row:
 
 
 def plans(task: dict[str, Any]) -> Row:
-    """Forecasts of each piece of work, or the error's message if it cannot be planned."""
+    """Return a forecast or an error message for each work."""
     device = hardware.default_device()
     made: list[Row] = []
     for work in task["works"]:
@@ -78,7 +78,7 @@ def plans(task: dict[str, Any]) -> Row:
 
 
 def measured(work: Work, make_engine: EngineFactory) -> Row:
-    """Seconds and memory of some steps by the engine that `make_engine` builds."""
+    """Return seconds and memory of some steps of the engine that `make_engine` builds."""
     device = hardware.default_device()
     vram = DeviceMemory(device)
     torch.manual_seed(work.seed)
@@ -90,7 +90,7 @@ def measured(work: Work, make_engine: EngineFactory) -> Row:
     engine = make_engine(work, dtype, device)
     engine.settle()
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what building needed for a while is not training's
+        torch.cuda.empty_cache()  # memory used only for building is not part of training
     forget_peak(device)
     row: Row = {"engine_seconds": time.perf_counter() - began, "dtype": dtype, "num_tokens": tokens}
     row |= timed_steps(engine, steps, work, device, vram)
@@ -101,8 +101,7 @@ def measured(work: Work, make_engine: EngineFactory) -> Row:
 
 
 def why(error: BaseException, limit: int | None) -> Row:
-    """The status and the reason of what went wrong; `fault` holds type and message of an error of ours in what was
-    given."""
+    """Return status and reason of an error; for an error in the task's input also `fault`, its type and message."""
     if isinstance(error, errors.DoesNotFitError):
         return {"status": "does not fit", "reason": first_line(error).removeprefix("the plan ")}
     shortage = next((each for each in _causes(error) if isinstance(each, torch.OutOfMemoryError)), None)
@@ -120,12 +119,12 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _out_of_vram(error: BaseException, limit: int | None) -> str:
-    """A message with the least VRAM that the task needs: allocated bytes plus the bytes of the failed allocation."""
+    """Describe the least VRAM that the task needs: allocated bytes plus the failed allocation."""
     asked = re.search(r"Tried to allocate ([\d.]+) (\w+)", str(error))
     unit = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}.get(asked[2], 1) if asked else 1
     needs = int(float(asked[1]) * unit) if asked else 0
     has = limit or 0
-    with contextlib.suppress(Exception):  # after a shortage the device may answer nothing
+    with contextlib.suppress(Exception):  # the device may fail to answer after an OOM
         device = hardware.default_device()
         needs += torch.cuda.memory_allocated(device) + hardware.vram_context_bytes(device)
         has = has or torch.cuda.get_device_properties(device).total_memory
@@ -133,7 +132,6 @@ def _out_of_vram(error: BaseException, limit: int | None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else ""
 

@@ -1,5 +1,5 @@
-"""A training run to look at: `monitor.Monitor`, from what telemetry recorded.
+"""Live view of a training run: `monitor.Monitor` shows what telemetry recorded.
 
-`figures` holds what is shown, as numbers. `words` and `page` turn it into text and into HTML with charts. `notebook`
-and `terminal` are where it is shown. `monitor` is the thread that draws, with the stop button and the interrupt.
+`figures` computes the numbers. `words` and `page` convert them to text and to HTML with charts. `notebook` and
+`terminal` display them. `monitor` runs the drawing thread and handles stop requests.
 """

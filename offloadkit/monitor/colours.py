@@ -1,4 +1,4 @@
-"""Colours that colour-blind people can tell apart (Okabe and Ito), on light and on dark."""
+"""Colours that colour-blind people can distinguish (Okabe and Ito), on light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _NAMES = {
     PALE: ("framework", "data and the rest"),
 }
 COLOURS = {name: shade for shade, names in _NAMES.items() for name in names}
-"""Colours of the categories of memory and of the parts of a step. A resource has the colour of the wait for it."""
+"""Colours of memory categories and of a step's parts. A resource has the same colour as waits for it."""
 
 _WHITE_ON = {BLUE, GREEN, VERMILION, GREY}
 
 
 def colour(name: str) -> str:
-    """Colour of a category or a part; unknown ones are grey."""
+    """Colour of a category or part; grey if unknown."""
     return COLOURS.get(name, GREY)
 
 
 def ink_on(background: str) -> str:
-    """Black or white, whichever is read more easily."""
+    """Black or white, whichever is more readable."""
     return "#FFFFFF" if background in _WHITE_ON else "#000000"

@@ -1,4 +1,4 @@
-"""What a monitor shows, as numbers: computed from the plan and the records of the steps. Pure arithmetic."""
+"""Figures that a monitor shows, computed from the plan and the step records. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Point = tuple[int, float]
 """A step and its loss."""
 
 NUM_RECENT = 20
-"""Number of steps that a typical step is the mean of."""
+"""Number of steps that a typical step averages over."""
 MAX_POINTS = 300
 _MAX_WARM_UP = 5
 _PAUSE = 2.0
-"""A step longer than this many medians is taken to contain an evaluation or a checkpoint."""
+"""A step longer than this many medians is assumed to contain an evaluation or a checkpoint."""
 
 
 @dataclass
 class _Bucket:
-    """Neighbouring steps: lowest and highest loss, and their mean."""
+    """Consecutive steps: lowest and highest loss, and the mean."""
 
     lowest: Point
     highest: Point
@@ -46,14 +46,14 @@ class _Bucket:
 
 
 class LossCurve:
-    """A loss by step in at most `MAX_POINTS` points: buckets of steps that double in width when there are too many."""
+    """Losses by step in at most `MAX_POINTS` points: buckets of steps whose width doubles when there are too many."""
 
     def __init__(self) -> None:
         self._buckets: list[_Bucket] = []
         self._width = 1
 
     def add(self, step: int, loss: float) -> None:
-        """Add the next step's loss, unless it is not finite."""
+        """Add the next step's loss; ignored if it is not finite."""
         if not math.isfinite(loss):
             return
         new = _Bucket((step, loss), (step, loss), 1, loss)
@@ -68,11 +68,11 @@ class LossCurve:
             self._width *= 2
 
     def points(self) -> tuple[Point, ...]:
-        """Lowest and highest of each bucket, by step."""
+        """Lowest and highest loss of each bucket, by step."""
         return tuple(point for bucket in self._buckets for point in sorted({bucket.lowest, bucket.highest}))
 
     def trend(self) -> tuple[Point, ...]:
-        """The mean over a twentieth of the curve before and at each bucket; () for a short one."""
+        """Running mean over a twentieth of the curve; () for a short curve."""
         span = len(self._buckets) // 20
         if span < 2:
             return ()
@@ -87,7 +87,7 @@ class LossCurve:
         return tuple(found)
 
     def newest(self) -> float | None:
-        """The newest bucket's mean; None before there is one."""
+        """The newest bucket's mean; None if there is none."""
         return self._buckets[-1].total / self._buckets[-1].number if self._buckets else None
 
 
@@ -96,8 +96,8 @@ class History:
 
     Attributes:
         newest: the newest record.
-        num_steps: how many records there were.
-        elapsed_seconds: sum of their steps' wall time.
+        num_steps: number of records.
+        elapsed_seconds: total wall time of the steps.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class History:
         self._recent: deque[StepRecord] = deque(maxlen=NUM_RECENT)
 
     def add(self, record: StepRecord) -> None:
-        """Take the next record."""
+        """Add the next record."""
         seconds = record.seconds.get("step", 0.0)
         if not self.num_steps:
             self._first_seconds = seconds
@@ -121,13 +121,13 @@ class History:
         self._recent.append(record)
 
     def mean_step_seconds(self) -> float | None:
-        """Mean seconds of a step, without the first, which warms up; None before there are two."""
+        """Mean seconds per step without the first, which warms up; None for fewer than two steps."""
         if self.num_steps < 2:
             return None
         return (self.elapsed_seconds - self._first_seconds) / (self.num_steps - 1)
 
     def typical(self) -> list[StepRecord]:
-        """The newest records, without the first ones of the run (warm-up) and without those that contain a pause."""
+        """The newest records, without the run's warm-up steps and without steps that contain a pause."""
         records = list(self._recent)
         if not records:
             return []
@@ -139,12 +139,12 @@ class History:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the monitor needs to know of a machine.
+    """Facts about a machine for the monitor.
 
     Attributes:
         on_gpu: whether the model computes on a GPU.
-        vram_bytes_per_second: None where it is not known.
-        budgets: bytes that this process may use, by tier ("vram", "ram"); what it uses already is included.
+        vram_bytes_per_second: None if unknown.
+        budgets: bytes that this process may use by tier ("vram", "ram"), including memory already in use.
     """
 
     on_gpu: bool
@@ -153,16 +153,16 @@ class Machine:
 
     @classmethod
     def of(cls, plan: Plan | None) -> Self | None:
-        """The machine that `plan` was made for; None where it was made without one."""
+        """The machine that `plan` was made for; None if it was made without one."""
         if plan is None or plan.basis.hardware is None:
             return None
         return cls(not plan.on_cpu, plan.basis.hardware.vram_bytes_per_second, plan.budgets)
 
     @classmethod
     def here(cls) -> Self:
-        """This machine with what is free now. If its rates were never measured, that takes some hundredths of a second.
+        """This machine with its free memory now. Measures its rates if necessary, in a few hundredths of a second.
 
-        It computes on a GPU if CUDA is in use: on the GPU where torch holds most memory.
+        If CUDA is in use, the device is the GPU on which torch holds most memory.
         """
         device = hardware.busiest_device()
         budgets = {"ram": hardware.process_ram_bytes() + hardware.ram_available_bytes()}
@@ -174,26 +174,26 @@ class Machine:
 
 State = Literal["waiting", "running", "stopping", "finished", "closed", "stopped", "failed"]
 Parts = tuple[tuple[str, float], ...]
-"""Names and seconds."""
+"""Pairs of name and seconds."""
 
 OTHER = "other"
-"""Measured memory that belongs to no known category."""
+"""Measured memory of no known category."""
 _LAST = ("framework", "activations")
-"""Estimated categories. They share the part of the measured memory that the engine's own allocations leave."""
+"""Estimated categories. They share the measured memory that the engine's own allocations do not account for."""
 _TIERS = {"vram": "VRAM", "ram": "RAM"}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """One tier's bytes.
+    """Bytes of one tier.
 
     Attributes:
         name: "VRAM" or "RAM".
-        parts: bytes by category; they add up to `used`, or to `planned` while nothing was measured.
-        used: what the process has, measured; None before the first measurement.
-        budget: what it may use; None if that is not known.
-        planned_whole: whether `planned` includes activations and the framework's own memory. A plan that was made
-            without a micro-batch leaves them out.
+        parts: bytes by category; the sum is `used`, or `planned` before the first measurement.
+        used: measured bytes of the process; None before the first measurement.
+        budget: bytes the process may use; None if unknown.
+        planned_whole: whether `planned` includes activations and the framework's memory. Plans without a micro-batch do
+            not.
     """
 
     name: str
@@ -206,12 +206,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One of several processes that train the model; None stands for what it did not measure.
+    """Figures of one rank; None if not measured.
 
     Attributes:
         name: "GPU 1"; "rank 1" without a GPU.
         step_seconds: of its newest step.
-        vram, ram: bytes that it has.
+        vram, ram: bytes of the process.
     """
 
     name: str
@@ -221,20 +221,20 @@ class RankFigures:
 
     @classmethod
     def of(cls, number: int, record: StepRecord) -> Self:
-        """A rank as its newest record shows it."""
+        """Make the figures from a rank's newest record."""
         vram, ram = (record.bytes.get(tier, {}).get("process") for tier in ("vram", "ram"))
         return cls(f"{'rank' if vram is None else 'GPU'} {number}", record.seconds.get("step"), vram, ram)
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """How many times as long a step takes as a step with everything in VRAM.
+    """Step time relative to a step with everything in VRAM.
 
     Attributes:
-        step_seconds: a step of this run, measured; before the first step the plan's (`is_planned`).
-        baseline: whether the step in VRAM was "measured", or is "predicted" from the compute time measured here
-            plus an optimizer step in VRAM.
-        parts: the difference in seconds, by cause; negative where offloading saves time.
+        step_seconds: measured in this run; planned before the first step (`is_planned`).
+        baseline: whether the step in VRAM was "measured", or "predicted" from the measured compute time and an
+            optimizer step in VRAM.
+        parts: the difference in seconds by cause; negative if offloading saves time.
     """
 
     step_seconds: float
@@ -250,18 +250,18 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class Figures:
-    """Everything that is drawn. Times are in seconds, sizes in bytes; None stands for what is not known (yet).
+    """All figures of a view, in seconds and bytes; None if unknown.
 
     Attributes:
-        split: where a typical step's time went; the parts add up to the step's.
-        beside: seconds that each processor's step and each direction of the bus worked, in parallel to `split`.
-        loss: the end of the running mean; before there is one, the newest loss.
+        split: seconds of a typical step by phase; the sum is the step.
+        beside: busy seconds of each processor's step and each bus direction, in parallel to `split`.
+        loss: the end of the running mean, or the newest loss in a short run.
         loss_curve: at most 300 points that keep the extremes. `loss_trend` is the running mean of a longer run.
-        eta_seconds: time left, by the mean of all steps so far, evaluations and checkpoints included.
-        why_no_slowdown: what is missing to compute the slowdown; "" if there is one.
-        num_skipped: steps whose gradients were not finite.
-        ranks: the processes that train the model, where there are several.
-        received: bytes that came from other ranks in the newest step, by kind; empty with one rank.
+        eta_seconds: remaining time by the mean of all steps, including evaluations and checkpoints.
+        why_no_slowdown: reason why the slowdown is unknown; "" if it is known.
+        num_skipped: steps with non-finite gradients.
+        ranks: figures by rank, with several ranks.
+        received: bytes from other ranks in the newest step, by kind; empty with one rank.
     """
 
     state: State
@@ -294,11 +294,11 @@ def figures(
     state: State = "running",
     ranks: Mapping[int, StepRecord] | None = None,
 ) -> Figures:
-    """What there is to show.
+    """Compute the figures.
 
     Args:
-        ranks: the newest record of each process, where several train the model.
-        machine: the machine it runs on, if the plan was made without one.
+        ranks: the newest record of each rank, with several ranks.
+        machine: the machine, if the plan was made without one.
         baseline_seconds: a measured step with everything in VRAM.
     """
     typical = history.typical()
@@ -308,7 +308,7 @@ def figures(
     measured = newest.bytes if newest else None
     machine = Machine.of(plan) or machine
     elsewhere = machine is not None and measured and machine.on_gpu is not _on_gpu(measured)
-    rated = None if elsewhere else machine  # the engine may compute on another device than this process seemed to
+    rated = None if elsewhere else machine  # the engine computes on another device than this process appeared to
     slow, why = slowdown(seconds, plan, rated, baseline_seconds)
     tokens = [record.num_tokens or 0 for record in typical]
     trend = history.loss.trend()
@@ -337,13 +337,13 @@ def figures(
 
 
 def mean(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Mean seconds by phase; a phase that did not occur in a step counts as 0 there."""
+    """Mean seconds by phase. A phase missing from a step counts as 0."""
     phases = dict.fromkeys(phase for record in records for phase in record.seconds)
     return {phase: sum(record.seconds.get(phase, 0.0) for record in records) / len(records) for phase in phases}
 
 
 def split(seconds: Mapping[str, float]) -> Parts:
-    """Where the time of a step went, from its phases (see `StepRecord`): compute, waiting, and the rest.
+    """Split a step's time into compute, waits and the rest, from its phases (see `StepRecord`).
 
     A forward that begins before the last gradient is in RAM waits for the bus first, then for the CPU.
     """
@@ -365,7 +365,7 @@ def split(seconds: Mapping[str, float]) -> Parts:
 
 
 def beside(seconds: Mapping[str, float]) -> Parts:
-    """What worked in parallel to the device, and for how long."""
+    """Busy seconds of the processors' steps and the bus directions, in parallel to the device."""
     names = {"CPU step": "cpu_step", "GPU step": "gpu_step", "RAM -> GPU": "h2d", "GPU -> RAM": "d2h"}
     return tuple((name, seconds[phase]) for name, phase in names.items() if phase in seconds)
 
@@ -377,7 +377,7 @@ def _on_gpu(measured: Mapping[str, Mapping[str, int]]) -> bool:
 def memory(
     measured: Mapping[str, Mapping[str, int]] | None, plan: Plan | None, machine: Machine | None = None
 ) -> tuple[Memory, ...]:
-    """VRAM and RAM; without a GPU only RAM, which then holds both.
+    """Memory of VRAM and RAM; without a GPU only RAM, which then includes the categories of VRAM.
 
     Args:
         measured: a record's bytes.
@@ -405,7 +405,7 @@ def memory(
 
 
 def divided(known: Mapping[str, int], used: int) -> dict[str, int]:
-    """`used` bytes by category: first what the engine allocates, then the estimates; the rest is `OTHER`."""
+    """Divide `used` bytes into the engine's allocations, then the estimates; the rest is `OTHER`."""
     parts, left = {}, used
     for name in sorted(known, key=lambda name: _LAST.index(name) if name in _LAST else -1):
         parts[name] = min(known[name], left)
@@ -418,10 +418,10 @@ def divided(known: Mapping[str, int], used: int) -> dict[str, int]:
 def slowdown(
     seconds: Mapping[str, float], plan: Plan | None, machine: Machine | None, baseline_seconds: float | None
 ) -> tuple[Slowdown | None, str]:
-    """The slowdown, or why it is not known.
+    """Return the slowdown, or the reason why it is unknown.
 
-    A predicted baseline is the compute time measured here without recomputation, plus the rest of the step, plus AdamW
-    at the rate of VRAM.
+    A predicted baseline is the measured compute time without recomputation, plus the rest of the step, plus AdamW at
+    VRAM's rate.
     """
     step = seconds.get("step")
     if not step:
@@ -437,7 +437,7 @@ def slowdown(
         "wait for bus": parts["wait for bus"],
         "wait for CPU step": parts["wait for CPU step"],
         "recomputed activations": recomputed,
-        "wait for GPU step": max(0.0, parts["step on the GPU"] - (gpu_step or 0.0)),  # whose states come from RAM
+        "wait for GPU step": max(0.0, parts["step on the GPU"] - (gpu_step or 0.0)),  # a GPU step of states from RAM
         "AdamW in VRAM": min(0.0, parts["step on the GPU"] - (gpu_step or 0.0)),
     }
     total = step - sum(extra.values()) if baseline_seconds is None else baseline_seconds
@@ -448,7 +448,7 @@ def slowdown(
 
 
 def _missing(plan: Plan | None, machine: Machine | None) -> str:
-    """What is missing to predict a baseline, and what to do."""
+    """Say what is missing to predict a baseline, and what to do."""
     if plan is None:
         missing = "without a plan the optimizer step in VRAM cannot be predicted: pass Monitor(engine.plan, ...)"
     elif machine is None and Machine.of(plan) is not None:
@@ -461,7 +461,7 @@ def _missing(plan: Plan | None, machine: Machine | None) -> str:
 
 
 def gpu_step_seconds(plan: Plan | None, machine: Machine | None) -> float | None:
-    """Seconds of AdamW on a GPU that holds all states: its traffic over VRAM's rate. None if that is not known."""
+    """Seconds of AdamW on a GPU that holds all states: its memory traffic over VRAM's rate. None if unknown."""
     if plan is None or machine is None or machine.vram_bytes_per_second is None:
         return None
     traffic = sum(layer.step_bytes(plan.accumulation) for layer in plan.layers)
@@ -469,7 +469,7 @@ def gpu_step_seconds(plan: Plan | None, machine: Machine | None) -> float | None
 
 
 def recomputed_share(plan: Plan | None) -> float:
-    """Fraction of forward that backward recomputes, estimated by the elements of the repeated blocks."""
+    """Fraction of forward that backward recomputes, estimated by the parameters of repeated blocks."""
     if plan is None:
         return 0.0
     blocks = [(layer.numel, where) for layer, where in zip(plan.layers, plan.placements, strict=True) if layer.in_block]

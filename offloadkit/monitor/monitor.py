@@ -1,4 +1,4 @@
-"""`Monitor`: receives the record of each step, and draws on a thread of its own a few times a second."""
+"""`Monitor`: collects step records, and draws them on a separate thread a few times per second."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from offloadkit.threads import Thread
 
 DISPLAYS = ("auto", "notebook", "terminal", "none")
 _SHORTEST, _LONGEST = 0.25, 0.5
-"""Seconds between two drawings."""
+"""Limits of the seconds between two drawings."""
 _SHARE = 0.003
-"""Fraction of a core's time that drawing may take, within the seconds above."""
+"""Fraction of a core's time for drawing, within these limits."""
 
 
 class Display(Protocol):
-    """Where figures are shown."""
+    """A place that shows figures."""
 
     def open(self, figures: Figures) -> None: ...
 
     def update(self, figures: Figures, *, heeded: bool) -> None:
-        """Args:
-        heeded: whether the training loop asks for `stop_requested`.
+        """
+        Args:
+            heeded: whether the training loop reads `stop_requested`.
         """
 
     def close(self, figures: Figures) -> None: ...
@@ -49,15 +50,15 @@ class Monitor:
                 break
         engine.synchronize()
 
-    It draws on a thread of its own; on the training thread it only stores each record. An error in drawing never
-    reaches the training: the reason is printed once.
+    A separate thread draws; the training thread only stores each record. Errors in drawing never reach the training
+    loop: the reason is printed once.
 
     Attributes:
         telemetry: the source of the records.
-        plan, total_steps, baseline_seconds: may be set while it runs; None if not known.
-        steps_before: steps of the run that were done before this attempt.
-        machine: what this machine has, if the plan does not know it. Set it before `start`, or that finds it out.
-        ranks: the newest record of each process, where several train the model.
+        plan, total_steps, baseline_seconds: may be set during the run; None if unknown.
+        steps_before: steps of the run before this attempt.
+        machine: facts about the machine if the plan has none. `start` measures them unless they are set before.
+        ranks: the newest record of each rank, with several ranks.
         stop: the request to stop, and the signal that made it.
     """
 
@@ -72,17 +73,17 @@ class Monitor:
     ) -> None:
         """
         Args:
-            plan: the engine's; when that moves, the new one counts. If it knows no machine, the free memory of this
-                machine is the budget, and the rate of its VRAM predicts the step without offloading. If that rate was
-                never measured, `start` measures it in some hundredths of a second.
-            telemetry: what the engine reports to; None makes one, which you pass to the engine.
-            total_steps: how many steps there will be, to predict the time left.
-            baseline_seconds: a measured step with everything in VRAM; None predicts it from what is measured here.
-            display: "auto" uses the notebook or terminal it runs in, and elsewhere prints a line now and then.
-                "none" shows nothing.
+            plan: the engine's plan, followed when the engine changes it. If it has no machine, the free memory is the
+                budget, and VRAM's rate predicts the step without offloading. `start` measures that rate if necessary,
+                in a few hundredths of a second.
+            telemetry: the engine's telemetry; None creates one to pass to the engine.
+            total_steps: number of steps, to predict the remaining time.
+            baseline_seconds: a measured step with everything in VRAM; None predicts it from measurements of this run.
+            display: "auto" uses the current notebook or terminal, and otherwise prints a line at intervals. "none"
+                shows nothing.
 
         Raises:
-            ConfigError: an argument has no meaning.
+            ConfigError: an argument is invalid.
         """
         _check(plan, telemetry, total_steps, baseline_seconds, display)
         self.plan, self.telemetry = plan, telemetry or Telemetry()
@@ -105,7 +106,7 @@ class Monitor:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether to stop, by the button, an interrupt, SIGTERM or SIGHUP: finish, save and end.
+        """Whether the button, an interrupt, SIGTERM or SIGHUP requested a stop: finish, save and end.
 
         If a loop reads this after each step, the first signal only requests a stop; a second one stops at once.
         """
@@ -113,17 +114,17 @@ class Monitor:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether it shows anything."""
+        """Whether the monitor shows anything."""
         return self._wanted != "none"
 
     def request_stop(self) -> None:
-        """Do what the button does. May be called on any thread."""
+        """Request a stop, as the button does. Thread-safe."""
         self.stop.request()
 
     def start(self) -> Self:
-        """Begin to show the run. Call it on the thread that trains."""
+        """Start showing the run. Call this on the training thread."""
         if self._thread is None and not self._ended.is_set():
-            self._unsubscribe = self.telemetry.subscribe(self._new.append)  # on the thread that trains: nothing else
+            self._unsubscribe = self.telemetry.subscribe(self._new.append)  # the only work on the training thread
             self.stop.catch_signals()
             if self.machine is None and Machine.of(self.plan) is None:
                 try:
@@ -136,10 +137,10 @@ class Monitor:
         return self
 
     def close(self, state: Literal["finished", "stopped", "failed"] | None = None) -> None:
-        """Show the final state and leave a summary. Later calls do nothing.
+        """Show the final state and a summary. Later calls do nothing.
 
         Args:
-            state: how it ended. None means "stopped" if that was requested, "closed" if there were fewer steps than
+            state: how training ended. None: "stopped" if a stop was requested, "closed" after fewer steps than
                 `total_steps`, else "finished".
         """
         if self._ended.is_set():
@@ -168,7 +169,7 @@ class Monitor:
     # ---- drawing -------------------------------------------------------------------------------------------------
 
     def figures(self) -> Figures:
-        """What is shown now, as numbers."""
+        """Compute the current figures."""
         plan: Plan | None = self.telemetry.plan if self.telemetry.moves else self.plan
         with self._lock:
             while self._new:
@@ -209,7 +210,7 @@ class Monitor:
         return TerminalDisplay() if sys.stdout.isatty() else LogLines()
 
     def _refresh(self) -> None:
-        """The drawing thread: draw when there is something new."""
+        """Run the drawing thread: draw when something is new."""
         pause, shown = _SHORTEST, self._present_state()
         while not self._ended.wait(pause):
             if not self._new and self._present_state() == shown:
@@ -225,7 +226,7 @@ class Monitor:
             display.update(drawn, heeded=self.stop.heeded or self._history.num_steps < 3)
 
     def _try(self, draw: Callable[[], None]) -> None:
-        """Draw. After an error, say it and draw nothing any more."""
+        """Draw; after an error print the reason and stop drawing."""
         try:
             draw()
         except Exception as error:
@@ -234,7 +235,7 @@ class Monitor:
 
 
 def _check(plan: Any, telemetry: Any, total_steps: Any, baseline_seconds: Any, display: Any) -> None:
-    """Raise `ConfigError` for the first argument without a meaning."""
+    """Raise `ConfigError` for the first invalid argument."""
     for name, value, kind in (("plan", plan, Plan), ("telemetry", telemetry, Telemetry)):
         if value is not None and not isinstance(value, kind):
             raise ConfigError(
@@ -251,10 +252,10 @@ def _check(plan: Any, telemetry: Any, total_steps: Any, baseline_seconds: Any, d
 
 
 def can_be_drawn() -> bool:
-    """Whether there is a notebook or a terminal to draw in."""
+    """Whether a notebook or a terminal is available."""
     return running_shell() is not None or sys.stdout.isatty()
 
 
 def _say(reason: str) -> None:
-    """Print to stderr. A warning could be turned into an error, which would stop the training."""
+    """Print to stderr. (Filters can turn a warning into an error, which would stop training.)"""
     print(f"offloadkit.Monitor: {reason}. The training goes on.", file=sys.stderr, flush=True)

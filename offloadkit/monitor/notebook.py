@@ -1,8 +1,8 @@
-"""The monitor in a notebook: HTML that is redrawn in place, and a button of ipywidgets where a click would arrive.
+"""The monitor in a notebook: HTML that is redrawn in place, and an ipywidgets button if clicks can arrive.
 
-Every front end shows HTML, also one without widgets; at the end it stays in the saved notebook. ipykernel handles
-messages of widgets between cells. While a cell runs, a click arrives only with subshells (ipykernel 7, JupyterLab 4.4).
-Without them there is no button, and the kernel's interrupt does the same.
+Every front end shows HTML, even without widgets, and the saved notebook keeps the last view. ipykernel handles widget
+messages between cells; during a cell a click arrives only with subshells (ipykernel 7, JupyterLab 4.4). Without
+subshells no button is shown, and the kernel's interrupt has the same effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNHEEDED = "This loop does not ask for stop_requested: an interrupt (■) break
 
 
 def running_shell() -> Any:
-    """The IPython shell of the notebook that this code runs in; None elsewhere."""
+    """The IPython shell of the current notebook; None outside notebooks."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell if getattr(shell, "kernel", None) is not None else None
@@ -35,23 +35,23 @@ class NotebookDisplay:
     def __init__(self, shell: Any, stop: Callable[[], None]) -> None:
         """
         Args:
-            stop: what the button does.
+            stop: called by the button.
         """
         self._ident = f"okm{uuid4().hex[:10]}"
         self._button = _button(shell.kernel, stop)
 
     def open(self, figures: Figures) -> None:
-        """Publish button and page, on the thread of the cell."""
+        """Publish the button and the page, on the cell's thread."""
         if self._button is not None:
             self._button.open()
         self._draw(figures, heeded=True, update=False)
 
     def update(self, figures: Figures, *, heeded: bool) -> None:
-        """Draw; on any thread."""
+        """Draw; thread-safe."""
         self._draw(figures, heeded=heeded, update=True)
 
     def close(self, figures: Figures) -> None:
-        """Leave the summary, without a button."""
+        """Show the summary and remove the button."""
         if self._button is not None:
             self._button.close()
         summary = {"text/html": page(figures, self._ident), "text/plain": words.summary(figures)}
@@ -66,7 +66,7 @@ class NotebookDisplay:
         _publish(drawn, self._ident, update)
 
     def _note(self, heeded: bool) -> str:
-        """How to stop, where the button does not say it."""
+        """Instructions for stopping, if the button does not suffice."""
         if not heeded:
             return _UNHEEDED
         if self._button is None:
@@ -75,15 +75,15 @@ class NotebookDisplay:
 
 
 class _Button:
-    """Stops the training; for kernels with subshells."""
+    """Stop button for kernels with subshells."""
 
     def __init__(self, threads: Any, stop: Callable[[], None]) -> None:
         """
         Args:
-            threads: the kernel's thread that knows its subshells.
+            threads: the kernel's thread that manages subshells.
 
         Raises:
-            ImportError: no ipywidgets.
+            ImportError: ipywidgets is not installed.
         """
         import ipywidgets
 
@@ -93,27 +93,27 @@ class _Button:
         self.say(stopping=False, works=True)
         self._widget.on_click(self._clicked)
         if self._widget.comm is not None:
-            # ipykernel 7.4 takes a click to the thread that drew the button, which the cell blocks, and not to the
-            # subshell that the front end sent it to; other releases do not look at this.
+            # ipykernel 7.4 sends a click to the thread that drew the button, which the cell blocks, instead of the
+            # subshell chosen by the front end. Other releases ignore this attribute.
             self._widget.comm._reply_subshell_for = lambda data, subshell: subshell
 
     @property
     def is_heard(self) -> bool:
-        """Whether the front end has a subshell, so that a click arrives."""
+        """Whether the front end has a subshell, so that clicks arrive."""
         return bool(self._threads.manager.list_subshell())
 
     def open(self) -> None:
-        """Publish it, on the thread of the cell."""
+        """Publish the button, on the cell's thread."""
         view = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
         _publish({_VIEW: view, "text/plain": ""}, self._ident)
 
     def say(self, *, stopping: bool, works: bool) -> None:
-        """Draw it."""
+        """Update the button's label and state."""
         self._widget.description = "Stopping …" if stopping else "Stop and save"
         self._widget.disabled = stopping or not works
 
     def close(self) -> None:
-        """Take it away, and release its widgets."""
+        """Remove the button and release its widgets."""
         _publish({"text/html": "", "text/plain": ""}, self._ident, update=True)
         for part in (self._widget.layout, self._widget.style, self._widget):
             part.close()
@@ -124,7 +124,7 @@ class _Button:
 
 
 def _button(kernel: Any, stop: Callable[[], None]) -> _Button | None:
-    """A button, where a click could arrive while a cell runs and there are widgets."""
+    """Create a button if ipywidgets is installed and clicks can arrive while a cell runs."""
     threads = getattr(kernel, "shell_channel_thread", None)
     try:
         return None if threads is None else _Button(threads, stop)
@@ -133,7 +133,7 @@ def _button(kernel: Any, stop: Callable[[], None]) -> _Button | None:
 
 
 def _publish(bundle: dict[str, Any], ident: str, update: bool = False) -> None:
-    """Publish an output of the running cell, by MIME type, or new content for the output published as `ident`."""
+    """Publish an output of the running cell by MIME type, or replace the output published as `ident`."""
     import IPython.display
 
     display: Any = IPython.display.display

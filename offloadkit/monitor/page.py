@@ -1,4 +1,4 @@
-"""The figures as HTML with inline SVG: no script, nothing fetched, in the notebook's light or dark theme."""
+"""Figures as HTML with inline SVG: without scripts or downloads, for light and dark notebook themes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from offloadkit.units import format_bytes, format_seconds
 
 WIDTH = 600
 _LEFT = 84
-"""x at which the bars of the step begin, right of their names."""
+"""x at which the step's bars begin, right of their names."""
 _FAR = 3.0
-"""A budget of more than this many times what is used would squeeze the bar; it is named at the edge instead."""
+"""A budget above this multiple of the used bytes is written at the edge, because it would squeeze the bar."""
 
 
 def chart(height: int, title: str, description: str, content: str, ident: str) -> str:
-    """An SVG element.
+    """Return an SVG element.
 
     Args:
         ident: unique on the page.
@@ -33,17 +33,17 @@ def chart(height: int, title: str, description: str, content: str, ident: str) -
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", extra: str = "") -> str:
-    """Text on one line with its baseline at `y`."""
+    """Return one line of text with its baseline at `y`."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{escape(words)}</text>'
 
 
 def stack(x: float, y: float, scale: float, height: float, parts: Sequence[tuple[str, float, str]], hatch: str) -> str:
-    """Segments side by side, numbered from 1 where the number fits.
+    """Return adjacent segments, numbered from 1 if the number fits.
 
     Args:
-        scale: SVG units for one unit of the parts.
-        parts: name, size, and the size in words.
-        hatch: id of the pattern that `OTHER` is drawn with.
+        scale: SVG units per unit of the parts.
+        parts: name, size, and formatted size.
+        hatch: id of the pattern for `OTHER`.
     """
     drawn = []
     for number, (name, size, label) in enumerate(parts, 1):
@@ -61,7 +61,7 @@ def stack(x: float, y: float, scale: float, height: float, parts: Sequence[tuple
 
 
 def memory_chart(tier: Memory, ident: str) -> str:
-    """A tier's stacked bar with the budget's line above and the planned mark below."""
+    """Return a tier's stacked bar with the budget's line above and the plan's mark below."""
     most = max(tier.used or 0, tier.planned, 1) * 1.1
     far = tier.budget is not None and tier.budget > _FAR * most
     full = most if tier.budget is None or far else max(most, tier.budget * 1.02)
@@ -92,12 +92,12 @@ def _mark(x: float, top: float, bottom: float, dash: str = "") -> str:
 
 
 def _beside(x: float, foot: float, label: str) -> str:
-    """A label on the side of `x` where it fits."""
+    """Return a label on the side of `x` with more room."""
     return text(x - 8, foot, label, anchor="end") if x > WIDTH / 2 else text(x + 8, foot, label)
 
 
 def step_chart(split: Parts, beside: Parts, ident: str) -> str:
-    """One step from left to right: what the device did and waited for; below it, what was busy in parallel."""
+    """Return one step from left to right: the device's work and waits, with parallel work below."""
     total = sum(seconds for _, seconds in split)
     scale = (WIDTH - _LEFT) / max(total, 1e-12)
     timed = [(name, seconds, format_seconds(seconds)) for name, seconds in split]
@@ -110,7 +110,7 @@ def step_chart(split: Parts, beside: Parts, ident: str) -> str:
         drawn.append(f'<rect x="{_LEFT}" y="{y}" width="{WIDTH - _LEFT}" height="12" opacity="0.08"/>')
         drawn.append(f'<rect x="{_LEFT}" y="{y}" width="{max(1.0, width):.1f}" height="12" fill="{colour(name)}"/>')
         label, extra = f"{format_seconds(seconds)} busy", ' font-size="11"'
-        if width > (WIDTH - _LEFT) * 0.75:  # then the label is inside of the bar
+        if width > (WIDTH - _LEFT) * 0.75:  # put the label inside the bar
             extra += f' fill="{ink_on(colour(name))}"'
             drawn.append(text(_LEFT + width - 6, y + 10, label, anchor="end", extra=extra))
         else:
@@ -122,7 +122,7 @@ def step_chart(split: Parts, beside: Parts, ident: str) -> str:
 
 
 def loss_chart(figures: Figures, ident: str, height: int = 150) -> str:
-    """Loss by step: the recorded losses as a thin line, and their running mean."""
+    """Return recorded losses by step as a thin line, and their running mean."""
     points = figures.loss_curve
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     room = (high - low or abs(high) or 1.0) * 0.06

@@ -1,4 +1,4 @@
-"""The monitor on a terminal: the same figures in a few lines that are redrawn. Elsewhere: a line for a log at times."""
+"""The monitor on a terminal, as a few redrawn lines; without a terminal, a log line at intervals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LINE_SECONDS = 30.0
 
 
 class TerminalDisplay:
-    """Redraws itself in place; other prints appear above it."""
+    """A view that is redrawn in place; other output appears above it."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -33,7 +33,7 @@ class TerminalDisplay:
         self.update(figures, heeded=True)
 
     def update(self, figures: Figures, *, heeded: bool) -> None:
-        """Draw; on any thread."""
+        """Draw; thread-safe."""
         self._live.update(view(figures, self._console.width), refresh=True)
 
     def close(self, figures: Figures) -> None:
@@ -45,27 +45,27 @@ class TerminalDisplay:
 
 
 class LogLines:
-    """Prints a line now and then, where nothing can be redrawn."""
+    """Prints a line at intervals, where redrawing is impossible."""
 
     def __init__(self) -> None:
         self._next = 0.0
 
     def open(self, figures: Figures) -> None:
-        """Nothing yet."""
+        """Do nothing yet."""
 
     def update(self, figures: Figures, *, heeded: bool) -> None:
-        """Print a line if the last one was long ago."""
+        """Print a line if the last one is old enough."""
         if figures.steps_done and time.monotonic() >= self._next:
             self._next = time.monotonic() + _LINE_SECONDS
             print(words.line(figures), flush=True)
 
     def close(self, figures: Figures) -> None:
-        """The summary."""
+        """Print the summary."""
         print(words.summary(figures), flush=True)
 
 
 def view(figures: Figures, width: int) -> Group:
-    """About twenty lines of at most `width` columns."""
+    """Return about twenty lines of at most `width` columns."""
     room = max(20, min(width, 100) - _NAME)
     lines = [_head(figures), *_key_figures(figures, width)]
     for tier in figures.memory:
@@ -101,7 +101,7 @@ def _key_figures(figures: Figures, width: int) -> list[Text]:
 
 
 def _memory(tier: Memory, room: int) -> list[Text]:
-    """The bar, with the budget's line through it and the plan's mark below. A budget far away becomes an arrow."""
+    """Return the bar with the budget's line, and the plan's mark below. A distant budget becomes an arrow."""
     most = max(tier.used or 0, tier.planned, 1)
     far = tier.budget is not None and tier.budget > 3 * most
     full = most if tier.budget is None or far else max(most, tier.budget)
@@ -111,7 +111,7 @@ def _memory(tier: Memory, room: int) -> list[Text]:
     mark = _FAR if far else _BUDGET
     if tier.budget is not None:
         at = _column(full if far else tier.budget, full, room)
-        if at in marks:  # then the plan's mark is moved: it fits
+        if at in marks:  # move the plan's mark, which fits then
             marks = {at - 1 if at else 1: _PLANNED}
         marks[at] = mark
         if not far and not bar.plain[at].isdigit():
@@ -128,7 +128,7 @@ def _wrapped(said: str, room: int) -> list[str]:
 
 
 def _column(size: int, full: int, room: int) -> int:
-    """Column at which a bar of `size` ends."""
+    """Column of the end of a bar of `size`."""
     return max(1, min(room, round(room * size / full))) - 1
 
 
@@ -137,7 +137,7 @@ def _named(name: str, content: Text) -> Text:
 
 
 def _bar(parts: Iterable[tuple[str, float, str]], full: float, room: int) -> Text:
-    """Numbered segments; the rest up to `full` is dotted."""
+    """Return numbered segments, dotted up to `full`."""
     text, filled, drawn = Text(), 0.0, 0
     for number, (name, size, _) in enumerate(parts, 1):
         filled += size
@@ -157,7 +157,7 @@ def _legend(parts: Iterable[tuple[str, float, str]], room: int) -> list[Text]:
 
 
 def _in_lines(entries: Iterable[Text], room: int) -> list[Text]:
-    """Items side by side, as many as fit in a line of `room` columns."""
+    """Put as many items as fit on each line of `room` columns."""
     lines: list[Text] = []
     for entry in entries:
         if lines and len(lines[-1]) + 3 + len(entry) <= room:
@@ -168,7 +168,7 @@ def _in_lines(entries: Iterable[Text], room: int) -> list[Text]:
 
 
 def sparks(values: list[float], room: int) -> str:
-    """The newest values as one line of bars; the lowest is the flattest."""
+    """Return the values as one line of bars; the lowest value has the flattest bar."""
     values = values[:: max(1, -(-len(values) // room))]
     low, high = min(values), max(values)
     return "".join(_SPARKS[int(7 * (value - low) / (high - low or 1.0))] for value in values)
