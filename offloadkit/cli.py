@@ -98,7 +98,6 @@ def _command(command: Command) -> Command:
 
 
 def _how_to_go_on(output: Path) -> str:
-    """End of a message: the checkpoint that `--resume` would continue from."""
     from offloadkit.checkpoint.folder import newest_checkpoint
     from offloadkit.errors import ConfigError
 
@@ -186,7 +185,6 @@ def plan(
 
 
 def _rows(batch_size: str) -> int | Literal["auto"]:
-    """Parse `--batch-size`."""
     if batch_size == "auto":
         return "auto"
     if not batch_size.lstrip("-").isdigit():
@@ -297,7 +295,6 @@ def train(
 
 
 def _share_or_name(eval_dataset: str | None) -> float | str | None:
-    """Convert `--eval-dataset` to a share of the rows, if it is a number and not a file."""
     if eval_dataset is None or why_no_name(eval_dataset) or Path(eval_dataset).exists():
         return eval_dataset  # `finetune` rejects invalid names
     try:
@@ -440,14 +437,12 @@ def sweep(
 
 
 def _show_measured(result: Any) -> None:
-    """Print a `Comparison` or `Sweep`; exit with 1 if none of its rows was measured."""
     typer.echo(str(result))
     if not any(row["status"] == "measured" for row in result.rows):
         raise typer.Exit(1)
 
 
 def _numbers(text: str, option: str) -> list[int]:
-    """ "1,2,4" as numbers."""
     parts = text.split(",")
     if not all(part.strip().isdigit() for part in parts):
         raise typer.BadParameter(f"{shown(text)} is no list of whole numbers such as 1,2,4", param_hint=option)

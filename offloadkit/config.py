@@ -18,7 +18,7 @@ Precision = Literal["exact", "compact", "tiny"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parts of a flat layer live and which processor steps it. Placements do not affect numerical results.
+    """Placement of a flat layer's parts, and the processor that steps it. Placements do not affect numerical results.
 
     Raises:
         ConfigError: an unknown choice, or incompatible `states` and `step`.

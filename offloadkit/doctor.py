@@ -305,7 +305,6 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
 
 
 def _giga(rate: float) -> str:
-    """Format a rate as "55 G" or "1.2 T"."""
     return f"{rate / 1e12:.3g} T" if rate >= 1e12 else f"{rate / 1e9:.3g} G"
 
 

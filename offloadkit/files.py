@@ -114,7 +114,6 @@ def _inside(value: Any) -> Any:
 
 
 def _check_letters(value: Any) -> None:
-    """Raise `ValueError` if a string has a lone surrogate."""
     if isinstance(value, str):
         try:
             value.encode()

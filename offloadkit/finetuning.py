@@ -208,7 +208,6 @@ class FinetuneResult:
 
 
 def _say(doing: str) -> None:
-    """Print a progress line on rank 0."""
     if world.rank() == 0:
         say(doing)
 
@@ -453,7 +452,6 @@ def finetune(
 
 @contextmanager
 def _claimed(output: Path, earlier: EarlierRun) -> Iterator[None]:
-    """Claim the output folder. Raises `OutputError` if another run has claimed it."""
     with ExitStack() as claims:
 
         def claim() -> None:
@@ -484,7 +482,6 @@ def _checkpoint_of_deepspeed(output: Path, source: ModelSource, offload: Offload
 
 
 def _check(epochs: Any, learning_rate: Any, init: Any, seed: Any, baseline: Any, **switches: Any) -> None:
-    """Raise `ConfigError` for the first invalid option."""
     for name, value in (("epochs", epochs), ("learning_rate", learning_rate)):
         if value is not None and (not isinstance(value, int | float) or not 0 < value < float("inf")):
             raise ConfigError(f"{name} must be a positive number, got {shown(value)}")
@@ -502,7 +499,6 @@ def _check(epochs: Any, learning_rate: Any, init: Any, seed: Any, baseline: Any,
 
 
 def _engine(name: Any) -> _Engine:
-    """Look up an engine. Raises `ConfigError` if it is unknown or not installed."""
     if not isinstance(name, str) or name not in _ENGINES:
         raise ConfigError(f"engine must be 'offloadkit' or 'deepspeed', got {shown(name)}")
     _ENGINES[name].check_installed()
@@ -510,7 +506,6 @@ def _engine(name: Any) -> _Engine:
 
 
 def _check_evaluation(eval_dataset: Any, callbacks: Any, compute_metrics: Any) -> None:
-    """Raise `ConfigError` for an invalid evaluation set, callback or metric function."""
     from transformers import TrainerCallback
 
     if isinstance(eval_dataset, int | float) and (isinstance(eval_dataset, bool) or not 0 < eval_dataset < 1):
@@ -528,8 +523,6 @@ def _check_evaluation(eval_dataset: Any, callbacks: Any, compute_metrics: Any) -
 
 
 def _returns_a_dict(compute_metrics: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compute_metrics` to raise `ConfigError` if it returns no dict."""
-
     @functools.wraps(compute_metrics)
     def checked(*args: Any, **kwargs: Any) -> Any:
         found = compute_metrics(*args, **kwargs)
@@ -671,7 +664,6 @@ class TrainingRun:
         return trainer
 
     def _end(self, trainer: Any, *, stopped: bool) -> None:
-        """Close the monitor, and print how to continue a stopped run."""
         self.monitor.close("stopped" if stopped else "finished")
         if stopped:
             done, checkpoint = trainer.state.global_step, f"checkpoint-{trainer.state.global_step}"
@@ -709,7 +701,6 @@ def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
 
 
 def _by_offloadkit(run: TrainingRun, plan: Plan, checkpoint: Path | None, output: Path) -> FinetuneResult:
-    """Train with `OffloadEngine`. The result has the last plan, which may differ from `plan`."""
     with ExitStack() as opened:
         opened.push(run.monitor)  # closes the monitor, which starts when the weights are in place
         trainer, plan, metrics = run.train(plan, checkpoint)

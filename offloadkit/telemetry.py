@@ -36,7 +36,7 @@ class StepRecord:
     - "norm": the gradient norm.
     - "cpu_step": the optimizer step on the CPU, including sending the weights.
     - "gpu_step": the optimizer step on the device, from the norm to the last kernel, including waits for copies.
-    - "h2d", "d2h": copies to and from the device, including those of the last update, which overlap this forward. Time
+    - "h2d", "d2h": copies to and from the device, including the last update's copies, which overlap this forward. Time
       during which several streams copy counts once.
     - "other": wall time between the end of backward and the next forward (data loading, logging).
     """

@@ -140,7 +140,6 @@ _ENTRY = ("dtype", "data_offsets", "shape")
 
 
 def _whole_numbers(given: Any) -> tuple[int, ...] | None:
-    """Return the list as a tuple; None if it is no list of integers >= 0."""
     fine = isinstance(given, list) and all(type(each) is int and each >= 0 for each in given)
     return tuple(given) if fine else None
 

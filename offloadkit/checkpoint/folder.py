@@ -346,7 +346,6 @@ def checksums(path: Path, name: str) -> list[str]:
 
 
 def _checksum_of(manifest: dict[str, Any]) -> str:
-    """The xxh3 of a manifest without its own checksum."""
     return xxhash.xxh3_64_hexdigest(json.dumps({**manifest, "xxh3": ""}, sort_keys=True).encode())
 
 
@@ -519,7 +518,6 @@ def _first_broken(checkpoint: Path, names: set[str], saved: dict[str, _Saved], *
 
 
 def _why_changed(checkpoint: Path, name: str, saved: _Saved) -> str | None:
-    """Return why a file differs from the one in the manifest, or None."""
     path = checkpoint / name
     try:
         if (size := path.stat().st_size) != saved.size:

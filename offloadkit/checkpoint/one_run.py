@@ -240,7 +240,6 @@ def _locked(path: Path) -> tuple[int, bool]:
 
 
 def _is_there(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the file at `path`."""
     try:
         return os.fstat(descriptor).st_ino == path.stat().st_ino
     except FileNotFoundError:
@@ -249,7 +248,6 @@ def _is_there(descriptor: int, path: Path) -> bool:
 
 @contextmanager
 def _heartbeat(path: Path, holder: dict[str, Any]) -> Iterator[None]:
-    """Claim without locks: rewrite the file every few seconds while the context is open."""
     if before := _content(path):
         print(
             f"{path.parent} has no file locks: waiting to see whether another run is there", file=sys.stderr, flush=True
@@ -282,7 +280,6 @@ def _heartbeat(path: Path, holder: dict[str, Any]) -> Iterator[None]:
 
 
 def _content(path: Path) -> bytes:
-    """Bytes of a claim's file; empty if it is missing or being replaced."""
     try:
         return path.read_bytes()
     except OSError:

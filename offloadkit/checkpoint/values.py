@@ -70,7 +70,6 @@ _MOST_BITS = 10_000
 
 
 def _is_plain(key: Any) -> bool:
-    """Whether the key can be a JSON object's key as it is."""
     return type(key) is str and not key.startswith("$") and _is_whole(key)
 
 

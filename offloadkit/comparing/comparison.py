@@ -236,7 +236,6 @@ def _row(runs: Runs, work: Work, engine: str, made: Forecast | Row, say: Callabl
 
 
 def _tried(runs: Runs, work: Work, name: str, made: Forecast) -> Row:
-    """Return the row of a variant, without running it if arithmetic shows that it cannot fit."""
     reason = made.reason if name == "offloadkit" else forecast.hopeless(name, made, recomputed=work.recomputed)
     if reason is not None:
         return {"status": "does not fit", "reason": reason, "tried_for_real": False}

@@ -100,7 +100,6 @@ def _title(axes: Axes, text: str, pad: float | None = None) -> None:
 
 
 def _bare(axes: Axes, num_rows: int) -> None:
-    """Remove the frame, and put the first row at the top."""
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.spines["left"].set_color("#bbbbbb")
     axes.xaxis.set_visible(False)
@@ -109,7 +108,6 @@ def _bare(axes: Axes, num_rows: int) -> None:
 
 
 def _times(axes: Axes, model: str, rows: list[dict[str, Any]]) -> None:
-    """Draw one bar per engine, scaled to this model's times."""
     _bare(axes, len(rows))
     longest = max((row["seconds"] for row in rows if row["status"] == "measured"), default=1.0)
     axes.set_xlim(0, 1.75 * longest)
@@ -127,7 +125,6 @@ def _times(axes: Axes, model: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _shown_reason(row: dict[str, Any]) -> str:
-    """Shorten a reason for the chart."""
     text = re.sub(r": pip install.*", "", row["reason"]).removeprefix("does not fit: ")
     if row["status"] != "does not fit":
         return f"no bar: {text}"
@@ -141,7 +138,6 @@ def _bar(axes: Axes, place: int, length: float, engine: str) -> None:
 
 
 def _sizes(column: Any, by_model: list[list[dict[str, Any]]], key: str, limit_bytes: int | None, title: str) -> None:
-    """Draw a column of panels with a common scale, and the limit as a line through all panels."""
     sizes = [[row[key] / GIB if row["status"] == "measured" else 0.0 for row in rows] for rows in by_model]
     largest = max(max(each) for each in sizes) or 1.0
     limit = None if limit_bytes is None else limit_bytes / GIB
@@ -229,7 +225,6 @@ def _seconds_of(line: Any) -> list[float]:
 
 
 def _steps(axes: Axes, result: DrawableSweep) -> None:
-    """Draw measured and predicted step times, and the knee of the first accumulation."""
     _title(axes, "time of a step")
     _lines(axes, result, "step_seconds")
     for times in result.accumulations:
@@ -252,7 +247,6 @@ def _steps(axes: Axes, result: DrawableSweep) -> None:
 
 
 def _lines(axes: Axes, result: DrawableSweep, key: str, *, scale: float = 1.0) -> None:
-    """Draw one line per accumulation, and for losses per scaling of the learning rate."""
     scalings = list(dict.fromkeys(row["scaling"] for row in result.rows)) if key == "eval_loss" else ["none"]
     series = [(times, scaling) for times in result.accumulations for scaling in scalings]
     for number, (times, scaling) in enumerate(series):
@@ -282,7 +276,6 @@ def _label(result: DrawableSweep, times: int, scaling: str, key: str) -> str | N
 
 
 def _vram(axes: Axes, result: DrawableSweep) -> None:
-    """Draw peak VRAM, or peak RAM without a GPU."""
     key, name, limit = "vram_bytes", "VRAM", result.vram
     if not any(row.get("vram_bytes") for row in result.rows):
         key, name, limit = "peak_ram_bytes", "RAM", result.ram
@@ -301,5 +294,4 @@ def _vram(axes: Axes, result: DrawableSweep) -> None:
 
 
 def _cross(axes: Axes, size: int) -> None:
-    """Mark a size without figures at the bottom."""
     axes.plot(size, 0.03, "x", color=LIMIT, transform=axes.get_xaxis_transform(), clip_on=False)

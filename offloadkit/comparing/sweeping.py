@@ -261,7 +261,6 @@ def _check_learning(
 
 
 def _with_rates(row: Row, num_samples: int) -> Row:
-    """Add seconds per sample and per epoch."""
     if row["status"] != "measured":
         return row
     rows = row["batch_size"] * row["accumulation"]
@@ -343,11 +342,6 @@ def _written_down(
 def _trained(
     told: dict[str, Any], num_samples: int, grid: list[tuple[int, int]], rates: list[tuple[int, str, float]], runs: Runs
 ) -> Iterator[Row]:
-    """Train each size with each of its learning rates.
-
-    Raises:
-        ConfigError, DataError, ModelError, DownloadError, OutputError: from `finetune`, if the error affects all sizes.
-    """
     tried = [(s, t, scaling, rate) for s, t in grid for rows, scaling, rate in rates if rows == s * t]
     for number, (size, times, scaling, rate) in enumerate(tried, start=1):
         say = progress(f"[{number}/{len(tried)}] batch {size} x {times}, learning rate {rate:.3g} ({scaling})")
@@ -401,7 +395,6 @@ def _explained(result: Sweep) -> Iterator[str]:
 
 
 def _sides(result: Sweep, times: int) -> Iterator[str]:
-    """Describe the bottlenecks on both sides of the knee, and the planned knee."""
     rows, knee = result.measured(times), result.knee(times)
     if len(rows) == 1:
         yield f"Batch {min(rows)} alone shows no knee: measure several sizes"
@@ -441,7 +434,6 @@ def _prediction(result: Sweep, times: int, knee: Knee, sizes: list[int]) -> Iter
 
 
 def _bounds(forecasts: dict[int, Forecast], sizes: list[int]) -> tuple[str, str]:
-    """Names of the bottleneck of the smallest and of the largest step, by the plan."""
     made = {size: forecasts[size] for size in sizes if size in forecasts and forecasts[size].step_seconds is not None}
     if sizes[0] not in made:
         return "what does not grow with the batch", "computing"
@@ -473,7 +465,6 @@ def _largest_in_words(result: Sweep) -> Iterator[str]:
 
 
 def _learned(result: Sweep) -> Iterator[str]:
-    """Compare held-out losses of the smallest step and of the largest with each learning rate."""
     rows = [row for row in result.rows if "eval_loss" in row]
     if len(rows) < 2:
         return

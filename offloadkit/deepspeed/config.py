@@ -404,7 +404,6 @@ _Made = TypeVar("_Made")
 
 
 def _made(kind: type[_Made], options: dict[str, Any], where: str) -> _Made:
-    """Create a `kind` from fields of a file. Raises `ConfigError` with `where` first."""
     known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:
@@ -417,7 +416,6 @@ def _made(kind: type[_Made], options: dict[str, Any], where: str) -> _Made:
 
 
 def _warn(message: str) -> None:
-    """Log a warning on rank 0 only."""
     if (os.environ.get("RANK") or "0") == "0":
         logger.warning(message)
 
@@ -456,11 +454,6 @@ def _check_optimizer(content: dict[str, Any], where: str) -> None:
 
 
 def _content(source: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return a name for messages, and the content.
-
-    Raises:
-        ConfigError: the config cannot be read.
-    """
     if isinstance(source, dict):
         return "the DeepSpeed config", source
     if not isinstance(source, str | Path):
@@ -518,7 +511,6 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _asks(value: Any) -> bool:
-    """Whether a section, flag or count enables a feature."""
     if isinstance(value, dict):
         return bool(value["enabled"]) if "enabled" in value else any(map(_asks, value.values()))
     if isinstance(value, int) and not isinstance(value, bool):
@@ -586,11 +578,6 @@ def _batch_sizes(
 
 
 def _options(said: dict[str, Any], auto: list[str], where: str) -> dict[str, Any]:
-    """Return fields of `OffloadConfig`.
-
-    Raises:
-        ConfigError: a value is not supported.
-    """
     options: dict[str, Any] = {}
     if "optimizer.type" in said:
         options |= _optimizer(said, where)
@@ -652,7 +639,6 @@ def _adds_decay(said: dict[str, Any]) -> bool:
 
 
 def _dynamic_loss_scale(said: dict[str, Any]) -> dict[str, Any] | None:
-    """Return fields of `DynamicLossScale`, or None if the scale is fixed."""
     if said.get("fp16.loss_scale"):
         return None
     names = {

@@ -367,7 +367,6 @@ class DeepSpeedEngine:
         return self.offload.loss_scale is not None
 
     def _saw(self, record: StepRecord) -> None:
-        """Process a telemetry record, which arrives at a later `step`."""
         if record.skipped and not self._waits_for_the_norm:
             self.skipped_steps += 1
             self._schedule_ahead += 1
@@ -568,7 +567,6 @@ class DeepSpeedEngine:
         return str(found), self._go_on(position)
 
     def _go_on(self, position: dict[str, Any]) -> dict[str, Any]:
-        """Restore the counts of a checkpoint's position; returns `client_state`."""
         for name, count in position["counts"].items():
             setattr(self, name, count)
         self._schedule_ahead = self._num_backwards = 0
@@ -606,11 +604,6 @@ class DeepSpeedEngine:
 
 
 def _the_config(args: Any, config: Any, config_params: Any) -> Any:
-    """Return the only config that was passed.
-
-    Raises:
-        ConfigError: none or several were passed.
-    """
     by_args = getattr(args, "deepspeed_config", None)
     given = {"config": config, "config_params": config_params, "args.deepspeed_config": by_args}
     found = {name: each for name, each in given.items() if each is not None}
@@ -623,7 +616,6 @@ def _the_config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """Convert a torch optimizer's argument, tensors or dicts, to groups."""
     listed = list(parameters)
     if listed and isinstance(listed[0], dict):
         return listed_groups(listed) or []

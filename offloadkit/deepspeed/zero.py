@@ -116,11 +116,6 @@ def check(config: OffloadConfig) -> None:
 
 
 def _as_placed(placed: Placement, config: OffloadConfig) -> Zero:
-    """Translate a placement.
-
-    Raises:
-        ConfigError: DeepSpeed has no such placement.
-    """
     if placed.activations == "offload":
         raise ConfigError(
             "activations='offload' has no counterpart in DeepSpeed with HuggingFace's models: use 'checkpoint'"
@@ -263,5 +258,4 @@ def _in_groups(share: int, pinned: Callable[[int], int]) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """Round up to a power of two."""
     return 1 << max(0, number - 1).bit_length()

@@ -226,7 +226,6 @@ def too_much_ram(ram: int) -> Row:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the rest of the process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

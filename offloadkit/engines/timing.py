@@ -129,7 +129,6 @@ def _timed(
 
 
 def _medians(keys: list[int], seconds: list[float]) -> dict[int, float]:
-    """Median seconds by key."""
     found: dict[int, list[float]] = defaultdict(list)
     for key, each in zip(keys, seconds, strict=True):
         found[key].append(each)

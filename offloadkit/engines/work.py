@@ -176,7 +176,6 @@ def plain_model(work: Work, dtype: Dtype, weights_on: torch.device, device: torc
 
 
 def _drawn(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw matrices from N(0, 0.02) and set vectors to 1."""
     with torch.no_grad():
         return weight.normal_(0.0, 0.02, generator=generator) if weight.ndim > 1 else weight.fill_(1.0)
 
@@ -228,7 +227,6 @@ def random_steps(work: Work, device: torch.device) -> list[list[Batch]]:
 
 
 def _ragged_lengths(work: Work, generator: torch.Generator) -> list[list[tuple[int, int]]]:
-    """Input and target lengths of the rows, by step."""
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
     def drawn(longest: int) -> list[int]:
@@ -245,7 +243,6 @@ def _ragged_lengths(work: Work, generator: torch.Generator) -> list[list[tuple[i
 
 
 def _mean_length(longest: int) -> float:
-    """Mean length of ragged rows."""
     return (longest // SHORTEST_SHARE + longest) / 2
 
 

@@ -448,7 +448,6 @@ def slowdown(
 
 
 def _missing(plan: Plan | None, machine: Machine | None) -> str:
-    """Say what is missing to predict a baseline, and what to do."""
     if plan is None:
         missing = "without a plan the optimizer step in VRAM cannot be predicted: pass Monitor(engine.plan, ...)"
     elif machine is None and Machine.of(plan) is not None:

@@ -210,7 +210,6 @@ class Monitor:
         return TerminalDisplay() if sys.stdout.isatty() else LogLines()
 
     def _refresh(self) -> None:
-        """Run the drawing thread: draw when something is new."""
         pause, shown = _SHORTEST, self._present_state()
         while not self._ended.wait(pause):
             if not self._new and self._present_state() == shown:
@@ -235,7 +234,6 @@ class Monitor:
 
 
 def _check(plan: Any, telemetry: Any, total_steps: Any, baseline_seconds: Any, display: Any) -> None:
-    """Raise `ConfigError` for the first invalid argument."""
     for name, value, kind in (("plan", plan, Plan), ("telemetry", telemetry, Telemetry)):
         if value is not None and not isinstance(value, kind):
             raise ConfigError(

@@ -133,7 +133,6 @@ def _button(kernel: Any, stop: Callable[[], None]) -> _Button | None:
 
 
 def _publish(bundle: dict[str, Any], ident: str, update: bool = False) -> None:
-    """Publish an output of the running cell by MIME type, or replace the output published as `ident`."""
     import IPython.display
 
     display: Any = IPython.display.display

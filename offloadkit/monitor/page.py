@@ -92,7 +92,6 @@ def _mark(x: float, top: float, bottom: float, dash: str = "") -> str:
 
 
 def _beside(x: float, foot: float, label: str) -> str:
-    """Return a label on the side of `x` with more room."""
     return text(x - 8, foot, label, anchor="end") if x > WIDTH / 2 else text(x + 8, foot, label)
 
 

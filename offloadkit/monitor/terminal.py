@@ -128,7 +128,6 @@ def _wrapped(said: str, room: int) -> list[str]:
 
 
 def _column(size: int, full: int, room: int) -> int:
-    """Column of the end of a bar of `size`."""
     return max(1, min(room, round(room * size / full))) - 1
 
 
@@ -137,7 +136,6 @@ def _named(name: str, content: Text) -> Text:
 
 
 def _bar(parts: Iterable[tuple[str, float, str]], full: float, room: int) -> Text:
-    """Return numbered segments, dotted up to `full`."""
     text, filled, drawn = Text(), 0.0, 0
     for number, (name, size, _) in enumerate(parts, 1):
         filled += size
@@ -157,7 +155,6 @@ def _legend(parts: Iterable[tuple[str, float, str]], room: int) -> list[Text]:
 
 
 def _in_lines(entries: Iterable[Text], room: int) -> list[Text]:
-    """Put as many items as fit on each line of `room` columns."""
     lines: list[Text] = []
     for entry in entries:
         if lines and len(lines[-1]) + 3 + len(entry) <= room:
