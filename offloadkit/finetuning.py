@@ -20,7 +20,7 @@ Arguments of `finetune`:
 - `epochs`, `max_steps`: length of training; `max_steps` overrides `epochs`.
 - `seed` (or `data_seed`) determines the order of rows. Batches hold rows of nearly equal length, as with HuggingFace's
   `train_sampling_strategy="group_by_length"`, in random order after the batch with the longest row. If length
-  correlates with the kind of row, such batches are not representative: pass "random" then.
+  correlates with the kind of row, each batch has rows of one kind: pass "random" then.
 - `batch_size`: rows in a micro-batch; "auto": see `planning.BATCH_SIZES`.
 - `gradient_accumulation`: micro-batches per update.
 - HuggingFace's names are accepted too: `num_train_epochs`, `per_device_train_batch_size`,
@@ -37,8 +37,8 @@ Arguments of `finetune`:
 - `resume`: continue from the newest complete checkpoint in `output_dir`. Checkpoints are written after each epoch and
   when training is stopped. Only the newest is kept; `save_total_limit=3` keeps three.
 - `monitor`: show memory, time, slowdown and loss live in a notebook or terminal (see `Monitor`); False shows a progress
-  bar instead. Without a terminal, progress lines are printed. An interrupt (or the notebook's stop button) finishes
-  the current step, writes a checkpoint, evaluates and saves; a second interrupt stops at once.
+  bar instead. Outside notebooks and terminals, a line is printed at intervals. An interrupt (or the notebook's stop
+  button) finishes the current step, writes a checkpoint, evaluates and saves; a second interrupt stops at once.
 - `baseline`: "measure" first runs a few steps without offloading in a fresh process, with micro-batches of the data's
   lengths. The monitor compares with it if it fits on the GPU. "predict" compares with the compute time of this run
   plus a predicted AdamW step in VRAM.
@@ -691,7 +691,8 @@ def _num_logits(source: ModelSource, plan: Plan) -> int:
 
 
 def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
-    """Device that holds a model in memory until the engine takes its weights: the GPU if fp32 weights fit there."""
+    """Device that holds a model in memory until the engine takes its weights: the GPU if fp32 weights fit
+    next to the plan's VRAM."""
     free = hardware.vram_bytes(args.device)[0]
     fits = 4 * plan.num_parameters + plan.total_bytes("vram") < 0.9 * free
     return args.device if fits else torch.device("cpu")
