@@ -55,6 +55,9 @@ class BucketPool:
 
     The pool holds NUM_GRADIENT_BUCKETS - 1 buckets, because autograd holds the gradients of one more layer. A buffer is
     returned with the event of the copy that reads it; the compute stream waits for the event before the next write.
+
+    Attributes:
+        free: the returned buffers, each with the event of that copy.
     """
 
     def __init__(self, device: torch.device, num_bytes: int, waits: Waits) -> None:

@@ -195,6 +195,11 @@ class OffloadedInputs:
 
     Only a block's first argument, the hidden states, goes to RAM. Tensors that many blocks share (masks, a position
     bias, an encoder's output) stay in VRAM. All micro-batches reuse the same RAM.
+
+    Attributes:
+        free: pinned RAM that holds no input.
+        copying: VRAM that a copy still reads or writes, each with the end of the copy.
+        in_ram: the inputs in RAM, in forward order.
     """
 
     def __init__(self, device: torch.device, waits: Waits) -> None:

@@ -119,7 +119,13 @@ class _Buffer:
 
 
 class StateRing:
-    """VRAM buffers of `num_bytes` each, which chunks of states use in turn, and the streams that copy the chunks."""
+    """VRAM buffers of `num_bytes` each, which chunks of states use in turn, and the streams that copy the chunks.
+
+    Attributes:
+        buffers: each holds one chunk.
+        ahead: chunks fetched before their step, each with its buffer.
+        under_way: the ends of the queued steps.
+    """
 
     fill_with_nan: ClassVar[bool] = False
     """For tests: fill a buffer with NaN as soon as its chunk was sent back."""

@@ -334,7 +334,11 @@ class StepTimes:
 
 
 class StepBalancer:
-    """Moves layers between CPU and GPU so that both finish an update at the same time."""
+    """Moves layers between CPU and GPU so that both finish an update at the same time.
+
+    Attributes:
+        unread: the times of updates that the GPU may not have finished.
+    """
 
     def __init__(self) -> None:
         self.unread: deque[StepTimes] = deque()
