@@ -11,7 +11,7 @@ from offloadkit.comparing.knee import Knee, measured_knee, predicted_knee, reads
 from offloadkit.comparing.sweeping import Sweep
 from offloadkit.engines.forecast import Forecast
 from tests.comparing.made_up import ENVIRONMENT, GIB, T5_3B, at_batch
-from tests.facts import has_facts
+from tests.messages import has_facts
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 

@@ -12,7 +12,7 @@ from offloadkit.comparing.slowdown import Slowdown, measure_slowdown
 from offloadkit.engines import forecast
 from offloadkit.errors import ConfigError, DoesNotFitError, OffloadkitError
 from tests.comparing.made_up import GIB, T5_3B
-from tests.facts import has_facts
+from tests.messages import has_facts
 
 Task = dict[str, Any]
 Answers = Callable[[Callable[[Task], dict[str, Any]]], list[Task]]

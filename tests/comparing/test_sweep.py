@@ -20,7 +20,7 @@ from offloadkit.engines.work import config_of
 from offloadkit.errors import ConfigError, DataError, ModelError, OutputError
 from offloadkit.hf.data import load_dataset_like
 from tests.comparing.made_up import GIB, at_batch
-from tests.facts import has_facts
+from tests.messages import has_facts
 
 Task = dict[str, Any]
 Answers = Callable[[Callable[[Task], dict[str, Any]]], list[Task]]

@@ -21,7 +21,7 @@ from offloadkit.hardware import Hardware
 from offloadkit.offload import profiling
 from offloadkit.offload.profiling import BACKWARD, UPDATE, bound, breakdown
 from offloadkit.telemetry import StepRecord
-from tests.facts import has_facts
+from tests.messages import has_facts
 from tests.models import TinyLM, tokens
 from tests.planner.machines import H200
 

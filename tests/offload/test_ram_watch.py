@@ -16,7 +16,7 @@ from offloadkit import hardware
 from offloadkit.errors import OffloadkitError, OutOfRamError
 from offloadkit.offload import shortage as ram_watch
 from offloadkit.offload.shortage import RamWatch
-from tests.facts import has_facts
+from tests.messages import has_facts
 
 MIB, GIB = 1 << 20, 1 << 30
 PLANNED = {"moments": 6 * GIB, "gradients": 2 * GIB, "disk": 0}

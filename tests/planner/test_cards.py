@@ -20,7 +20,7 @@ from offloadkit.errors import ConfigError
 from offloadkit.planner import Plan
 from offloadkit.planner.cards import CARDS, card_named
 from offloadkit.units import parse_bytes
-from tests.facts import has_facts
+from tests.messages import has_facts
 from tests.planner.machines import GIB
 
 HOST = {

@@ -36,7 +36,7 @@ from offloadkit.planner.scaling import grown, scaling_table
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import IN_VRAM, Seconds, StepModel, link_rate
 from offloadkit.units import format_bytes, rounded_up
-from tests.facts import has_facts
+from tests.messages import has_facts
 from tests.planner.machines import GIB, H200, shape, stage
 
 N = 1 << 24

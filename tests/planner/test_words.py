@@ -14,7 +14,7 @@ from offloadkit.planner import MicroBatch, Plan, make_plan
 from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.plan import nearest_fits
 from offloadkit.units import format_bytes, format_seconds, parse_bytes, rounded_up
-from tests.facts import has_facts
+from tests.messages import has_facts
 from tests.planner.machines import GIB, H200, TWO_CORES, shape, stage
 
 IN_RAM = Placement()
