@@ -1,9 +1,8 @@
-"""Attention masks without asking the GPU whether they mask anything.
+"""Keeps attention masks from synchronising with the GPU.
 
-transformers asks that in each forward, to leave out masks that mask nothing, and whether positions are those of packed
-rows. Python waits for the answers, and the GPU then waits for Python. Whoever collates a batch sees its mask in RAM,
-and who gives no positions knows that nothing is packed. `Noted` and `answering` carry that to the place where it is
-asked; where nobody knows, the GPU is asked as always. Our own attention takes a mask in any case (`added_mask`).
+In every forward, transformers asks the GPU whether the mask masks anything (to drop it if not) and whether positions
+show packed rows. The collator can answer the first question from the mask in RAM; without `position_ids` no rows are
+packed. Questions without a known answer still go to the GPU. Our own attention keeps every mask (`added_mask`).
 """
 
 from __future__ import annotations
@@ -23,16 +22,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NOTE = "attention_mask_is_full"
-"""Key of a batch under which `Noted` says whether its masks mask nothing; no argument of any model."""
+"""Key that `Noted` adds to a batch: whether its masks mask nothing. No model has an argument of this name."""
 
 
 class _Known(threading.local):
-    """What this thread's forward need not ask."""
-
     full: bool | None = None
     """Whether the batch's attention masks mask nothing; None: not known."""
     shape: torch.Size | None = None
-    """Of the attention mask that the forward was given: masks of other shapes are not those that are known."""
+    """Shape of the forward's attention mask; `full` does not apply to masks of another shape."""
     is_packed: bool | None = None
     """False if each row of the batch is one sequence; None: not known."""
 
@@ -42,18 +39,18 @@ _known = _Known()
 
 @dataclass(frozen=True)
 class Around:
-    """A collator around another, whose attributes it has too: a Trainer's `get_train_dataloader` may read them."""
+    """Wraps a collator. Its attributes can be read too, as a Trainer's `get_train_dataloader` may do."""
 
     collate: Callable[[Any], Any]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "collate" or name.startswith("__"):  # as it is unpickled it has none
+        if name == "collate" or name.startswith("__"):  # unpickling reads attributes before `collate` exists
             raise AttributeError(name)
         return getattr(self.collate, name)
 
 
 class Noted(Around):
-    """A collator whose batches say under `NOTE` whether their masks mask nothing, where all of them agree."""
+    """A collator that stores under `NOTE` whether the batch's masks mask nothing, if all masks agree."""
 
     def __call__(self, rows: Any) -> Any:
         batch = self.collate(rows)
@@ -67,7 +64,7 @@ class Noted(Around):
 
 
 def without_note(batch: Any) -> tuple[Any, bool | None]:
-    """A batch as its collator made it, and what `Noted` has added; None if it has not."""
+    """Split a batch into the collator's batch and the value under `NOTE` (None if missing)."""
     if not isinstance(batch, MutableMapping) or NOTE not in batch:
         return batch, None
     return {name: value for name, value in batch.items() if name != NOTE}, batch[NOTE]
@@ -75,7 +72,7 @@ def without_note(batch: Any) -> tuple[Any, bool | None]:
 
 @contextmanager
 def answering(full: bool | None) -> Iterator[None]:
-    """While it is open, `full` says on this thread whether the batch's masks mask nothing; None: the GPU is asked."""
+    """Set on this thread whether the batch's masks mask nothing; None asks the GPU."""
     before, _known.full = _known.full, full
     try:
         yield
@@ -84,12 +81,13 @@ def answering(full: bool | None) -> Iterator[None]:
 
 
 def ask_nothing(model: PreTrainedModel) -> Callable[[], None]:
-    """Have forwards of `model` ask the GPU only what nobody knows; returns what undoes it."""
+    """Answer transformers' questions in forwards of `model`; returns a function that undoes it."""
     undo = ExitStack()
     undo.callback(answers.used())
 
     def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        given = kwargs.get("position_ids") is not None or len(args) > 2  # it is the third argument of most models
+        # `position_ids` is the third argument of most models
+        given = kwargs.get("position_ids") is not None or len(args) > 2
         _known.is_packed = None if given else False
         mask = kwargs.get("attention_mask")
         _known.shape = mask.shape if isinstance(mask, Tensor) else None
@@ -97,24 +95,25 @@ def ask_nothing(model: PreTrainedModel) -> Callable[[], None]:
     def after(*_: Any) -> None:
         _known.is_packed = _known.shape = None
 
-    undo.callback(after)  # torch runs no hook after a forward that was interrupted
+    undo.callback(after)  # torch runs no hook after an interrupted forward
     undo.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
     undo.callback(model.register_forward_hook(after, always_call=True).remove)
     return undo.close
 
 
 class Answers:
-    """What stands in the place of transformers' questions while any model uses it.
+    """Replaces transformers' question functions while any model uses the replacement.
 
-    Models have one in common: what others have put there since stays, and calls ours or does not.
+    All models share one replacement. A function that another package installed afterwards stays.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # Python may collect a model that was dropped while this thread has the lock
+        # reentrant: the garbage collector may close a model on this thread while it holds the lock
+        self._lock = threading.RLock()
         self._num_models, self._undo = 0, ExitStack()
 
     def used(self) -> Callable[[], None]:
-        """Count a model that uses it; returns what is called when the model is done."""
+        """Add a user; returns a function that removes it."""
         with self._lock:
             if not self._num_models:
                 self._undo = _asked_of_us()
@@ -132,7 +131,6 @@ answers = Answers()
 
 
 def _asked_of_us() -> ExitStack:
-    """Put ourselves before transformers' questions; returns what undoes it. Where nothing is known they are asked."""
     from transformers import masking_utils
 
     asked: Any = masking_utils
@@ -155,7 +153,8 @@ def _asked_of_us() -> ExitStack:
     def find_packed(position_ids: Tensor) -> Any:
         if torch.compiler.is_compiling():
             return ask_packed(position_ids)
-        shared = position_ids.shape[0] == 1 or position_ids.stride(0) == 0  # made from a length alone
+        # transformers made the positions from a length alone
+        shared = position_ids.shape[0] == 1 or position_ids.stride(0) == 0
         return None if shared and _known.is_packed is False else ask_packed(position_ids)
 
     undo = ExitStack()
@@ -175,11 +174,12 @@ def added_mask(
     dtype: torch.dtype = torch.float32,
     **given: Any,
 ) -> Tensor | None:
-    """transformers' `eager_mask`, which is added to the scores, but a mask that was given is never left out.
+    """transformers' `eager_mask` (a mask that is added to the scores), except that a given mask is never dropped.
 
     Returns:
-        (batch, 1, queries, keys) of `dtype`: 0 where a key is attended to, the least number elsewhere. Where all
-        queries attend to the same keys, their one row is stored once. None without a mask if all keys are attended to.
+        (batch, 1, queries, keys) of `dtype`: 0 for attended keys, the dtype's minimum elsewhere. For bidirectional
+        masks
+        all queries share the memory of one row. None if no mask was given and all keys are attended to.
     """
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 

@@ -1,10 +1,8 @@
-"""What offloadkit computes otherwise than transformers while it trains a model, by model family.
+"""Changes to how transformers' models compute during training, by model family (`FAMILIES`).
 
-`FAMILIES` is the one place that names model families; to add a family is to add an entry. `patched` reads it for a
-model on any device. `offloadkit.changes` calls it whenever an engine is built, or a micro-batch is traced for a plan.
-One change is the same for every family: the loss over a large vocabulary is taken in chunks, from fp32 logits. The GPU
-is asked nothing about masks that is known without it (`masks.py`). That no keys and values are cached in training is
-the engine's doing (`offload/caches.py`).
+`offloadkit.changes` calls `patched` when an engine is built or a micro-batch is traced for a plan. For every family,
+the loss over a large vocabulary is computed in chunks from fp32 logits, and masks do not synchronise with the GPU
+(`masks.py`). The engine itself switches off key-value caches in training (`offload/caches.py`).
 """
 
 from __future__ import annotations
@@ -34,32 +32,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of one family are trained."""
-
     model_types: tuple[str, ...] = ()
-    """`model_type` of the configs whose attention is chosen here where the model has transformers' default, `sdpa`."""
+    """`model_type` of configs that get `attention` if they have transformers' default, `sdpa`."""
 
     attention: str | None = None
-    """That choice, as `attn_implementation`; None leaves transformers' own."""
+    """`attn_implementation`; None keeps transformers' choice."""
 
     biased_attention: tuple[str, ...] = ()
-    """Classes whose eager attention adds a learned position bias, which our kernels can do instead. A class derived
-    from one counts too. The file of the class must define `eager_attention_forward`."""
+    """Classes, with their subclasses, whose eager attention adds a learned position bias and can run on our kernels.
+    The module of the class must define `eager_attention_forward`.
+    """
 
 
 _DEFAULT = "sdpa"
-"""transformers' own choice of `attn_implementation`, where nobody made one."""
+"""transformers' `attn_implementation` if the user chose none."""
 
 FAMILIES = (
-    # Learned attention bias: with it transformers' default, `sdpa`, is slower and larger than eager attention (T5-3B,
-    # 8x(512+128) tokens, H200: forward and backward 0.238 s and 26.8 GiB against 0.227 s and 21.5 GiB). Its backward is
-    # not deterministic, and with padded batches it has been seen to give NaN gradients.
+    # With a learned attention bias, `sdpa` is slower and larger than eager attention (T5-3B, 8x(512+128) tokens, H200:
+    # forward and backward 0.238 s and 26.8 GiB against 0.227 s and 21.5 GiB). Its backward is not deterministic, and
+    # padded batches have produced NaN gradients.
     Family(
         model_types=("t5", "mt5", "umt5"),
         attention="eager",
         biased_attention=("T5Attention", "MT5Attention", "UMT5Attention"),
     ),
-    # The same attention in models whose `attn_implementation` is left as it is.
+    # The same attention, but `attn_implementation` stays unchanged.
     Family(
         biased_attention=(
             "LongT5Attention",
@@ -75,7 +72,7 @@ FAMILIES = (
 
 
 def choose_attention(config: Any) -> Callable[[], None]:
-    """Have what has `config` compute attention as its family is trained; returns what undoes it."""
+    """Set the attention implementation of the config's family; returns a function that undoes it."""
     attention = next((family.attention for family in FAMILIES if config.model_type in family.model_types), None)
     if attention is None or unclaimed(config, "_attn_implementation") not in (None, _DEFAULT):
         return lambda: None
@@ -85,12 +82,12 @@ def choose_attention(config: Any) -> Callable[[], None]:
 def patched(
     model: nn.Module, config: OffloadConfig, *, kernels: bool = True, capability: tuple[int, int] | None = None
 ) -> Callable[[], None]:
-    """Change what `model` computes to what its family computes in training; returns what undoes it.
+    """Apply the training changes to `model`; returns a function that undoes them.
 
     Args:
-        model: any module; what it holds of transformers' models is changed.
-        config: `attention` "keep" leaves attention alone. With `compile_blocks` the norms are left to the compiler.
-        kernels: attention and norms by our kernels; False where they will not run on a GPU.
+        model: any module; the transformers models in it are changed.
+        config: `attention` "keep" leaves attention unchanged; `compile_blocks` leaves the norms to the compiler.
+        kernels: use our kernels for attention and norms.
         capability: as for `fuse_attention`.
     """
     changes = ExitStack()
@@ -109,7 +106,7 @@ def patched(
 
 
 def _pretrained(module: nn.Module) -> Iterator[PreTrainedModel]:
-    """transformers' models in `module`, itself included; those inside others are left out."""
+    """Outermost transformers models in `module`."""
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel):
@@ -120,7 +117,7 @@ def _pretrained(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _take_loss_in_fp32(model: PreTrainedModel) -> Callable[[], None]:
-    """Give the loss fp32 logits: bf16 has three digits, and the gradient of a scaled loss overflows fp16."""
+    """Convert logits to fp32: bf16 has three digits, and the gradient of a scaled loss overflows fp16."""
     untyped: Any = model
     head: nn.Module | None = untyped.get_output_embeddings()
     if head is None:
@@ -134,7 +131,7 @@ def _take_loss_in_fp32(model: PreTrainedModel) -> Callable[[], None]:
 
 
 def fuse(model: nn.Module, *, compiled: bool = False) -> Callable[[], None]:
-    """Run attention with a position bias by our kernels, and each norm as one kernel; returns what undoes it.
+    """Run attention with a position bias on our kernels and each norm as one kernel; returns a function that undoes it.
 
     Args:
         compiled: leave the norms to the compiler.
@@ -150,10 +147,10 @@ def fuse(model: nn.Module, *, compiled: bool = False) -> Callable[[], None]:
 
 
 def fuse_norms(model: nn.Module) -> Callable[[], None]:
-    """Run the RMS norms of `model` as one kernel each where possible; returns what undoes it.
+    """Run each RMS norm of `model` as one kernel if possible; returns a function that undoes it.
 
-    A norm computes as before if its class computes something else, if others replaced its forward, or if its input has
-    another dtype than its weight.
+    A norm stays unchanged if its class computes something else, if its forward was replaced, or if its input's dtype
+    differs from its weight's.
     """
     changes = ExitStack()
     for module in model.modules():
@@ -173,9 +170,8 @@ def _normalize(self: Any, hidden_states: Tensor) -> Tensor:
 
 @cache
 def _is_rms_norm(kind: type[nn.Module]) -> bool:
-    """Whether `kind(width)` computes weight * x / sqrt(mean(x^2) + variance_epsilon).
-
-    It is tried: transformers has a class for each family. Most are copies of one another; some differ in a detail.
+    """Whether `kind(width)` computes weight * x / sqrt(mean(x^2) + variance_epsilon), tested on an example:
+    transformers has one class per family, and some differ in a detail.
     """
     if not kind.__name__.endswith(("RMSNorm", "LayerNorm")) or kind.__module__.startswith("torch."):
         return False
@@ -186,25 +182,25 @@ def _is_rms_norm(kind: type[nn.Module]) -> bool:
             norm.weight.copy_(weight)
             norm.variance_epsilon = epsilon
             return torch.allclose(norm(x), F.rms_norm(x, weight.shape, weight, epsilon))
-        except Exception:  # anybody's class: other arguments, no such weight, no such number
+        except Exception:  # unknown class: other arguments or attributes
             return False
 
 
 # -- attention with a learned position bias
 
 KINDS = ("cuda", "meta")
-"""Device types that the kernels run on; the meta device stands for a GPU."""
+"""Device types that the kernels accept; "meta" stands for a GPU."""
 MOST_ROWS = 65535
-"""Largest batch x heads: CUDA's limit of a grid."""
+"""Largest batch x heads: CUDA's grid limit."""
 NAME = "offloadkit"
-"""`attn_implementation` under which transformers knows our attention."""
+"""`attn_implementation` under which our attention is registered."""
 
 
 def fuse_attention(model: nn.Module, capability: tuple[int, int] | None = None) -> Callable[[], None]:
-    """Run eager attention with a position bias by our kernels where possible; returns what undoes it.
+    """Run eager attention with a position bias on our kernels if possible; returns a function that undoes it.
 
     Args:
-        capability: of the GPU to plan for, if it is not the one here.
+        capability: compute capability of the GPU to plan for, if not the present GPU.
     """
     changes, claimed = ExitStack(), set[int]()
     for module in model.modules():
@@ -225,8 +221,9 @@ def fuse_attention(model: nn.Module, capability: tuple[int, int] | None = None) 
 
 
 def _kernels_run(width: int, capability: tuple[int, int] | None) -> bool:
-    """Whether our attention runs on the GPU of this capability, or else on the one here. Without a GPU it does: then a
-    plan needs its shapes alone."""
+    """Whether our attention runs on a GPU of `capability`, or on the present GPU. True without a GPU, because a plan
+    needs only shapes.
+    """
     if capability is not None:
         return capability >= attention_kernel.LEAST_CAPABILITY
     return not torch.cuda.is_available() or attention_kernel.available(width)
@@ -234,7 +231,7 @@ def _kernels_run(width: int, capability: tuple[int, int] | None) -> bool:
 
 @cache
 def _own_attention(kind: Any) -> Any:
-    """The eager attention of a class that a family names under `biased_attention`; None for any other class."""
+    """The eager attention function of a class in `biased_attention`; None for other classes."""
     names = {name for family in FAMILIES for name in family.biased_attention}
     for one in kind.__mro__:
         found = getattr(sys.modules[one.__module__], "eager_attention_forward", None)
@@ -252,7 +249,7 @@ def _register() -> None:
 
 
 def _compute_bias(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Contiguous, once for all blocks that share it: each would keep a copy of its own."""
+    """Make the bias contiguous once; otherwise each block would keep its own copy."""
     bias: Tensor = type(self).compute_bias(self, *args, **kwargs)
     return bias.contiguous()
 
@@ -268,7 +265,7 @@ def _attend(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The result of the model's own `eager_attention_forward`, without the attention weights unless they are asked for.
+    """Attention like the model's own `eager_attention_forward`, without attention weights unless requested.
 
     Args:
         query: [batch, heads, queries, width].
@@ -277,7 +274,7 @@ def _attend(
         position_bias: added to the scores, [1, heads, queries, keys].
 
     Returns:
-        [batch, queries, heads, width] as `eager_attention_forward`, and the weights or None.
+        [batch, queries, heads, width], and the attention weights or None.
     """
     asked = options.get("output_attentions") or module.config.output_attentions
     if asked or dropout >= 1 or position_bias is None or not _takes(query, key, value, position_bias, attention_mask):
@@ -296,7 +293,6 @@ def _attend(
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernels can compute this."""
     batch, heads, queries, width = query.shape
     return (
         query.device.type in KINDS

@@ -1,8 +1,8 @@
-"""Presets: architectures that are known by name, so that a plan needs no network and no licence.
+"""Architectures known by name, so that planning needs no network and no licence.
 
-The values are those of each model's config.json on the hub; a test compares the numbers of parameters with those that
-the hub counts. An instruct model has its base model's values. Phi-4-mini's factors for long contexts are left out. To
-train from a checkpoint its own config is read.
+Values are copied from each model's config.json on the hub; a test compares parameter counts with the hub's. An instruct
+model has its base model's values. Phi-4-mini's factors for long contexts are left out. Training from a checkpoint reads
+the checkpoint's own config.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preset:
-    """One architecture under its name on the hub."""
+    """One architecture."""
 
     hub_name: str
-    """Hub name of the pretrained weights and the tokenizer."""
+    """Hub name of the weights and the tokenizer."""
 
     model_type: str
-    """transformers' name of the config class."""
+    """transformers' name for the config class."""
 
     values: dict[str, Any]
     """Keyword arguments of the config class."""
@@ -32,7 +32,7 @@ class Preset:
         return dict(self.values)
 
     def config(self) -> PreTrainedConfig:
-        """The architecture."""
+        """Build the config."""
         from transformers import AutoConfig
 
         return AutoConfig.for_model(self.model_type, **self.config_values())
@@ -41,7 +41,7 @@ class Preset:
 # -- T5
 
 _T5_SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "d_kv")
-"""The decoder has as many layers as the encoder; num_heads x d_kv (the width of a head) need not be d_model."""
+"""The decoder has as many layers as the encoder; num_heads x d_kv (head width) may differ from d_model."""
 _V1_0 = {
     "small": (512, 2048, 6, 8, 64),
     "base": (768, 3072, 12, 12, 64),
@@ -108,7 +108,7 @@ _LLAMA_3 |= {"bos_token_id": 128_000, "eos_token_id": 128_001}
 
 
 def _stretched(factor: float, **more: Any) -> dict[str, Any]:
-    """Llama 3.1's and 3.2's positions beyond the 8,192 that Llama 3 has."""
+    """RoPE scaling of Llama 3.1 and 3.2, beyond Llama 3's 8,192 positions."""
     rope: dict[str, Any] = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaled = {"rope_scaling": rope | {"original_max_position_embeddings": 8192}}
     return _LLAMA_3 | {"max_position_embeddings": 131_072} | scaled | more
@@ -146,7 +146,7 @@ _PHI_4_MINI: _Values = {"rms_norm_eps": 1e-5, "max_position_embeddings": 131_072
 _PHI_4_MINI |= {"bos_token_id": 199_999, "eos_token_id": 199_999, "pad_token_id": 199_999, "sliding_window": None}
 
 _Rows = list[tuple[str, tuple[str, ...], tuple[int, ...], dict[str, Any]]]
-"""Beginning of the hub name, its endings, the values of `_SHAPE`, and the rest of the config."""
+"""Start of the hub name, its endings, the values of `_SHAPE`, and the other config values."""
 _CHAT, _IT = ("", "-Instruct"), ("", "-it")
 _DECODERS: dict[tuple[str, str], _Rows] = {
     ("llama", "LlamaForCausalLM"): [
@@ -239,10 +239,9 @@ def _decoders() -> dict[str, Preset]:
 
 
 def _short(hub_name: str) -> str:
-    """ "llama-3-8b" of "meta-llama/Meta-Llama-3-8B"."""
+    """ "meta-llama/Meta-Llama-3-8B" -> "llama-3-8b"."""
     return hub_name.split("/")[1].lower().removeprefix("meta-")
 
 
 PRESETS: dict[str, Preset] = _t5s() | _decoders()
-"""Every name that is known without a network, in its short and its long form. A beginning such as "llama-2-7b" or
-"mistral-7b" is its first model."""
+"""Presets by short and long name. A prefix such as "llama-2-7b" or "mistral-7b" names its first model."""

@@ -1,6 +1,7 @@
-"""Switches off, for a while, what transformers, datasets and the hub's client print and fetch beside their work.
+"""Context managers that silence progress bars, log messages and background downloads of transformers, datasets and the
+hub client.
 
-Progress bars are for terminals and notebooks. Elsewhere each update of a bar would be a line of its own.
+Progress bars appear only on terminals and in notebooks; elsewhere every update would print a line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from offloadkit.distributed import world
 
 @contextmanager
 def progress_bars(shown: bool) -> Iterator[None]:
-    """Show or hide the progress bars of transformers and of the hub's client inside this context."""
+    """Show or hide the progress bars of transformers and the hub client."""
     import huggingface_hub.utils
     import transformers.utils.logging
 
@@ -34,7 +35,7 @@ def progress_bars(shown: bool) -> Iterator[None]:
 
 @contextmanager
 def no_loader_messages() -> Iterator[None]:
-    """Keep the loaders of datasets from logging an error that they raise as well."""
+    """Suppress datasets' log messages about errors that it also raises."""
     import datasets
 
     before = datasets.logging.get_verbosity()
@@ -47,7 +48,7 @@ def no_loader_messages() -> Iterator[None]:
 
 @contextmanager
 def no_tying_advice() -> Iterator[None]:
-    """Drop transformers' advice to correct the config of a checkpoint with an untied head: the loader corrects it."""
+    """Suppress transformers' advice about the config of a checkpoint with an untied head; the loader corrects it."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def other_messages(record: logging.LogRecord) -> bool:
@@ -62,7 +63,7 @@ def no_tying_advice() -> Iterator[None]:
 
 @contextmanager
 def no_conversion_service() -> Iterator[None]:
-    """Keep transformers from asking a web service, on a thread, to convert a `.bin` checkpoint that it has read."""
+    """Keep transformers from asking a web service, on a thread, to convert a `.bin` checkpoint."""
     name = "DISABLE_SAFETENSORS_CONVERSION"
     before = os.environ.pop(name, None)
     os.environ[name] = "1"
@@ -75,17 +76,17 @@ def no_conversion_service() -> Iterator[None]:
 
 
 def is_live() -> bool:
-    """Whether a printed line can be redrawn: on a terminal and in a notebook's cell, by rank 0."""
+    """Whether rank 0 can redraw a printed line, that is, on a terminal or in a notebook cell."""
     if world.rank() > 0:
         return False
-    ipython = sys.modules.get("IPython")  # ipykernel may be imported outside of a kernel, as nbclient's users do
+    ipython = sys.modules.get("IPython")  # ipykernel may be imported outside a kernel, for example by nbclient
     shell = ipython.get_ipython() if ipython is not None else None
     return sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
 
 
 @contextmanager
 def bars_where_live() -> Iterator[None]:
-    """Show the progress bars of datasets, transformers and the hub's client only if `is_live`, inside this context."""
+    """Show the progress bars of datasets, transformers and the hub client only if `is_live`."""
     import datasets
 
     with progress_bars(is_live()), ExitStack() as undo:

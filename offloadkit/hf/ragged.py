@@ -1,10 +1,10 @@
-"""Rows of several lengths: few widths to pad them to, and an order that a resumed epoch takes again.
+"""Rows of different lengths: a few padded widths, and an order that a resumed epoch can repeat.
 
-HuggingFace's order `group_by_length` shuffles rows, cuts them into windows of many batches, and sorts each window, the
-longest first. A batch's rows are then of nearly equal length. The first batch of an epoch holds the longest row of all.
-It is drawn from torch's random state, so it depends on what else has drawn from that (`ResumableOrder`). `finetune`'s
-order follows from its seed alone, and has the updates in random order (`OrderOfSeed`). Otherwise long and short rows
-would take turns, and an epoch would end on short ones.
+HuggingFace's `group_by_length` shuffles rows, cuts them into windows of many batches, and sorts each window, longest
+row first, so the rows of a batch have similar lengths. The first batch contains the longest row. The order is drawn
+from torch's random state (`ResumableOrder` saves it). `finetune` uses `OrderOfSeed`: the order depends on the seed
+alone, and updates are shuffled, because otherwise long and short rows would alternate and epochs would end on short
+rows.
 """
 
 from __future__ import annotations
@@ -29,29 +29,27 @@ if TYPE_CHECKING:
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
-"""From rows to a batch."""
 
 LEAST_STEP = 16
-"""Tokens that tensor cores take at a time. Triton compiles one kernel for all multiples of it."""
+"""Tokens that tensor cores process at a time. Triton compiles one kernel for all multiples."""
 _STEPS_OF_MEAN = 8
-"""A row of mean length is at least so many steps long, so padding to a step adds 1/16 of it on average."""
+"""Steps in a row of mean length, at least; padding then adds 1/16 on average."""
 _ORDER_FILE = "order.json"
 
 
 def width_step(mean: float, longest: int, limit: int | None) -> int:
-    """Tokens whose multiples batches are padded to.
+    """The multiple, in tokens, that batches are padded to.
 
-    A larger step means fewer shapes: each new one has its own memory blocks and may need kernels that are not loaded
-    yet. A smaller step means less padding, which large batches compute for nothing. Rows of 128 to 512 tokens have 13
-    widths, 32 apart.
+    A larger step means fewer shapes; each new shape needs its own memory blocks and perhaps new kernels. A smaller step
+    means less padding. Rows of 128 to 512 tokens have 13 widths, 32 apart.
 
     Args:
-        mean, longest: tokens of a row.
-        limit: the most tokens that the model takes; None: any number.
+        mean, longest: row lengths in tokens.
+        limit: maximum tokens of the model; None: unlimited.
 
     Returns:
-        A power of two, at least `LEAST_STEP`; less where `limit` leaves no room. 1 where all rows are equally long, or
-        none is longer than `LEAST_STEP`.
+        A power of two, at least `LEAST_STEP`, or less if `limit` requires it. 1 if all rows have equal length or none
+        exceeds `LEAST_STEP`.
     """
     if longest <= LEAST_STEP or mean == longest:
         return 1
@@ -64,27 +62,27 @@ def width_step(mean: float, longest: int, limit: int | None) -> int:
 
 
 def rounded_up(length: int, step: int) -> int:
-    """The next multiple of `step`."""
+    """Round up to a multiple of `step`."""
     return -(-length // step) * step
 
 
 @dataclass(frozen=True)
 class PadToWidths:
-    """A collator whose batches are padded on to a multiple of some step."""
+    """Wraps a collator and pads its tensors to multiples of `steps`."""
 
     collate: Collate
 
     steps: Mapping[str, int]
-    """By the name of a tensor [rows, length]."""
+    """Step by name of a [rows, length] tensor."""
 
     values: Mapping[str, int]
-    """What each of them is padded with."""
+    """Padding value by tensor name."""
 
     on_the_left: frozenset[str] = frozenset()
-    """Those that are padded there."""
+    """Names of tensors that are padded on the left."""
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """The batch, whose tensors have the same dtypes as before."""
+        """Collate and pad; dtypes stay."""
         batch = self.collate(rows)
         for name, step in self.steps.items():
             if name in batch and (missing := -batch[name].shape[1] % step):
@@ -94,13 +92,13 @@ class PadToWidths:
 
 
 class OrderOfSeed(Sampler[int]):
-    """HuggingFace's order by length as it follows from a seed and the number of the epoch.
+    """HuggingFace's order by length, determined by the seed and the epoch.
 
-    Its updates come in random order after the first, which holds the longest row.
+    Updates after the first, which contains the longest row, come in random order.
     """
 
     def __init__(self, sampler: LengthGroupedSampler, args: TrainingArguments) -> None:
-        """args: their `data_seed`, else their `seed` is the order's."""
+        """args: `data_seed`, or `seed` if that is None."""
         self._sampler, self._epoch = sampler, 0
         self._seed = int(args.seed if args.data_seed is None else args.data_seed) % 2**64
 
@@ -108,11 +106,11 @@ class OrderOfSeed(Sampler[int]):
         return len(self._sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next order is that of this epoch. The Trainer calls it."""
+        """Set the epoch of the next order; called by the Trainer."""
         self._epoch = epoch
 
     def seed_of_epoch(self) -> int:
-        """Of 32 bits, which is what torch's generator takes. Epochs and seeds that differ have others."""
+        """Generator seed (32 bits, torch's limit), from the run's seed and the epoch."""
         return int(np.random.SeedSequence([self._epoch, self._seed]).generate_state(1)[0])
 
     def __iter__(self) -> Iterator[int]:
@@ -128,18 +126,18 @@ class OrderOfSeed(Sampler[int]):
 
 
 class ResumableOrder(Sampler[int]):
-    """The order that HuggingFace's sampler draws from torch's random state; it can be drawn again.
+    """HuggingFace's order by length, drawn from torch's random state, which is saved so that a resumed epoch has the
+    same order (HuggingFace would draw another).
 
-    HuggingFace resumes an epoch by drawing its order anew. Its sampler of equal lengths then draws another one. All
-    ranks have rank 0's order: their random states part as soon as one draws more than another.
+    All ranks use rank 0's random state, because the states of ranks diverge as soon as one draws more numbers.
     """
 
     def __init__(self, sampler: LengthGroupedSampler) -> None:
         self._sampler = sampler
         self._drawn_from: torch.Tensor | None = None
-        """The random state that the present epoch's order was drawn from."""
+        """Random state that the present epoch's order was drawn from."""
         self._again: torch.Tensor | None = None
-        """The one that the next order is drawn from; None: torch's present one."""
+        """Random state for the next order; None: torch's present state."""
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -157,14 +155,14 @@ class ResumableOrder(Sampler[int]):
         return iter(self._sampler)
 
     def write(self, folder: Path, origin: Origin) -> None:
-        """Write what the present epoch's order was drawn from into a checkpoint's folder."""
+        """Save the random state of the present epoch's order in a checkpoint."""
         write_json(folder / _ORDER_FILE, {ORIGIN: origin.of_file(_ORDER_FILE), "drawn_from": self._drawn_from})
 
     def read(self, folder: Path) -> None:
-        """Have the next epoch's order be the one of the checkpoint in `folder`, if it holds one.
+        """Use the saved order for the next epoch, if `folder` has one.
 
         Raises:
-            ModelError: the file is cut or broken.
+            ModelError: the file is truncated or broken.
         """
         if (folder / _ORDER_FILE).is_file():
             state = read_json(path := folder / _ORDER_FILE).get("drawn_from")
@@ -174,5 +172,5 @@ class ResumableOrder(Sampler[int]):
                 raise ModelError(f"{path} holds no random state ({error}): it is cut or broken") from error
 
     def begin_anew(self) -> None:
-        """The next epoch's order is drawn from torch's random state after all."""
+        """Forget the saved random state."""
         self._again = None

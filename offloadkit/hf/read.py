@@ -1,4 +1,4 @@
-"""Whatever a user may pass as a dataset, as a `datasets.Dataset`."""
+"""Loads a user's dataset, in any accepted form, as a `datasets.Dataset`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def dataset_from_json(path: Path, columns: Collection[str] = ()) -> Dataset:
-    """The rows of a file with one JSON object in each line, or with one list of them. They go to the disk, not to RAM.
+    """Read a file with one JSON object per line, or one list of objects. Rows are stored on disk, not in RAM.
 
     Args:
-        columns: to be read beside those that are read by their names. Of others only the names are kept: their values
-            may have no common type.
+        columns: columns to read in addition to those with known names. Other columns keep only their names, because
+            their values may have no common type.
 
     Raises:
-        DataError: the file is neither, has no rows, or has a column whose values have no common type.
+        DataError: the file is not such JSON, has no rows, or has a column without a common type.
     """
     import datasets
 
@@ -41,11 +41,11 @@ def dataset_from_json(path: Path, columns: Collection[str] = ()) -> Dataset:
 
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []
-"""Removed when Python exits: rows are read from their files until then."""
+"""Folders removed when Python exits; rows are read from their files until then."""
 
 
 def _private_folder() -> str:
-    """A new folder for the rows of a user's file, which nobody else may read; where datasets' cache is.
+    """Make a private folder in datasets' cache for a file's rows.
 
     Raises:
         DataError: it cannot be created.
@@ -65,22 +65,21 @@ def _private_folder() -> str:
 
 
 def _rows(path: str, columns: tuple[str, ...], read: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Every row with every column."""
     for row in _objects(Path(path)):
         yield {name: _value(name, row) if name in read else None for name in columns}
 
 
 def _value(column: str, row: dict[str, Any]) -> Any:
-    """The value to keep. Messages are kept as text: their tool calls differ in type from one to the next."""
+    """The value to store. Messages are stored as JSON text, because the types of their tool calls vary."""
     value = row.get(column)
     return json.dumps(value) if column in CONVERSATIONS and isinstance(value, list) else value
 
 
 def _features(path: Path, named: Collection[str]) -> Features:
-    """The columns of all the rows, and their types; nothing of those that are not read."""
+    """The type of each column over all rows; columns that are not read have type null."""
     from datasets import Features, Sequence, Value
 
-    found: dict[str, dict[type, int]] = {}  # by column, each type and the first row that has it
+    found: dict[str, dict[type, int]] = {}  # by column: each type and its first row
     for number, row in enumerate(_objects(path)):
         for column in row:
             found.setdefault(column, {}).setdefault(type(_value(column, row)), number)
@@ -101,7 +100,6 @@ def _features(path: Path, named: Collection[str]) -> Features:
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in the file."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             while (first := file.read(1)).isspace():
@@ -141,16 +139,16 @@ _ACCEPTED = (
 
 
 def load_dataset_like(data: object, *, split: str = "train", columns: Collection[str] = ()) -> Dataset:
-    """The rows of `data`; their content is not checked yet.
+    """Load the rows of `data` without checking their content.
 
     Args:
-        data: a `datasets.Dataset`, a list of dicts (one a row), a pandas frame, the path of a .jsonl, .json, .csv or
-            .parquet file, or a dataset's hub name.
-        split: which part of a hub dataset or of a `DatasetDict`.
-        columns: that will be read beside those with names that are known.
+        data: a `datasets.Dataset`, a list of dicts (rows), a pandas DataFrame, a path to a .jsonl, .json, .csv or
+            .parquet file, or a hub dataset name.
+        split: split of a hub dataset or a `DatasetDict`.
+        columns: columns to read in addition to those with known names.
 
     Raises:
-        DataError: `data` is none of these, the file is missing or broken, or there is not one row.
+        DataError: `data` is none of these, the file is missing or broken, or there are no rows.
         DownloadError: the connection to the hub broke.
     """
     dataset = _load(data, split, columns)
@@ -160,7 +158,7 @@ def load_dataset_like(data: object, *, split: str = "train", columns: Collection
 
 
 def check_there(data: object, prefix: str = "") -> None:
-    """Raise `DataError`, beginning with `prefix`, for a path without a file. What may be a hub name passes."""
+    """Raise `DataError`, beginning with `prefix`, if a path has no file. Possible hub names pass."""
     if not isinstance(data, str | os.PathLike):
         return
     text = os.fspath(data)
@@ -173,7 +171,7 @@ def check_there(data: object, prefix: str = "") -> None:
 
 
 def on_hub(data: object) -> bool:
-    """Whether `data` can only be a dataset's name on the hub, so that reading it may download."""
+    """Whether `data` can only be a hub dataset name."""
     return isinstance(data, str | os.PathLike) and not Path(data).expanduser().exists()
 
 
@@ -223,7 +221,7 @@ def _from_rows(rows: Sequence[Any]) -> Dataset:
 
 
 def _check_cells(name: Any, column: Iterable[Any]) -> None:
-    """Raise `DataError` for a value that pyarrow cannot write, and names no row of, or that ends the process in it."""
+    """Raise `DataError` for values that pyarrow cannot write without naming their row, or that crash the process."""
     for number, value in enumerate(column):
         try:
             if isinstance(value, str) and not value.isascii():
@@ -236,10 +234,10 @@ def _check_cells(name: Any, column: Iterable[Any]) -> None:
 
 
 def _as_table(make: Callable[[], Any]) -> Dataset:
-    """What `make` returns. Raise `DataError` for values without a common column type."""
+    """Call `make`; raise `DataError` if a column's values have no common type."""
     try:
         return cast("Dataset", make())
-    except (TypeError, ValueError, OverflowError) as error:  # pyarrow's are of these
+    except (TypeError, ValueError, OverflowError) as error:  # pyarrow's errors are subclasses of these
         raise DataError(f"the rows do not make a table: {cut(str(error))}. A column has one type") from error
 
 
@@ -269,14 +267,14 @@ def _from_file(path: Path, columns: Collection[str]) -> Dataset:
     if builder == "json":
         return dataset_from_json(path, columns)
     options: dict[str, Any] = {}
-    if builder == "csv":  # texts as they were written, were they numbers or "None"; an empty cell holds nothing
+    if builder == "csv":  # keep text as written, even numbers or "None"; an empty cell is missing
         options = {"converters": dict.fromkeys((*TEXTS, *columns), str)}
         options |= {"keep_default_na": False, "na_values": [""]}
     options |= {"data_files": str(path), "split": "train", "cache_dir": _private_folder()}
     try:
         with no_loader_messages():
             return cast("Dataset", datasets.load_dataset(builder, **options))
-    except Exception as error:  # each of the builders has its own classes
+    except Exception as error:  # every builder has its own error classes
         if "corresponds to no data" in str(error):
             raise DataError(f"{str(path)!r} has no rows: at least one is needed") from error
         why = cut(str(list(causes(error))[-1]))

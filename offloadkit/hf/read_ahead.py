@@ -1,7 +1,7 @@
-"""Brings a checkpoint's files into the page cache while the plan is made and RAM is pinned.
+"""Reads a checkpoint's files into the page cache while the plan is made and RAM is pinned.
 
-Files are mapped later, and a page that is not in RAM then holds up the thread that touches it. Here a few threads read
-them from front to back, which is as fast as the disk.
+Files are memory-mapped later, and a page fault then blocks the thread that touches the page. Here a few threads read
+the files front to back at the disk's full speed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from offloadkit.threads import Thread
 BLOCK_BYTES = 16 << 20
 _NUM_THREADS = 4
 _SHARE_OF_RAM = 0.4
-"""Larger files than this part of the free RAM are not read ahead: what is pinned later would drive them out."""
+"""Files larger than this fraction of free RAM are not read ahead, since memory pinned later would evict them."""
 
 
 def read_ahead(files: Sequence[Path]) -> list[Thread]:
-    """Read `files` into the page cache, on threads that end by themselves and raise nothing; they come back.
+    """Read `files` into the page cache on daemon threads that end by themselves and raise nothing; returns the threads.
 
-    Nothing is read if the files are too large for RAM. The page cache counts as free RAM.
+    Does nothing if the files are too large for RAM. The page cache counts as free RAM.
     """
     sizes = [file.stat().st_size for file in files]
     if sum(sizes) > _SHARE_OF_RAM * ram_available_bytes():
@@ -38,7 +38,7 @@ def read_ahead(files: Sequence[Path]) -> list[Thread]:
 
 
 def _read(blocks: Sequence[tuple[Path, int]]) -> None:
-    """Read those blocks that are not in the page cache yet. Whoever needs a file says why it cannot be read."""
+    """Read blocks that are not cached yet. Errors are ignored: the later reader of the file reports them."""
     with mmap.mmap(-1, BLOCK_BYTES) as buffer, suppress(OSError):
         for file, at in blocks:
             descriptor = os.open(file, os.O_RDONLY)
@@ -50,7 +50,6 @@ def _read(blocks: Sequence[tuple[Path, int]]) -> None:
 
 
 def _is_cached(descriptor: int, at: int) -> bool:
-    """Whether the byte there is in the page cache, as far as the system tells."""
     try:
         return hasattr(os, "RWF_NOWAIT") and os.preadv(descriptor, [bytearray(1)], at, os.RWF_NOWAIT) == 1
     except OSError:

@@ -1,4 +1,4 @@
-"""Compares a Trainer's checkpoint with the run that resumes it: the model, rows an update, `trainer_state.json`."""
+"""Compares a Trainer's checkpoint with the run that resumes it: model, rows per update, `trainer_state.json`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _NOT_COMPUTED = re.compile(
     r"(^|\.)(_.*|name_or_path|transformers_version|architectures|dtype|torch_dtype|use_cache|return_dict|output_.*|"
     r"id2label.*|label2id.*|problem_type|task_specific_params.*|.*token_id|tie_word_embeddings)$"
 )
-"""Keys of a config that change neither shapes nor what is computed in training, or that the Trainer sets by itself."""
+"""Config keys that change neither shapes nor the computation in training, or that the Trainer sets."""
 
 
 def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> str | None:
     """Check that the checkpoint's model has the type and sizes of `config`.
 
     Returns:
-        A line that names other keys of the two configs that differ, such as a dropout; None if there are none.
+        A line that names other differing keys, such as dropout; None if there are none.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: type or sizes differ.
     """
     path = checkpoint / "config.json"
-    if not path.is_file():  # a Trainer of a model without one
+    if not path.is_file():  # the Trainer's model had no config
         return None
     saved = read_object(path)
     sizes: dict[str, tuple[Any, Any]] = {"model_type": (saved.get("model_type"), config.model_type)}
@@ -58,7 +58,7 @@ def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> str | None:
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a config by dotted name; those of nested configs too."""
+    """Values of a config and its nested configs by dotted name."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):
@@ -69,9 +69,9 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def other_rows(checkpoint: Path, batch_size: int, accumulation: int, num_ranks: int) -> str | None:
-    """A warning if an update had another number of rows when the checkpoint was made, else None.
+    """A warning if the number of rows per update has changed, else None.
 
-    The Trainer derives the position in the dataset from the number of steps, so it continues at another row.
+    The Trainer derives the position in the dataset from the number of steps, so it would continue at another row.
     """
     before = _saved_count(checkpoint / "trainer_state.json", "train_batch_size")
     if before in (None, batch_size):
@@ -84,7 +84,7 @@ def other_rows(checkpoint: Path, batch_size: int, accumulation: int, num_ranks: 
 
 
 def _saved_count(path: Path, name: str) -> int | None:
-    """A whole number >= 1 in a file of JSON, if it is there. Raises `ModelError` for another value."""
+    """A whole number >= 1 from a JSON file, or None. Raises `ModelError` for another value."""
     count = read_object(path).get(name)
     if count is not None and (type(count) is not int or count < 1):
         raise ModelError(f"{path}: {name} is {shown(count)}, and a whole number is needed: it is broken")
@@ -92,7 +92,7 @@ def _saved_count(path: Path, name: str) -> int | None:
 
 
 def _other_micro_batches(checkpoint: Path, accumulation: int, num_ranks: int) -> str | None:
-    """`other_rows`, where micro-batches are as large as they were."""
+    """`other_rows` for an unchanged micro-batch size."""
     arguments = checkpoint / "training_args.json"
     of_each = _saved_count(arguments, "gradient_accumulation_steps") if arguments.is_file() else None
     ranks = len(list(checkpoint.glob("states-*")))
@@ -112,11 +112,11 @@ _TRAINER_STATE: dict[str, Any] = {
     "train_batch_size": 0, "epoch": 0.0, "num_input_tokens_seen": 0, "total_flos": 0, "log_history": [{"step": 0}],
     "best_metric": 0.0, "best_global_step": 0, "best_model_checkpoint": "", "stateful_callbacks": {},
 }  # fmt: skip
-"""What a `trainer_state.json` holds, where it is not null."""
+"""Example values of `trainer_state.json`, for their types; every value may also be null."""
 
 
 def check_trainer_state(path: Path) -> None:
-    """Raise `ModelError` for a `trainer_state.json` that transformers could not go on from."""
+    """Raise `ModelError` for a `trainer_state.json` that transformers could not resume from."""
     state = read_object(path)
     said = {name: value for name, value in state.items() if value is not None}
     why = why_unlike(said, _TRAINER_STATE, "it")

@@ -1,4 +1,4 @@
-"""Saves and loads a HuggingFace model's weights in pieces, with no second copy of them in RAM. Saves its arguments."""
+"""Saves and loads a HuggingFace model's weights in pieces, without a second copy in RAM; saves Trainer arguments."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from offloadkit.offload.unread import become, leave_unread, sources
 
 @contextmanager
 def saved_in_pieces() -> Iterator[None]:
-    """A context in which `save_pretrained` writes its files of safetensors piece by piece, and renames each when whole.
+    """Context in which `save_pretrained` writes safetensors files in pieces and renames complete files.
 
-    safetensors' own function first copies all weights that are in VRAM to RAM, and cuts an old file while it may be
-    mapped. A release of transformers that calls another function saves as it always does.
+    safetensors' own function first copies all weights in VRAM to RAM, and truncates an old file that may still be
+    mapped. If a release of transformers calls another function, it saves as usual.
     """
     from transformers import modeling_utils
 
     module: Any = modeling_utils
     with ExitStack() as undo:
         if hasattr(module, "safe_save_file"):
-            theirs = unclaimed(module, "safe_save_file")  # another thread may save too
+            theirs = unclaimed(module, "safe_save_file")  # another thread may be saving too
             undo.callback(claim(module, "safe_save_file", partial(_write, otherwise=theirs)))
         yield
 
 
 @contextmanager
 def arguments_as_data(folder: Path, trainer: Any) -> Iterator[None]:
-    """A context in which the Trainer writes its arguments to `folder` as JSON; its `training_args.bin` is a pickle.
+    """Context in which the Trainer writes its arguments to `folder` as JSON, not pickled as `training_args.bin`.
 
     Args:
-        trainer: the Trainer. A module that defines a class of it may know the file's name by itself.
+        trainer: the modules of its classes are patched, because each may have imported the file name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with written_beside(folder / "training_args.json") as file:
@@ -64,19 +64,20 @@ def _write(
 ) -> None:
     if all(can_hold(tensor.dtype) for tensor in tensors.values()):
         write_arrays(Path(filename), tensors, metadata)
-    else:  # a dtype of a newer safetensors
+    else:  # a newer safetensors dtype
         otherwise(tensors, filename, metadata=metadata)
 
 
 def load_in_pieces(model: nn.Module, folder: Path) -> bool:
-    """Read the weights that `save_pretrained` wrote into `folder` into those of `model`, in place.
+    """Read the weights that `save_pretrained` wrote to `folder` into `model`, in place.
 
     Returns:
-        Whether it did. Nothing is read where that takes more than copying: the names or shapes are not just those of
-        the model, a weight that is tied in the model has several values, or the files are not of safetensors.
+        False, without reading, if more than copying is needed: names or shapes differ, a tied weight has several
+        values,
+        or the files are not safetensors.
 
     Raises:
-        ModelError: a file is cut.
+        ModelError: a file is truncated.
     """
     weights = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     with ExitStack() as opened:
@@ -94,15 +95,15 @@ def load_in_pieces(model: nn.Module, folder: Path) -> bool:
 
 
 def read_later(model: nn.Module, folder: Path) -> bool:
-    """Have the unread weights of `model` read from what `save_pretrained` wrote into `folder`, when they are asked for.
+    """Let the unread weights of `model` be read on demand from the files that `save_pretrained` wrote to `folder`.
 
-    What is not unread (buffers, a head that another checkpoint lacked) is read now.
+    Other tensors (buffers, a head that another checkpoint lacked) are read now.
 
     Returns:
-        Whether it did; as for `load_in_pieces`.
+        As `load_in_pieces`.
 
     Raises:
-        ModelError: a file is cut.
+        ModelError: a file is truncated.
     """
     if {source and os.path.abspath(source) for source in sources(model)} == {os.path.abspath(folder)}:
         return True

@@ -1,7 +1,7 @@
-"""What a user may call a model (a preset, a folder, a hub name, a model in memory), looked up once: `resolve(model)`.
+"""Resolves what a user calls a model (a preset, folder, hub name or model in memory) to a `ModelSource`.
 
-Every door of the package resolves its model first. Everything below takes the `ModelSource`: the config, the task, the
-model without memory for a plan, the weights and the tokenizer all come from there.
+All entry points call `resolve` first. The `ModelSource` then provides the config, the task, the model on the meta
+device for planning, the weights and the tokenizer.
 """
 
 from __future__ import annotations
@@ -41,25 +41,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Init = Literal["pretrained", "random"]
-"""Where weights come from: a checkpoint, or HuggingFace's own initialisation."""
+"""Origin of the weights: a checkpoint, or HuggingFace's initialisation."""
 
 
 class ModelSource:
-    """One model: what it is, how large it is, and where its weights and its tokenizer come from.
-
-    Nothing is read when it is made. What is read later is read once and kept.
+    """One model: its architecture, size, weights and tokenizer. Everything is read on demand, once.
 
     Attributes:
-        given: the name or folder as the user wrote it, or the model in memory.
-        init: "random" draws HuggingFace's initial weights instead of reading a checkpoint's.
+        given: the user's name or folder, or the model in memory.
+        init: "random" draws HuggingFace's initial weights instead of reading a checkpoint.
     """
 
     def __init__(self, given: str | PreTrainedModel, location: str, init: Init, task: Task | None) -> None:
         """Use `resolve`.
 
         Args:
-            location: the folder or hub name that files are read from; "" for a model in memory.
-            task: which head the model gets; None: the one that its architecture names.
+            location: folder or hub name to read files from; "" for a model in memory.
+            task: selects the head; None: the architecture's.
         """
         self.given, self.init = given, init
         self._location, self._task = location, task
@@ -74,7 +72,7 @@ class ModelSource:
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        """The architecture; a name on the hub needs a download. No weights are read.
+        """The architecture. A hub name may need a download; no weights are read.
 
         Raises:
             ModelNotFoundError, ModelAccessError, DownloadError, ModelError: see `readable_hub_errors`.
@@ -91,9 +89,10 @@ class ModelSource:
         return cast("PreTrainedConfig", read_config)
 
     def check_not_quantised(self) -> None:
-        """
+        """Check that weights will not be quantised after reading.
+
         Raises:
-            ModelError: the checkpoint's weights are quantised, and stay so when they are read.
+            ModelError: the weights are quantised.
         """
         stored = None if self.model is not None or self.init == "random" else self.config
         quantisation = getattr(stored, "quantization_config", None)
@@ -101,7 +100,7 @@ class ModelSource:
             return
         said = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
         method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
-        if not said.get("dequantize") and method not in ("mxfp4", "fp8"):  # transformers may dequantise these itself
+        if not said.get("dequantize") and method not in ("mxfp4", "fp8"):  # transformers can dequantise these
             raise ModelError(
                 f"the weights of {self.given!r} are quantised (quantization_config in its config.json: {method}), and "
                 "quantised weights cannot be trained: pass a checkpoint that is not"
@@ -109,16 +108,16 @@ class ModelSource:
 
     @cached_property
     def _preset_config(self) -> PreTrainedConfig | None:
-        """A preset's architecture from this package. A folder goes before a preset of the same name."""
+        """The config of a preset; None if a folder has the same name, because folders take precedence."""
         preset = PRESETS.get(self.given) if isinstance(self.given, str) else None
         return None if preset is None or os.path.isdir(self._location) else preset.config()
 
     @property
     def task(self) -> Task:
-        """What the model learns; by its class or config where nobody said.
+        """The task the user chose, or the task of the class or config.
 
         Raises:
-            ModelError: the architecture was made for no task that can be trained.
+            ModelError: the architecture has no trainable task.
         """
         kinds = type(self.model).__mro__
         if self._task is None and any(kind.__name__.endswith("ForSequenceClassification") for kind in kinds):
@@ -126,11 +125,11 @@ class ModelSource:
         return self._task or infer_task(self._preset_config or self.config)
 
     def for_rows(self, task: Task, id2label: dict[int, str] | None) -> ModelSource:
-        """The same model with the head that the rows of a dataset need.
+        """The same model with the head for a dataset's rows.
 
         Args:
-            task: what the rows teach.
-            id2label: the name of each class id in classification.
+            task: the rows' task.
+            id2label: class names by id, for classification.
 
         Raises:
             ModelError: a model in memory has another head.
@@ -144,19 +143,19 @@ class ModelSource:
         return other
 
     def training_config(self, config: PreTrainedConfig | None = None) -> PreTrainedConfig:
-        """A copy of the config (or of `config`) with the labels of the rows."""
+        """Copy the config (or `config`) and set the rows' labels."""
         config = copy.deepcopy(config or self.config)
         _set_labels(config, self._id2label)
         return config
 
     @cached_property
     def on_meta(self) -> PreTrainedModel:
-        """The model on the meta device: modules, shapes and tied weights, no numbers. Whoever changes it, undoes that.
+        """The model on the meta device. Callers must undo their changes to it.
 
-        A preset's shape comes from this package, so that a plan needs no network.
+        A preset needs no network.
 
         Raises:
-            ModelError: the architecture has no head for the task, or its decoder has no first token.
+            ModelError: the architecture has no head for the task, or its decoder has no start token.
         """
         model: Any
         if self.model is not None:
@@ -164,14 +163,14 @@ class ModelSource:
         else:
             config = self.training_config(self._preset_config)
             self.check_decoder(config)
-            with collector_off(), self._of_its_config():  # its module is imported
+            with collector_off(), self._of_its_config():  # building imports the model's module
                 model = build(config, self.task, None, torch.device("meta"))
         if getattr(model, "loss_type", "") is None:
-            model.loss_type = "ForCausalLM"  # what transformers takes then, with a warning: GPT-2's class names no loss
+            model.loss_type = "ForCausalLM"  # transformers' default, without its warning; GPT-2 sets no loss type
         return cast("PreTrainedModel", model)
 
     def check_decoder(self, config: PreTrainedConfig | None = None) -> None:
-        """Check that a decoder of the model's config (or of `config`) has a first token.
+        """Check that an encoder-decoder has a decoder start token in its config (or in `config`).
 
         Raises:
             ModelError: it has none.
@@ -182,20 +181,20 @@ class ModelSource:
     # -- its weights
 
     def read_ahead(self) -> None:
-        """Begin to bring the files of a folder's weights into the page cache, in the background."""
+        """Start reading a folder's safetensors files into the page cache, in the background."""
         if self.model is None and self.init == "pretrained" and os.path.isdir(self._location):
             read_ahead(sorted(Path(self._location).glob("*.safetensors")))
 
     def load(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", progress: bool = True
     ) -> PreTrainedModel:
-        """The model in evaluation mode with its parameters on `device`: put there one by one, never two copies in RAM.
+        """Load the model, in evaluation mode, onto `device`, parameter by parameter, never with two copies in RAM.
 
-        A model in memory is converted in place, not copied. Random weights are seeded by torch's generator.
+        A model in memory is converted in place. Random weights use torch's generator.
 
         Args:
-            dtype: of all floating-point parameters; None keeps the checkpoint's (random: the config's, else fp32).
-            progress: show bars while files are fetched and read.
+            dtype: of floating-point parameters; None: the checkpoint's (random: the config's, else fp32).
+            progress: show progress bars.
 
         Raises:
             ModelError: the architecture has no head for the task, or the weights cannot be read.
@@ -221,22 +220,22 @@ class ModelSource:
         return completed(model)
 
     def _of_its_config(self) -> AbstractContextManager[None]:
-        """A context in which transformers builds the model: each class has errors of its own for a config."""
+        """A context for building the model; a config error can have any class."""
         return readable_hub_errors(str(self.given), found=True, file="config.json")
 
     def _named(self, model: Any) -> Any:
-        """The model in memory; its labels get the names of the rows' where they have none yet."""
+        """The model in memory, with the rows' label names if it has only default names."""
         if self._id2label and all(name == f"LABEL_{index}" for index, name in model.config.id2label.items()):
             _set_labels(model.config, self._id2label)
         return model
 
     def load_lazily(self, *, dtype: torch.dtype | None = None, allow_missing: bool = False) -> PreTrainedModel:
-        """As `load`, but parameters are left `unread`: on the meta device, until `unread.make_real` asks for them.
+        """As `load`, but parameters stay `unread` on the meta device until `unread.make_real`.
 
-        Files are fetched and opened here. What a checkpoint lacks (a new classification head) and all buffers are real
-        already. So are all parameters of a checkpoint that transformers converts while reading: quantised, experts
-        stored one by one, a .bin older than torch 1.6. So are those of a model whose `_init_weights` does not set
-        everything. A model in memory comes back as it is.
+        Files are fetched and opened now. Buffers and parameters missing from the checkpoint (a new head) become real
+        now. All parameters become real if transformers must convert the checkpoint (quantised, experts stored one by
+        one, a .bin older than torch 1.6), or if the model's `_init_weights` does not set everything. A model in memory
+        is returned unchanged.
 
         Raises:
             As `load`.
@@ -255,14 +254,14 @@ class ModelSource:
     def load_tokenizer(
         self, tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None
     ) -> PreTrainedTokenizerBase:
-        """The model's own tokenizer, or the one given; it has a padding token when it comes back.
+        """Load the model's own tokenizer, or the given one, and set a padding token.
 
         Args:
-            tokenizer: a tokenizer, its hub name or folder, or "byte" for ByT5's (one token a byte, 384 ids, needs no
-                files: for models with random weights). None: the model's own.
+            tokenizer: a tokenizer, its hub name or folder, or "byte" for ByT5's, which needs no files (one token per
+                byte, 384 ids; for random weights). None: the model's own.
 
         Raises:
-            ModelError: there is none, or it has neither a padding nor an end token.
+            ModelError: no tokenizer, or it has neither a padding nor an end token.
             ModelNotFoundError, ModelAccessError, DownloadError: see `readable_hub_errors`.
         """
         from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
@@ -292,11 +291,11 @@ class ModelSource:
 
     @property
     def _tokenizer_name(self) -> str:
-        """Where the model's own tokenizer is looked for; "" where nobody knows."""
+        """Name or folder of the model's own tokenizer; "" if unknown."""
         return self.given if isinstance(self.given, str) else cast(str, getattr(self.given, "name_or_path", ""))
 
     def needs_no_hub(self, tokenizer: Any) -> bool:
-        """Whether the config, and the `tokenizer` that `load_tokenizer` takes, are read without a download."""
+        """Whether the config and the tokenizer (as in `load_tokenizer`) can be read without a download."""
         drawn = self.init == "random" and self._preset_config is not None
         if self.model is None and not drawn and not os.path.isdir(self._location):
             return False
@@ -310,18 +309,18 @@ class ModelSource:
 def resolve(
     model: str | os.PathLike[str] | PreTrainedModel, *, init: str = "pretrained", task: Task | None = None
 ) -> ModelSource:
-    """Look up what `model` means; nothing is read or fetched yet.
+    """Find out which kind of model `model` is, without reading or fetching files.
 
     Args:
-        model: a preset ("t5-3b"), a folder that `save_pretrained` wrote, a hub name, or a HuggingFace model.
+        model: a preset ("t5-3b"), a folder from `save_pretrained`, a hub name, or a HuggingFace model.
         init: "pretrained" or "random"; see `ModelSource`.
-        task: "seq2seq", "causal" or "classification"; None: what the architecture was made for.
+        task: "seq2seq", "causal" or "classification"; None: the architecture's.
 
     Raises:
-        ConfigError: `init` is neither.
-        ModelNotFoundError: it can only be a folder, and there is none.
-        ModelError: it is neither a name, nor a path, nor a HuggingFace model; it is compiled or wrapped for distributed
-            training; or its decoder has no first token.
+        ConfigError: invalid `init` or `task`.
+        ModelNotFoundError: `model` can only be a folder that does not exist.
+        ModelError: `model` is no name, path or HuggingFace model, is compiled or wrapped for distributed training, or
+            its decoder has no start token.
     """
     if not isinstance(init, str) or init not in ("pretrained", "random"):
         raise ConfigError(f"init must be 'pretrained' or 'random', got {shown(init)}")
@@ -361,7 +360,7 @@ def _set_labels(config: PreTrainedConfig, id2label: dict[int, str] | None) -> No
 
 
 def _check_head(model: Any, task: Task, id2label: dict[int, str] | None) -> None:
-    """Raise `ModelError` for a model in memory that cannot learn the task, or has another number of labels."""
+    """Raise `ModelError` if a model in memory has no head for the task, or another number of labels."""
     config: Any = model.config
     if not isinstance(model, tuple(auto_class_of(config, task)._model_mapping.values())):
         raise ModelError(f"a {type(model).__name__} does not do {task!r}: pass a model with that head, or its name")
@@ -373,7 +372,7 @@ def _check_head(model: Any, task: Task, id2label: dict[int, str] | None) -> None
 
 
 def _read_tokenizer(location: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or a hub name, once it is known to have a vocabulary."""
+    """Read a tokenizer and check that it has a vocabulary."""
     from transformers import AutoTokenizer
 
     if os.path.isdir(location):
@@ -389,7 +388,7 @@ def _read_tokenizer(location: str) -> PreTrainedTokenizerBase:
             f"no tokenizer can be loaded from {location!r}: pass tokenizer= a name, a folder, a tokenizer, or 'byte' "
             f"({error})"
         ) from error
-    # Without tokenizer files transformers makes one that knows special tokens alone (T5's knows the word boundary too).
+    # Without files transformers makes a tokenizer with special tokens only (T5's also has the word boundary).
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     if len(set(tokenizer.get_vocab()) - special) < 2:
         raise ModelError(
@@ -409,34 +408,32 @@ def from_pretrained(
     num_labels: int | None = None,
     allow_missing: bool = False,
 ) -> PreTrainedModel:
-    """A HuggingFace model as transformers' `from_pretrained` gives it, but its weights are not read yet.
+    """Load a HuggingFace model like transformers' `from_pretrained`, but without reading its weights yet.
 
-    They are read (or drawn) when an `OffloadEngine` takes the model, or a Trainer of this package begins to train or to
-    evaluate it: one layer after the other, each into the place where it is trained. So RAM never holds a second copy of
-    the model, as it would for a while after transformers' own function. (`finetune` with `num_gpus=` or
-    `engine="deepspeed"` needs it whole, and reads it first.) Until then a use of the weights' numbers is a
-    `ModelError`, and so is writing or copying them. What the checkpoint lacks (a new head) is there at once, and all
-    buffers are.
+    An `OffloadEngine`, or a Trainer of this package when it begins to train or evaluate, reads (or draws) the weights
+    layer by layer into their training memory, so RAM never holds a second copy of the model. (`finetune` with
+    `num_gpus=` or `engine="deepspeed"` needs the whole model and reads it first.) Until then, using, writing or copying
+    weights raises `ModelError`. Buffers and parameters missing from the checkpoint (a new head) are real at once.
 
-    A checkpoint whose tensors transformers converts while reading (quantised, experts stored one by one) is read at
-    once, with a message.
+    A checkpoint that transformers converts while reading (quantised, experts stored one by one) is read at once, with a
+    message.
 
     Args:
-        name_or_path: a preset ("t5-3b"), a folder that `save_pretrained` wrote, or a hub name.
-        dtype: of all floating-point parameters; None keeps the checkpoint's (random: the config's, else fp32).
-        init: "random" draws HuggingFace's initial weights, seeded by torch's generator, instead of reading any.
-        task: "seq2seq", "causal" or "classification"; None: what the architecture was made for. It chooses among
-            transformers' `AutoModelForSeq2SeqLM`, `AutoModelForCausalLM` and `AutoModelForSequenceClassification`.
-        num_labels: that a classifier tells apart; None: what the config says.
-        allow_missing: have tensors that the checkpoint lacks drawn, where it would be refused otherwise. A new
-            classifier's head is always drawn.
+        name_or_path: a preset ("t5-3b"), a folder from `save_pretrained`, or a hub name.
+        dtype: of floating-point parameters; None: the checkpoint's (random: the config's, else fp32).
+        init: "random" draws HuggingFace's initial weights with torch's generator.
+        task: "seq2seq", "causal" or "classification", for transformers' `AutoModelForSeq2SeqLM`, `AutoModelForCausalLM`
+            or `AutoModelForSequenceClassification`; None: the architecture's.
+        num_labels: number of classes of a classifier; None: the config's.
+        allow_missing: draw tensors that the checkpoint lacks instead of raising. A new classification head is always
+            drawn.
 
     Returns:
         The model, in evaluation mode.
 
     Raises:
-        ConfigError: `init`, `dtype` or `num_labels` has no meaning.
-        ModelError: the architecture has no such head, or the checkpoint is broken, or lacks tensors of the model.
+        ConfigError: invalid `dtype`, `init`, `task`, `num_labels` or `allow_missing`.
+        ModelError: the architecture has no such head, or the checkpoint is broken or lacks tensors.
         ModelNotFoundError, ModelAccessError, DownloadError: see `readable_hub_errors`.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):

@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IGNORED = -100
-"""The label that no loss is computed for."""
+"""Label without a loss."""
 
 _Columns = dict[str, list[Any]]
-"""One batch of rows, by column."""
+"""A batch of rows, by column."""
 
 
 # -- labels
 
 
 def label_names(dataset: Dataset, column: str, config: PreTrainedConfig) -> dict[int, str]:
-    """The name of each class id, ids counted from 0.
+    """Name of each class id.
 
-    A `ClassLabel` column keeps its names. A model that knows all labels of the column keeps its own ids. Otherwise
-    labels get ids in sorted order, so that the integers 0 ... n-1 stay as they are.
+    A `ClassLabel` column keeps its names, and a model that knows all labels of the column keeps its ids. Other labels
+    get ids from 0 in sorted order, so integers 0 ... n-1 stay unchanged.
 
     Raises:
-        DataError: a label is missing, is no string or whole number, or there is only one.
+        DataError: a label is missing or neither string nor whole number, or all labels are equal.
     """
     from datasets import ClassLabel
 
@@ -62,14 +62,14 @@ def label_names(dataset: Dataset, column: str, config: PreTrainedConfig) -> dict
 
 
 def label_ids(values: list[Any], indices: list[int], feature: Any, id2label: dict[int, str]) -> list[int]:
-    """The id of each label in a batch.
+    """Id of each label in a batch.
 
     Args:
-        indices: the rows that the labels stand in.
+        indices: row numbers, for error messages.
         feature: the column's feature; a `ClassLabel` names its numbers.
 
     Raises:
-        DataError: a label that `id2label` does not know.
+        DataError: a label is not in `id2label`.
     """
     from datasets import ClassLabel
 
@@ -90,7 +90,7 @@ def label_ids(values: list[Any], indices: list[int], feature: Any, id2label: dic
 
 @dataclass
 class Tokenizing:
-    """One pass over the rows: its inputs and its counts."""
+    """Inputs and counts of one pass over the rows."""
 
     dataset: Dataset
     columns: Columns
@@ -101,24 +101,24 @@ class Tokenizing:
     max_target_length: int
     id2label: dict[int, str] | None
     num_skipped: int = 0
-    """Rows without a target (empty text, all labels -100), which are left out."""
+    """Rows left out because they have no target (empty text, all labels -100)."""
     cut_off: list[int] = field(default_factory=list)
-    """Rows that are left out because their input alone is as long as a row may be: nothing of the target is left."""
+    """Rows left out because their input alone fills the maximum length."""
     num_truncated: int = 0
-    """Inputs and targets that were cut."""
+    """Truncated inputs and targets."""
     longest_input: int = 1
     longest_target: int = 1
-    """Tokens, after cutting."""
+    """Tokens, after truncation."""
     total_input: int = 0
     total_target: int = 0
-    """Tokens of all rows, after cutting."""
+    """Tokens of all rows, after truncation."""
     num_tokens: Counter[str] = field(default_factory=Counter)
-    """Tokens by column, without begin, end and padding."""
+    """Tokens by column, without begin, end and padding tokens."""
     num_unknown: Counter[str] = field(default_factory=Counter)
-    """Those of `num_tokens` that are the unknown token."""
+    """Unknown tokens among `num_tokens`."""
 
     def warn_of_losses(self) -> None:
-        """Log how many rows were left out or cut, if any."""
+        """Log how many rows were left out or truncated."""
         if self.num_skipped:
             logger.warning("%d of %d rows left out: they teach nothing", self.num_skipped, len(self.dataset))
         if self.cut_off:
@@ -128,7 +128,7 @@ class Tokenizing:
             logger.warning("%d inputs or targets cut (%s): raise these to keep them whole", self.num_truncated, lengths)
 
     def why_cut_off(self) -> str:
-        """Why the rows `cut_off` cannot be learned."""
+        """Explain why the rows in `cut_off` cannot be learned."""
         shown = ", ".join(map(str, self.cut_off[:5])) + (", ..." if len(self.cut_off) > 5 else "")
         return (
             f"their input alone takes all of max_input_length {self.max_input_length}, and nothing of the target is "
@@ -136,7 +136,7 @@ class Tokenizing:
         )
 
     def check_known(self) -> None:
-        """Raise `DataError` if half of the tokens or more are the unknown one: nothing would be learned."""
+        """Raise `DataError` if at least half of a column's tokens are unknown."""
         for column, number in self.num_unknown.items():
             if 2 * number >= self.num_tokens[column]:
                 raise DataError(
@@ -147,16 +147,16 @@ class Tokenizing:
 
 
 def tokenize(run: Tokenizing) -> Dataset:
-    """The rows of `run.dataset` as token ids, without rows that have no target.
+    """Tokenize `run.dataset`, leaving out rows without a target.
 
-    A dataset in RAM stays there. One in files is written to a temporary folder, never beside its own files. The random
-    fingerprint saves hashing the tokenizer.
+    A dataset in RAM stays there; a dataset in files is written to a temporary folder, never next to its own files. The
+    random fingerprint avoids hashing the tokenizer.
 
     Args:
-        run: its counts are filled in. Its dataset gives plain Python values.
+        run: its counts are filled in. Its dataset must return plain Python values.
 
     Raises:
-        DataError: a field is missing or has the wrong type, or a token id lies beyond the vocabulary.
+        DataError: a field is missing or has the wrong type, or a token id is outside the vocabulary.
     """
     from datasets.fingerprint import generate_random_fingerprint
 
@@ -201,7 +201,7 @@ def _pairs(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
 
 
 def _prompts(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
-    """Input and target in one row each; the labels of the input are -100. `max_input_length` is for both together."""
+    """Input and target joined in one row of at most `max_input_length`; labels of the input are -100."""
     whole = _with_chat_template if run.tokenizer.chat_template is not None else _one_after_the_other
     rows, labels = [], []
     for index, (prompt, row) in zip(indices, whole(run, batch, indices), strict=True):
@@ -218,12 +218,12 @@ def _prompts(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
 
 
 def _one_after_the_other(run: Tokenizing, batch: _Columns, indices: list[int]) -> Iterator[tuple[int, list[int]]]:
-    """Rows without a chat template: the target follows its input with nothing between, and then the end token.
+    """Rows without a chat template: input, target and end token with nothing between them.
 
-    The input has the tokens that it has by itself, as it will have when the trained model continues it.
+    The input is tokenized by itself, as it will be when the trained model continues it.
 
     Yields:
-        How many tokens are the input's, and the tokens of the row.
+        Number of input tokens, and the row's tokens.
     """
     for name in (*run.columns.inputs, run.columns.target):
         if any(map(_are_messages, batch[name])):
@@ -235,18 +235,18 @@ def _one_after_the_other(run: Tokenizing, batch: _Columns, indices: list[int]) -
 
     def ids(texts: list[str], **options: Any) -> list[list[int]]:
         found = run.tokenizer(texts, verbose=False, **options)["input_ids"]
-        return [row[:-1] if row[-1:] == end else row for row in found]  # some tokenizers write it by themselves
+        return [row[:-1] if row[-1:] == end else row for row in found]  # some tokenizers append it themselves
 
     together = ids([prompt + target for prompt, target in zip(prompts, targets, strict=True)])
     apart = ids(targets, add_special_tokens=False)
     for prompt, row, target in zip(ids(prompts), together, apart, strict=True):
-        merged = row[: len(prompt)] != prompt  # the target's first letters and the input's last ones
+        merged = row[: len(prompt)] != prompt  # a token spans the end of the input and the start of the target
         yield len(prompt), (prompt + target if merged else row) + end
 
 
 def _with_chat_template(run: Tokenizing, batch: _Columns, indices: list[int]) -> Iterator[tuple[int, list[int]]]:
-    """Rows through the chat template: the input is the user's message, the target the assistant's with all that the
-    template writes for it. Lists of messages are taken as they are.
+    """Rows through the chat template: the input is a user message, the target an assistant message with all tokens that
+    the template adds. Lists of messages stay unchanged.
 
     Yields:
         As `_one_after_the_other`.
@@ -256,7 +256,7 @@ def _with_chat_template(run: Tokenizing, batch: _Columns, indices: list[int]) ->
     for index, prompt, target in zip(indices, *_both_messages(run, batch, indices), strict=True):
         whole = template(prompt + target, tokenize=False)
         opened = template(prompt, tokenize=False, add_generation_prompt=True)
-        if not whole.startswith(opened):  # some open the answer otherwise when it is still to be written
+        if not whole.startswith(opened):  # some templates change the answer's start when it follows
             opened = template(prompt, tokenize=False)
         if not whole.startswith(opened):
             raise DataError(
@@ -277,7 +277,7 @@ def _with_chat_template(run: Tokenizing, batch: _Columns, indices: list[int]) ->
 
 
 def _both_messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> tuple[list[Any], list[Any]]:
-    """The messages of each row's input, and those of its target."""
+    """Messages of each row's input and of its target."""
     both = []
     for columns, role in ((run.columns, "user"), (Columns("text", (run.columns.target,)), "assistant")):
         name, alone = columns.inputs[0], len(columns.inputs) == 1 and not columns.template
@@ -290,7 +290,7 @@ def _both_messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> tupl
 
 
 def _text(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
-    """Each row ends with the end token if it fits, so that the model learns to stop."""
+    """Append the end token if it fits, so that the model learns to stop."""
     rows = _encode(run, run.columns.texts(batch, indices), run.max_input_length)["input_ids"]
     eos = run.tokenizer.eos_token_id
     for row in rows:
@@ -318,14 +318,14 @@ _NO_TEMPLATE = (
     "tokenizer.chat_template, or write the conversation into a `text` column"
 )
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
-"""ShareGPT's names, where they are not those of chat templates."""
+"""ShareGPT's role names that differ from those in chat templates."""
 
 
 def _messages_of(value: Any, column: str, row: int) -> list[dict[str, Any]]:
-    """A conversation as role/content dicts; from/value dicts become such.
+    """A conversation as role/content dicts, converted from from/value dicts if needed.
 
     Raises:
-        DataError: there is no message, or one without a role or content.
+        DataError: there are no messages, or a message lacks role or content.
     """
     messages = _parsed(value)
     if not isinstance(messages, list) or not messages:
@@ -342,13 +342,13 @@ def _messages_of(value: Any, column: str, row: int) -> list[dict[str, Any]]:
 
 
 def _are_messages(value: Any) -> bool:
-    """Whether a value is a list of messages and no text."""
+    """Whether a value is a list of messages, not text."""
     value = _parsed(value) if isinstance(value, str) and value.startswith("[{") else value
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def _parsed(messages: Any) -> Any:
-    """Messages that were read as JSON text are parsed; anything else is returned as it is."""
+    """Parse messages stored as JSON text; return anything else unchanged."""
     try:
         return parse_json(messages) if isinstance(messages, str) else messages
     except ValueError:
@@ -363,7 +363,6 @@ def _labelled_text(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Col
 
 
 def _already_tokenized(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
-    """Token ids are taken as they are, not cut."""
     for name in ("input_ids", "labels"):
         for index, value in zip(indices, batch.get(name, []), strict=False):
             if value is None:
@@ -382,7 +381,7 @@ def _already_tokenized(run: Tokenizing, batch: _Columns, indices: list[int]) -> 
 
 
 def _check_lists(run: Tokenizing, name: str, tokens: _Columns, indices: list[int]) -> None:
-    """Raise `DataError` for a row that is no list of whole numbers, or has another number of them than `input_ids`."""
+    """Raise `DataError` for a row that is no list of whole numbers, or differs in length from its `input_ids`."""
     of_tokens = name in ("attention_mask", "token_type_ids") or (name == "labels" and run.task == "causal")
     for index, row, ids in zip(indices, tokens[name], tokens["input_ids"], strict=True):
         if not isinstance(row, list) or not all(type(each) is int for each in row):
@@ -409,7 +408,7 @@ def _all_ones(rows: list[list[int]]) -> list[list[int]]:
 
 
 def _encode(run: Tokenizing, texts: list[str], max_length: int, *, target: bool = False) -> _Columns:
-    """Token ids cut to `max_length` by the tokenizer, which keeps special tokens."""
+    """Tokenize with truncation by the tokenizer, which keeps special tokens; counts truncated texts."""
     where = {"text_target": texts} if target else {"text": texts}
     tokens = dict(run.tokenizer(**where, truncation=True, max_length=max_length, verbose=False))
     for text, row in zip(texts, tokens["input_ids"], strict=True):
@@ -420,14 +419,14 @@ def _encode(run: Tokenizing, texts: list[str], max_length: int, *, target: bool 
 
 
 def _num_learned(task: str, labels: Any) -> int:
-    """Number of labels in a row that have a loss. A causal model never predicts a row's first token."""
+    """Number of a row's labels that have a loss. A causal model never predicts the first token."""
     if task == "classification":
         return 1
     return sum(label != IGNORED for label in (labels[1:] if task == "causal" else labels))
 
 
 def _check_token_ids(run: Tokenizing, tokens: _Columns, indices: list[int]) -> None:
-    """Raise `DataError` for an id without an embedding: a GPU would fail without saying where."""
+    """Raise `DataError` for ids without an embedding, because a GPU's error names no row."""
     for column in ["input_ids"] + (["labels"] if run.task != "classification" else []):
         for index, row in zip(indices, tokens[column], strict=True):
             ids = [token for token in row if token != IGNORED] if column == "labels" else row
@@ -440,7 +439,7 @@ def _check_token_ids(run: Tokenizing, tokens: _Columns, indices: list[int]) -> N
 
 
 def _count_unknown(run: Tokenizing, tokens: _Columns) -> None:
-    """Add to the run's counts. If the unknown token has another role too (GPT-2), nothing is counted."""
+    """Count unknown tokens, unless the unknown token has another role too (GPT-2)."""
     tokenizer = run.tokenizer
     special = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id")
     marks = {getattr(tokenizer, name) for name in special}
@@ -455,7 +454,7 @@ def _count_unknown(run: Tokenizing, tokens: _Columns) -> None:
 
 @contextmanager
 def _temporary_files() -> Iterator[None]:
-    """Let `map` write its files to a folder that is removed when Python exits, by a switch of `datasets`."""
+    """Let `map` write its files to a temporary folder that is removed when Python exits."""
     import datasets
 
     was_enabled = datasets.is_caching_enabled()

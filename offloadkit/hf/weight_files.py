@@ -1,8 +1,8 @@
-"""Reads weights from a checkpoint's files to where they are trained, one parameter after the other, and writes them so.
+"""Reads checkpoint weights directly into their training memory, parameter by parameter.
 
-`read_lazily` lets transformers do its loading (finding and fetching files, names, dtypes, tied weights, the report of
-missing ones) with tensors that have no memory. Each remembers which stored tensor it stands for. The values are read in
-pieces when the engine asks for them, so that beside the engine's memory there is never more than a flat layer.
+`read_lazily` lets transformers load the checkpoint (files, names, dtypes, tied weights, the report of missing tensors)
+with parameters on the meta device, and records the stored tensor of each parameter. Values are read in pieces when the
+engine asks for them, so at most one flat layer exists besides the engine's memory.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PIECE_BYTES = 128 * 2**20
-"""Bytes of a file that are mapped into memory at once."""
+"""Bytes of a file that are mapped at once."""
 
 
 class ConversionNeededError(Exception):
-    """The checkpoint's tensors are not the model's: they are quantised, merged, or in a form that cannot be mapped."""
+    """The stored tensors must be converted (quantised, merged) or cannot be mapped."""
 
 
 class ByteBar:
-    """A progress bar in bytes that appears with the first byte and closes with the last."""
+    """A progress bar in bytes; it appears with the first byte and closes with the last."""
 
     def __init__(self, title: str, total: int) -> None:
         self._title, self._total, self._done = title, total, 0
         self._bar: Any = None
 
     def advance(self, num_bytes: int) -> None:
-        """Count `num_bytes` more."""
         from transformers.utils import logging
 
         if self._bar is None:
@@ -52,7 +51,7 @@ class ByteBar:
 
 
 class _File:
-    """A safetensors or .bin file. Its mapping is released after every `PIECE_BYTES` that were read."""
+    """A safetensors or .bin file, unmapped after each `PIECE_BYTES` read."""
 
     def __init__(self, path: str) -> None:
         """
@@ -67,7 +66,6 @@ class _File:
         self._num_read = 0
 
     def tensors(self) -> Iterator[tuple[str, torch.Size, torch.dtype]]:
-        """Name, shape and dtype of each stored tensor."""
         from transformers.modeling_utils import load_state_dict
 
         stored = load_state_dict(self._path, map_location="meta") if self._is_safetensors else self._open()
@@ -76,7 +74,7 @@ class _File:
         self.close()
 
     def read(self, name: str, rows: slice | None, num_bytes: int) -> torch.Tensor:
-        """A stored tensor, or `rows` of it, of `num_bytes` bytes; it may be a view of the file."""
+        """A stored tensor, or its `rows`, of `num_bytes` bytes; may be a view of the file."""
         if self._num_read + num_bytes > PIECE_BYTES:
             self.close()
         self._num_read += num_bytes
@@ -100,11 +98,11 @@ class _File:
 
 
 _MOST_A_TENSOR, _MOST_TENSORS = 1_000, 10_000
-"""Experts that are stored one by one are merged into one tensor."""
+"""Generous, because checkpoints may store experts one by one, which are merged into one tensor."""
 
 
 def _num_tensors(path: str) -> int:
-    """How many tensors a file of safetensors has; 0 for one of torch."""
+    """Number of tensors in a safetensors file; 0 for a .bin file."""
     from safetensors import safe_open
 
     if not path.endswith(".safetensors"):
@@ -120,9 +118,10 @@ def _begins_as_zip(path: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Stored:
-    """One tensor of a file, used where transformers expects a safetensors slice.
+    """A stored tensor that acts as a safetensors slice for transformers.
 
-    There `[...]` reads a slice, and `.to` moves and casts it. Here `.to` returns a parameter without memory.
+    transformers calls `[...]` to read a slice and `.to` to move and cast it; here `.to` returns a parameter on the meta
+    device.
     """
 
     file: _File
@@ -145,7 +144,7 @@ class _Stored:
         return self.shape.numel() * self.dtype.itemsize
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """The values, cut along the first axis into pieces of about `PIECE_BYTES`; they may be views of the file."""
+        """The values in pieces of about `PIECE_BYTES` along the first axis; may be views of the file."""
         if self.num_bytes <= PIECE_BYTES:
             yield self.file.read(self.name, None, self.num_bytes)
             return
@@ -156,7 +155,7 @@ class _Stored:
             yield self.file.read(self.name, rows, (rows.stop - begin) * row_bytes)
 
     def value(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values as `dtype` on the CPU. As in `from_pretrained`, without a cast they are a view of the file."""
+        """The values as `dtype` on the CPU. Without a cast they are a view of the file, as in `from_pretrained`."""
         if dtype == self.dtype:
             return self.file.read(self.name, None, self.num_bytes)
         value = torch.empty(self.shape, dtype=dtype)
@@ -169,7 +168,7 @@ class _Stored:
 
 
 class WeightFiles:
-    """The stored tensors that a model's parameters stand for."""
+    """The stored tensors of a model's parameters."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -177,10 +176,10 @@ class WeightFiles:
         self._bar: ByteBar | None = None
 
     def materialise(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Read those of `parameters` that have no memory yet. This is an `unread.Materialise`.
+        """Read the parameters that are on the meta device. Implements `unread.Materialise`.
 
         Raises:
-            ModelError: a file is gone or broken.
+            ModelError: a file is missing or broken.
         """
         waiting = [parameter for parameter in parameters if parameter.is_meta]
         if self._bar is None:
@@ -197,11 +196,11 @@ class WeightFiles:
     def place(
         self, model: Any, state_dict: dict[str, Any] | None, checkpoint_files: Any, load_config: Any, *_: Any, **__: Any
     ) -> Any:
-        """Stands in for `PreTrainedModel._load_pretrained_model`, but reads names, shapes and buffers only.
+        """Replaces `PreTrainedModel._load_pretrained_model`, but reads only names, shapes and buffers.
 
         Raises:
-            ConversionNeededError: the stored tensors are not the model's parameters.
-            ModelError: one has another shape than the config says.
+            ConversionNeededError: the stored tensors need a conversion.
+            ModelError: the config asks for another shape.
         """
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
@@ -221,7 +220,7 @@ class WeightFiles:
         buffers = [name for name, _ in model.named_buffers()]
         with progress_bars(False):
             info, offloaded = convert_and_load_state_dict_in_model(model, cast(Any, stored), load_config)
-        if info.mismatched_keys and not load_config.ignore_mismatched_sizes:  # transformers would draw them first
+        if info.mismatched_keys and not load_config.ignore_mismatched_sizes:  # transformers would initialise them first
             name, saved, own = min(info.mismatched_keys, key=str)
             raise ModelError(
                 f"{self._source}: the saved {name!r} has shape {tuple(saved)}, its config.json asks for {tuple(own)}. "
@@ -236,20 +235,20 @@ class WeightFiles:
         return info, offloaded
 
     def _read_buffers(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Register the buffers that were in the files as buffers again; transformers took them for parameters."""
+        """Register stored buffers as buffers again, because transformers took them for parameters."""
         for name in names:
             path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)
             parameter = module._parameters.pop(attribute, None)
             if parameter is not None:
                 value = self._sources.pop(parameter).value(parameter.dtype)
-                value._is_hf_initialized = True  # type: ignore[attr-defined]  # else transformers would draw it
+                # otherwise transformers would initialise it
+                value._is_hf_initialized = True  # type: ignore[attr-defined]
                 module.register_buffer(attribute, value)
 
     def _decide_ties(self, model: Any, missing: set[str]) -> None:
-        """Tie weights that the config ties and the files hold once, or twice with equal values.
-
-        Transformers decides the same, but cannot compare values that are not read yet.
+        """Tie the config's tied weights if the files have only one of them, or equal values; transformers cannot
+        compare unread values.
         """
         groups: dict[str, list[str]] = {}
         for target, source in model.all_tied_weights_keys.items():
@@ -272,26 +271,23 @@ class WeightFiles:
         return all(torch.equal(a.to(one.dtype), b.to(other.dtype)) for a, b in pairs)
 
     def keep(self, model: nn.Module) -> None:
-        """Leave the parameters of `model` that stand for stored tensors unread, and forget all other stored tensors.
-
-        Those belong to no parameter: it is tied to another one, or of another shape.
-        """
+        """Leave the parameters of `model` with stored tensors unread, and forget other stored tensors."""
         used = set(model.parameters())
         self._sources = {parameter: stored for parameter, stored in self._sources.items() if parameter in used}
         leave_unread(self._sources, self.materialise, self._source)
 
 
 def read_lazily(source: str, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """A model whose parameters are on the meta device, left `unread`.
+    """Load a model with its parameters `unread` on the meta device.
 
-    Parameters that the files lack are real and initialised. All buffers are real.
+    Parameters missing from the files are real and initialised; all buffers are real.
 
     Args:
-        source: the checkpoint's folder or hub name, for messages.
+        source: folder or hub name, for messages.
         load: calls `from_pretrained`.
 
     Raises:
-        ConversionNeededError: only a plain `from_pretrained` can read this checkpoint.
+        ConversionNeededError: this checkpoint needs a plain `from_pretrained`.
         ModelError, ...: as `readable_hub_errors`.
     """
     from transformers import PreTrainedModel

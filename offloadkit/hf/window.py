@@ -1,4 +1,4 @@
-"""An accumulation window that can be repeated: its micro-batches, and what they drew from and wrote to."""
+"""A repeatable gradient accumulation window: its micro-batches, random states and buffers."""
 
 from __future__ import annotations
 
@@ -12,26 +12,23 @@ from offloadkit.offload.buffers import Buffers
 
 
 class Window:
-    """Remembers one window of a Trainer until the next begins. Weights are not remembered: a window changes none."""
+    """Remembers one window of a Trainer until the next begins, without weights, because a window changes none."""
 
     def __init__(self) -> None:
         self._micro_batches: list[tuple[Any, dict[str, Any]]] = []
         self._buffers = Buffers()
 
     def begin(self, model: nn.Module) -> None:
-        """A window begins: forget the last one."""
+        """Start a new window and forget the last."""
         self._micro_batches.clear()
         self._buffers.keep(model)
 
     def add(self, inputs: Any) -> None:
-        """The next micro-batch begins."""
+        """Record the next micro-batch and the present random states."""
         self._micro_batches.append((inputs, random_states()))
 
     def again(self) -> Iterator[Any]:
-        """The micro-batches so far, one after the other, each with the random states that it had.
-
-        The buffers are first as they were.
-        """
+        """Restore the buffers, then yield the recorded micro-batches with their random states restored."""
         self._buffers.restore()
         for inputs, states in list(self._micro_batches):
             set_random_states(states)
