@@ -6,10 +6,11 @@ import ctypes
 import os
 import platform
 import resource
+import shutil
 import sys
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import psutil
 import torch
 
 from offloadkit.config import Precision
-from offloadkit.errors import ConfigError, shown
+from offloadkit.errors import ConfigError, OutputError, shown
 
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -122,6 +123,26 @@ CPU_STEP_RATES: dict[Precision, str] = {
     "tiny": "cpu_tiny_bytes_per_second",
 }
 """The field of `Hardware` with the CPU step's rate, by precision."""
+ASSUMED_DISK = 1.5e9
+"""Bytes per second of reading and of writing a disk that was not measured."""
+
+
+def with_disk(machine: Hardware, folder: str) -> Hardware:
+    """Add the disk of `folder` to the machine, at assumed rates that the ranks of the host share.
+
+    Raises:
+        OutputError: `folder` is not a folder.
+    """
+    if not os.path.isdir(folder):
+        raise OutputError(f"{folder} is no folder: name one on a local disk, for optimizer states")
+    rate = ASSUMED_DISK / machine.num_ranks
+    return replace(
+        machine,
+        disk_folder=folder,
+        disk_free_bytes=shutil.disk_usage(folder).free,
+        disk_read_bytes_per_second=rate,
+        disk_write_bytes_per_second=rate,
+    )
 
 
 def busiest_device() -> torch.device:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import CellType
 from typing import Any
 
@@ -22,10 +24,10 @@ from torch.utils._pytree import tree_map_only
 
 from offloadkit.changes import changed, claim
 from offloadkit.config import OffloadConfig
-from offloadkit.device.assumed_disk import proposing_disk
+from offloadkit.device.state_file import unfit_for_states
 from offloadkit.distributed.machine import measured_by, planning_ranks
 from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
-from offloadkit.hardware import Hardware
+from offloadkit.hardware import Hardware, with_disk
 from offloadkit.offload.caches import caching_configs
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of, repeated_blocks, stays_fp32
 from offloadkit.optim.table import DTYPES
@@ -380,3 +382,14 @@ class FirstWindow:
         basis = replace(made.basis, config=config, hardware=machine, work=None)
         unknown: dict[str, Any] = {"seconds": None, "large_gpu_seconds": None, "num_tokens": None}
         return replace(made, basis=basis, budgets=whole.budgets, **unknown)
+
+
+def proposing_disk(plan: Plan) -> Plan:
+    """Give a plan that does not fit a disk to propose (`Basis.with_disk`): the disk of the temporary folder or of the
+    current folder. Other plans are returned unchanged.
+    """
+    machine = plan.basis.hardware
+    if plan.fits or machine is None or machine.device == "cpu" or plan.basis.config.disk:
+        return plan
+    folder = next((name for name in (tempfile.gettempdir(), ".") if not unfit_for_states(Path(name))), None)
+    return plan if folder is None else replace(plan, basis=replace(plan.basis, with_disk=with_disk(machine, folder)))

@@ -16,16 +16,15 @@ import torch
 
 from offloadkit import hardware
 from offloadkit.config import OffloadConfig, Precision
-from offloadkit.device.assumed_disk import proposing_disk, with_disk
 from offloadkit.device.measure import host_rates, measure
 from offloadkit.distributed.machine import known_links, measured_together, planning_ranks
 from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.errors import ConfigError, shown
-from offloadkit.hardware import Hardware
+from offloadkit.hardware import Hardware, with_disk
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length, num_positions
 from offloadkit.hf.load import Task
 from offloadkit.hf.source import ModelSource, resolve
-from offloadkit.outline import Outline, held_in_ram, outlined
+from offloadkit.outline import Outline, held_in_ram, outlined, proposing_disk
 from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
 from offloadkit.planner.cards import CARDS, card_named
 from offloadkit.planner.layout import activations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +30,6 @@ from typer.testing import CliRunner
 import offloadkit
 from offloadkit import OffloadConfig, outline, planning
 from offloadkit.cli import app
-from offloadkit.device import assumed_disk
 from offloadkit.errors import ConfigError, DoesNotFitError
 from offloadkit.hf.data import num_positions
 from offloadkit.hf.presets import PRESETS
@@ -280,8 +281,8 @@ def test_a_gpu_without_native_bf16_is_planned_for_in_fp16(monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_a_refusal_proposes_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     disk = SimpleNamespace(total=500 * GIB, used=0, free=500 * GIB)
-    monkeypatch.setattr(assumed_disk.shutil, "disk_usage", lambda folder: disk)
-    monkeypatch.setattr(assumed_disk.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: disk)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     small: dict[str, Any] = {"vram": "1.5GiB", "ram": "2.8GiB", "batch_size": 1}
     made = offloadkit.plan("t5-base", **small)
     assert f"optimizer states on disk (OffloadConfig(disk={str(tmp_path)!r})" in made.explain()

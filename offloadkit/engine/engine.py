@@ -37,7 +37,6 @@ from offloadkit.checkpoint.states import SavedStates
 from offloadkit.checkpoint.values import why_unlike
 from offloadkit.config import OffloadConfig
 from offloadkit.device import watchdog
-from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, forget_peak, phase
 from offloadkit.distributed import world
 from offloadkit.distributed.machine import shared_cores
@@ -81,7 +80,7 @@ from offloadkit.offload.weights import forked
 from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, changed_options, check_states
-from offloadkit.outline import FirstWindow, chooses, plan_for
+from offloadkit.outline import FirstWindow, chooses, plan_for, proposing_disk
 from offloadkit.planner import Plan
 from offloadkit.planner.plan import check_fits
 from offloadkit.telemetry import Telemetry

@@ -71,7 +71,6 @@ from offloadkit.checkpoint.run import read_random, write_random
 from offloadkit.checkpoint.values import as_json, random_states, set_random_states
 from offloadkit.checkpoint.weights import num_bytes_of
 from offloadkit.config import OffloadConfig
-from offloadkit.device.assumed_disk import proposing_disk
 from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
 from offloadkit.distributed.ranks import SOLO, Ranks
@@ -104,7 +103,7 @@ from offloadkit.hf.resumed import check_same_model, check_trainer_state
 from offloadkit.hf.saving import arguments_as_data, load_in_pieces, read_later, saved_in_pieces
 from offloadkit.hf.window import Window
 from offloadkit.offload.unread import is_unread, make_real
-from offloadkit.outline import chooses, plan_for
+from offloadkit.outline import chooses, plan_for, proposing_disk
 from offloadkit.planner import Plan
 from offloadkit.planner.plan import check_fits
 from offloadkit.stopping import Stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,9 @@ from transformers import PreTrainedModel, T5ForConditionalGeneration
 
 from offloadkit import OffloadConfig, OffloadEngine, finetune, outline, planning
 from offloadkit.config import Placement
-from offloadkit.device import assumed_disk
 from offloadkit.engine import engine as engine_module
 from offloadkit.errors import DoesNotFitError
+from offloadkit.hardware import ASSUMED_DISK
 from offloadkit.hf import trainer as trainer_module
 from offloadkit.hf.longest import NotReadableError, longest_batch
 from offloadkit.hf.patches import NAME, patched
@@ -270,8 +271,8 @@ def test_the_trainer_and_the_engine_propose_the_disk_as_finetune_does(
 
     for module in (engine_module, trainer_module):
         monkeypatch.setattr(module, "check_fits", refused)
-    monkeypatch.setattr(assumed_disk.tempfile, "gettempdir", lambda: str(tmp_path))
-    for vram, proposed in (("64KiB", (str(tmp_path), assumed_disk.ASSUMED_DISK)), ("64GiB", None)):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    for vram, proposed in (("64KiB", (str(tmp_path), ASSUMED_DISK)), ("64GiB", None)):
         config = OffloadConfig(vram=vram)
         sets: dict[str, Any] = {"args": arguments(tmp_path), "train_dataset": seq2seq_rows(4)}
         with pytest.raises(PlannedError) as raised:
