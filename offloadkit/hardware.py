@@ -145,6 +145,12 @@ def with_disk(machine: Hardware, folder: str) -> Hardware:
     )
 
 
+def is_bus(link: float, machine: Hardware) -> bool:
+    """Whether a link with this rate is the GPUs' own bus. Every NVLink is faster than the bus with NCCL's own number of
+    thread blocks."""
+    return machine.device != "cpu" and link <= machine.h2d_bytes_per_second
+
+
 def busiest_device() -> torch.device:
     """The CUDA device with most of this process's torch memory, or the CPU if the process has not used CUDA yet."""
     cuda: Any = torch.cuda  # its signatures are typed in some releases of torch only

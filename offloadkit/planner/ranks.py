@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from offloadkit.errors import ConfigError
-from offloadkit.hardware import CPU_STEP_RATES, Hardware
+from offloadkit.hardware import CPU_STEP_RATES, Hardware, is_bus
 from offloadkit.planner.cards import card_named
 
 GPUS_PER_HOST = 8
@@ -56,12 +56,6 @@ def for_ranks(
     others: dict[str, Any] = {**rates, "link_bytes_per_second": rate, "link_assumed": assumed}
     others |= {"link_is_bus": by_bus, "network_bytes_per_second": between}
     return replace(machine, num_ranks=here, num_cores=cores, **others)
-
-
-def is_bus(link: float, machine: Hardware) -> bool:
-    """Whether a link with this rate is the GPUs' own bus. Every NVLink is faster than the bus with NCCL's own number of
-    thread blocks."""
-    return machine.device != "cpu" and link <= machine.h2d_bytes_per_second
 
 
 def _link(machine: Hardware) -> tuple[float, bool, str]:
