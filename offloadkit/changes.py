@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -129,3 +129,27 @@ def without_claims(owner: Any) -> Any:
     else:
         vars(first.plain).update(vars(fresh))
     return first.plain
+
+
+# ---- the key/value cache of HuggingFace models, for generation: in training it is useless and changes rounding -----
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """The distinct configs of `model` and its submodules."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in found if config is not None}.values())
+
+
+def caching_configs(model: nn.Module) -> list[Any]:
+    """The configs of `model` and its submodules that have `use_cache`."""
+    return [config for config in configs_of(model) if hasattr(config, "use_cache")]
+
+
+@contextmanager
+def without_caches(configs: Sequence[Any]) -> Iterator[None]:
+    """While open, the key/value cache is off. Restores the configs."""
+    with ExitStack() as undo:
+        for config in configs:
+            if unclaimed(config, "use_cache"):  # another model with this config may be in its forward
+                undo.callback(claim(config, "use_cache", False))
+        yield

@@ -22,13 +22,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from offloadkit.changes import changed, claim
+from offloadkit.changes import caching_configs, changed, claim
 from offloadkit.config import OffloadConfig
 from offloadkit.device.state_file import unfit_for_states
 from offloadkit.distributed.machine import measured_by, planning_ranks
 from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
 from offloadkit.hardware import Hardware, with_disk
-from offloadkit.offload.caches import caching_configs
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of, repeated_blocks, stays_fp32
 from offloadkit.optim.table import DTYPES
 from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage

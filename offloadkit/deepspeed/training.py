@@ -13,6 +13,7 @@ from transformers import Seq2SeqTrainer, TrainingArguments
 from transformers.integrations import deepspeed as of_transformers
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from offloadkit.changes import configs_of
 from offloadkit.checkpoint.folder import put_in_place
 from offloadkit.config import OffloadConfig
 from offloadkit.deepspeed.process import check_installed, prepare
@@ -26,7 +27,6 @@ from offloadkit.hf.patches import choose_attention
 from offloadkit.hf.ragged import OrderOfSeed
 from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.hf.source import ModelSource
-from offloadkit.offload.caches import configs_of
 from offloadkit.offload.unread import make_real
 from offloadkit.optim.table import DTYPES, trainer_names
 from offloadkit.planner import Dtype, Plan

@@ -2,7 +2,7 @@
 
 `offloadkit.changes` calls `patched` when an engine is built or a micro-batch is traced for a plan. For every family,
 the loss over a large vocabulary is computed in chunks from fp32 logits, and masks do not synchronise with the GPU
-(`masks.py`). The engine itself switches off key-value caches in training (`offload/caches.py`).
+(`masks.py`). The engine itself switches off key-value caches in training (`changes.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offloadkit.changes import claim, unclaimed
+from offloadkit.changes import claim, configs_of, unclaimed
 from offloadkit.config import OffloadConfig
 from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
 from offloadkit.hf.masks import added_mask, ask_nothing
 from offloadkit.kernels import attention as attention_kernel
-from offloadkit.offload.caches import configs_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
