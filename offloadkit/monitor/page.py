@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from offloadkit.monitor import words
-from offloadkit.monitor.colours import BLUE, colour, ink_on
 from offloadkit.monitor.figures import OTHER, Figures, Memory, Parts
+from offloadkit.monitor.words import BLUE, colour, ink_on
 from offloadkit.units import format_bytes, format_seconds
 
 WIDTH = 600

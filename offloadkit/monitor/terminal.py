@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.text import Text
 
 from offloadkit.monitor import words
-from offloadkit.monitor.colours import colour, ink_on
 from offloadkit.monitor.figures import Figures, Memory
+from offloadkit.monitor.words import colour, ink_on
 from offloadkit.units import format_bytes, format_seconds
 
 _NAME = 6

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from offloadkit.monitor import words
-from offloadkit.monitor.colours import COLOURS, ink_on
 from offloadkit.monitor.figures import Figures, History, Memory, figures
 from offloadkit.monitor.page import STYLE, page, ticks
 from offloadkit.monitor.terminal import sparks, view
+from offloadkit.monitor.words import COLOURS, ink_on
 from tests.monitor.records import GIB, record
 
 SVG = "{http://www.w3.org/2000/svg}"
