@@ -19,7 +19,7 @@ loss is weighted by the targets of all ranks. Rank 0 prints and writes; each ran
 weights come to a rank together with the other ranks. So a callback that uses weights on one rank alone, to generate
 say, first calls `trainer.engine.synchronize()` on all ranks, or it waits for them until the timeout.
 
-**A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`), or the
+**A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`Window`), or the
 micro-batch of an evaluation (`OffloadEngine.evaluates`).
 
 **NaN.** With `on_nonfinite="rollback"`, `train` begins again from the newest checkpoint of this run, with the engine
@@ -76,6 +76,7 @@ from offloadkit.distributed import world
 from offloadkit.distributed.ranks import SOLO, Ranks
 from offloadkit.engine.checks import check_not_wrapped, is_trained
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.engine.replanner import Window
 from offloadkit.errors import (
     ConfigError,
     DataError,
@@ -101,7 +102,6 @@ from offloadkit.hf.masks import Noted, answering, without_note
 from offloadkit.hf.ragged import OrderOfSeed, ResumableOrder
 from offloadkit.hf.resumed import check_same_model, check_trainer_state
 from offloadkit.hf.saving import arguments_as_data, load_in_pieces, read_later, saved_in_pieces
-from offloadkit.hf.window import Window
 from offloadkit.offload.unread import is_unread, make_real
 from offloadkit.outline import chooses, plan_for, proposing_disk
 from offloadkit.planner import Plan
