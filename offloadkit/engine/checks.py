@@ -1,4 +1,4 @@
-"""Checks whether an engine can be built for a model, and keeps track of models with an open engine."""
+"""Checks whether an engine can be built for a model; keeps track of models with an open engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def engine_opened(model: nn.Module, engine: Any) -> None:
 
 
 def engine_closed(model: nn.Module) -> None:
-    """Unregister the engine of `model`."""
     _open_engines.pop(model, None)
 
 
@@ -34,10 +33,11 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 
 def check_not_wrapped(model: nn.Module) -> None:
-    """
+    """Check that the engine can train `model` itself.
+
     Raises:
-        ModelError: the model is wrapped for training on several ranks, its weights are DTensors, or a trained part was
-            compiled or scripted; or it is quantised and has no adapters.
+        ModelError: the model is wrapped for training on several ranks, has DTensors, has a trained part that was
+            compiled or scripted, or is quantised without adapters.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {shown(model)}")
@@ -71,14 +71,11 @@ def check_not_wrapped(model: nn.Module) -> None:
 
 
 _QUANTISERS = ("bitsandbytes", "torchao", "quanto", "optimum")
-"""Packages with tensor classes for quantised weights."""
 
 
 def _check_not_quantised(model: nn.Module) -> None:
-    """
-    Raises:
-        ModelError: weights are quantised, and the model has no adapters (PEFT), so only the other weights would be
-            trained.
+    """Raise `ModelError` if weights are quantised and there are no adapters (PEFT): only the other weights would be
+    trained.
     """
     modules = dict(model.named_modules())
     if any(getattr(module, "peft_config", None) for module in modules.values()):
@@ -98,13 +95,14 @@ def _check_not_quantised(model: nn.Module) -> None:
 
 
 def check_free(model: nn.Module, config: OffloadConfig) -> None:
-    """
+    """Check that no open engine uses the parameters of `model`.
+
     Raises:
-        EngineStateError: an open engine trains the model or parameters of it, or computes with frozen parameters of it
-            that would be cast.
+        EngineStateError: an open engine trains parameters of the model, or computes with its frozen parameters, which
+            would be cast.
     """
     if _other(model) is not None:
-        forget_last_error()  # the engine may be unreachable, held only by an interrupt's frames or a reference cycle
+        forget_last_error()  # the engine may be held only by an interrupt's frames or a reference cycle
     if (other := _other(model)) is not None:
         which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
         raise EngineStateError(f"{which} already has an open engine: call its close() first, or that of its Trainer")
@@ -129,5 +127,5 @@ def _other(model: nn.Module) -> nn.Module | None:
 
 
 def _trained(model: nn.Module) -> set[int]:
-    """Ids instead of parameters, because operations on parameters may be watched."""
+    """Ids, because operations on parameters may be watched."""
     return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}

@@ -89,7 +89,7 @@ from offloadkit.units import parse_bytes
 logger = logging.getLogger(__name__)
 
 MAX_ROLLBACKS = 3
-"""Maximum number of consecutive rollbacks before training passes the step with NaN."""
+"""Consecutive rollbacks after which NaN is an error."""
 
 _T = TypeVar("_T")
 
@@ -99,7 +99,7 @@ def _shape(value: Any) -> Any:
 
 
 def _states_of(scheduler: Any) -> dict[str, Any] | None:
-    """The scheduler's `state_dict()`, or None. Raises `ConfigError` for an object that is not a scheduler."""
+    """The scheduler's `state_dict()`. Raises `ConfigError` for an object that is not a scheduler."""
     if scheduler is None:
         return None
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "state_dict", None)):
@@ -109,9 +109,9 @@ def _states_of(scheduler: Any) -> dict[str, Any] | None:
 
 
 def _let_go_here(process: int, undo: ExitStack) -> None:
-    """Detach from the model, unless in a forked process: threads, GPU and pinned memory stayed in `process`."""
+    """Detach from the model, except in a forked process, which has no threads, GPU or pinned memory."""
     if os.getpid() == process:
-        with _disable_current_modes():  # an engine may be collected while torch.compile traces something
+        with _disable_current_modes():  # the engine may be collected during torch.compile tracing
             undo.close()
 
 
@@ -119,22 +119,18 @@ class OffloadEngine:
     """Trains a module in place; its parameters become views of the engine's flat buffers.
 
     Attributes:
-        module: the model. You may evaluate, generate with, save and load it at any time. Between steps, you may read
-            and write its weights as usual tensors; writes through raw pointers are not noticed.
+        module: the model. It can be used, saved and loaded at any time. Between steps its weights can be read and
+            written as usual tensors; writes through raw pointers are not noticed.
         optimizer: a `torch.optim.Optimizer` for schedulers and checkpoints.
-        device: the compute device.
-        plan: sizes and placement of everything. It changes when memory runs out, when measured rates differ from the
-            planned ones, and by `move`.
+        plan: sizes and placement of everything. It changes when memory runs out, when measured rates differ from
+            planned rates, and by `move`.
         telemetry: a record of every step.
-        num_updates: updates so far, including those before a resume. Telemetry numbers steps by it.
+        num_updates: updates so far, including those before a resume.
         loss_scale: factor for the next loss; None without fp16 working weights.
-        own_return: set by a Trainer while it trains, because it loads its own checkpoints: returns the checkpoint to go
-            back to. None: the engine loads `last_checkpoint`.
+        own_return: set by a Trainer, which loads its own checkpoints: returns the checkpoint to go back to. None: the
+            engine loads `last_checkpoint`.
         pinning_seconds: seconds spent populating and pinning RAM.
-        placed: the model's flat layers in their placements, until the engine is closed.
-        step_thread: runs the updates.
-        newest_update: the last update that was started; None before the first one.
-        ram_watch: watches free RAM.
+        newest_update: the last update that was started, or None.
     """
 
     def __init__(
@@ -151,38 +147,36 @@ class OffloadEngine:
     ) -> None:
         """Place the model. While the engine is open, transformers models compute as `docs/design.md` says.
 
-        With several ranks (processes of a launcher, or of torch.distributed), the engines train the model together, on
-        different micro-batches. All ranks must build, call and close their engines alike: building, backward, `step`,
-        saving, moving, and the first use of weights after a `step` wait for the other ranks. After `synchronize` a rank
-        may use the weights alone. Writes to weights must be made on all ranks.
+        With several ranks (processes of a launcher, or of torch.distributed), the engines train one model on different
+        micro-batches. All ranks must build, call and close their engines alike: building, backward, `step`, saving,
+        moving, and the first use of weights after a `step` wait for the other ranks. After `synchronize` a rank may use
+        the weights alone. Writes to weights must be made on all ranks.
 
         Args:
-            model: any module. Its trainable parameters are placed by the plan; frozen ones move to `device`. Parameters
-                that `offloadkit.from_pretrained` left unread are read now, one flat layer at a time, so that no second
-                copy of the model exists.
+            model: any module. The plan places its trainable parameters; frozen ones move to `device`. Parameters that
+                `offloadkit.from_pretrained` left unread are read now, one flat layer at a time.
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
                 Other options of torch's optimizers are refused if they would change the step.
-            device: the compute device. None: the GPU if available, else the CPU.
-            plan: a plan made for this model. None: the engine makes one. If the free VRAM is less than the plan takes,
-                or the GPU is full before the model is placed, the engine begins with a leaner plan, with a warning.
-            example: the largest micro-batch to expect, for planning: a dict of forward's keyword arguments, a tuple or
-                list of positional ones, or one tensor. Only shapes and dtypes matter. None: if there are placements to
-                choose, the engine begins with little in VRAM, plans for the first window's largest micro-batch at the
-                window's end, and moves.
+            device: None: the GPU if available, else the CPU.
+            plan: a plan for this model; None: the engine makes one. If free VRAM is too small for the plan, the engine
+                begins with a leaner plan, with a warning.
+            example: the largest expected micro-batch, for planning: a dict of forward's keyword arguments, a tuple or
+                list of positional arguments, or one tensor. Only shapes and dtypes matter. None: the engine begins with
+                little in VRAM, and after the first window plans for the window's largest micro-batch and moves.
             evaluation_rows: batch size of evaluation, if larger than training's; counted by plans made here.
 
         Raises:
-            ModelError: nothing can be trained, a parameter's dtype is not supported, the plan is another model's, or
-                the model is compiled, scripted or wrapped for distributed training already, or a trained parameter
-                shares memory with another parameter or a buffer.
+            ModelError: nothing can be trained, a dtype is not supported, the plan is for another model, the model is
+                compiled, scripted or wrapped for distributed training, or a trained parameter shares memory with
+                another tensor of the model.
             ConfigError: the plan was made with another accumulation, recomputation or placement, or a parameter group
-                has an unsupported option. With several ranks: a layer's weights are in RAM on some ranks and in VRAM
-                on others, or weights are in RAM and the ranks on several hosts.
-            RankError: the ranks have other models or configs, only some of them plan, or they cannot share memory.
-            EngineStateError: another open engine trains this model, or parameters of it.
-            DoesNotFitError: the plan made here needs more than the machine has, or than the config's `vram` or `ram`.
-            OffloadkitError: there is too little RAM, the disk is unsuitable, or the GPU is full (`OutOfVramError`). The
-                model is then restored, except for frozen parameters and buffers.
+                has an unsupported option. With several ranks: a layer's weights are in RAM on some ranks and in VRAM on
+                others, or weights are in RAM and the ranks on several hosts.
+            RankError: the ranks have different models or configs, only some of them plan, or they cannot share memory.
+            EngineStateError: another open engine trains parameters of this model.
+            DoesNotFitError: the plan made here exceeds the machine, or the config's `vram` or `ram`.
+            OffloadkitError: too little RAM, an unsuitable disk, or a full GPU (`OutOfVramError`). The model is then
+                restored, except for frozen parameters and buffers.
         """
         world.join()
         if config is not None and not isinstance(config, OffloadConfig):
@@ -204,7 +198,7 @@ class OffloadEngine:
             GroupOptions.of({"betas": (0.0, 0.0), **usual, **group})
         layers = flat_layers(model, self.config, param_groups)
         self._undo = ExitStack()
-        # Without the finalizer, an engine dropped without close() would keep its model and threads until the exit.
+        # Without the finalizer, an engine dropped without close() would keep its model and threads until exit.
         self._process = os.getpid()
         self._finalizer = weakref.finalize(self, _let_go_here, self._process, self._undo)
         self._ranks = joined_ranks(self.device)
@@ -255,7 +249,7 @@ class OffloadEngine:
                     undo=self._undo,
                 )
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # if the error is kept, it must not keep memory of layers
+            traceback.clear_frames(error.__traceback__)  # a kept error must not keep layers' memory alive
             self._finalizer()
             raise
         if self.placed.plan is not begun:
@@ -302,9 +296,8 @@ class OffloadEngine:
         self._origin = self._ranks.told(Origin.of_new_run)
         self._saves = Saves()
         self._scheduler: Any = None
-        """The scheduler of the last checkpoint."""
         self._num_saved_updates = self._failed_at = self._num_rollbacks = 0
-        """Updates in the last checkpoint; the furthest update that held NaN, and the number of rollbacks since."""
+        """Updates in the last checkpoint; the furthest update with NaN, and rollbacks since."""
         self.own_return: Callable[[], Path | None] | None = None
         self._ranks.take_received()  # not counted for any step
         self._open = True
@@ -335,10 +328,10 @@ class OffloadEngine:
         """Divide the layers between the ranks.
 
         Args:
-            planning: (placements can be chosen, there is no example); None if there is a plan.
+            planning: (placements can be chosen, there is no example); None with a given plan.
 
         Raises:
-            RankError: the ranks have other models or configs, or only some of them plan.
+            RankError: the ranks have different models or configs, or only some of them plan.
         """
         run = replace(self.config, placement=None, vram=None, ram=None, disk=None)
         facts = repr(([layer.shape() for layer in layers], run, planning)).encode()
@@ -354,7 +347,7 @@ class OffloadEngine:
     def _planned(
         self, model: nn.Module, layers: list[FlatLayer], example: Any, evaluation_rows: int
     ) -> tuple[Plan, FirstWindow | None]:
-        """The initial plan, and the planner for the end of the first window, if needed.
+        """The initial plan, and the planner for the end of the first window if needed.
 
         Raises:
             DoesNotFitError: the model does not fit.
@@ -374,10 +367,10 @@ class OffloadEngine:
     # ---- one step, in time order -------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward. Before a layer is used, its update of the last step is finished.
+        """The model's forward. Each layer's last update is finished before the layer is used.
 
-        With gradients enabled, HuggingFace models do not use their key/value cache. Without gradients, this is an
-        evaluation, and a full GPU is handled as by `evaluates`.
+        With gradients enabled, HuggingFace models do not use their key/value cache. Without gradients, a full GPU is
+        handled as by `evaluates`.
 
         Raises:
             OutOfVramError: the GPU is out of memory. With gradients enabled, the gradients since the last update are
@@ -396,11 +389,11 @@ class OffloadEngine:
     def evaluates(self, run: Callable[[], _T]) -> _T:
         """Call `run()`, an evaluation or generation without gradients, with OOM recovery; returns its result.
 
-        If the GPU is out of memory, the engine moves to a plan with less in VRAM and calls `run()` again, until it
-        succeeds. Random states, and buffers of a model in training mode, are reset to their values at the first call.
+        If the GPU is out of memory, the engine moves to a leaner plan and calls `run()` again. Random states, and
+        buffers of a model in training mode, are reset to their values at the first call.
 
         Raises:
-            OutOfVramError: no leaner plan is left, or an accumulation window is open. Its gradients are kept.
+            OutOfVramError: no leaner plan is left, or an accumulation window is open (its gradients are kept).
         """
         self._check_open()
         with self._closing_if_lost():
@@ -409,20 +402,19 @@ class OffloadEngine:
     def backward(self, loss: torch.Tensor, *, scale_by_accumulation: bool = True) -> None:
         """Backward of one micro-batch. Gradients are gathered, and sent to RAM, layer by layer.
 
-        After any error raised by backward itself, the gradients since the last update are dropped, and `loss` is
-        detached, so that its graph is freed.
+        An error raised by backward itself drops the gradients since the last update and detaches `loss`, to free its
+        graph.
 
         Args:
             loss: a scalar.
             scale_by_accumulation: divide the loss by `config.gradient_accumulation` and by the number of ranks. False:
-                the gradients of all micro-batches of all ranks are summed.
+                sum the gradients of all micro-batches of all ranks.
 
         Raises:
             EngineStateError: the loss requires no gradient, or in fp16 reaches parameters outside the model; or
-                `backward` was called again before `step()` without gradient accumulation; or, on several ranks, more
-                than `gradient_accumulation` times.
-            OutOfVramError: the GPU is out of memory. It is a `RepeatWindowError` if the engine has moved to a leaner
-                plan.
+                `backward` was called twice before `step()` without accumulation, or, on several ranks, more than
+                `gradient_accumulation` times.
+            OutOfVramError: the GPU is out of memory; a `RepeatWindowError` if the engine has moved to a leaner plan.
             TypeError: the loss is not a tensor.
             ValueError: the loss is not a scalar.
         """
@@ -446,17 +438,15 @@ class OffloadEngine:
             Whether an update was started.
 
         Raises:
-            EngineStateError: no `backward` was called since the last call.
-            NonFiniteGradientError: the gradients of an earlier step held NaN or Inf (`on_nonfinite="raise"`), or this
-                step's did (`on_nonfinite="rollback"`). In the latter case it is a `RolledBackError`, which says where
-                to continue, if the engine has gone back to the last checkpoint. It has not if there is no checkpoint,
-                or after `MAX_ROLLBACKS` times.
+            EngineStateError: no `backward` since the last call.
+            NonFiniteGradientError: NaN or Inf in the gradients of an earlier step (`on_nonfinite="raise"`), or of this
+                step (`on_nonfinite="rollback"`). It is a `RolledBackError`, which says where to continue, if the engine
+                has gone back to the last checkpoint. It has not without a checkpoint, or after `MAX_ROLLBACKS` times.
             ModelError: parameters were added, replaced or unfrozen since the engine was built.
-            OutOfRamError: the system is about to run out of RAM, and no plan takes less. Nothing was done; `step` may
-                be called again. Or the update was started, but the move to a plan with less RAM failed or, with
-                several ranks, no such plan exists.
-            OutOfVramError: this or another rank's GPU is out of memory. The window's gradients are dropped. It is a
-                `RepeatWindowError` if the engine has moved to a leaner plan.
+            OutOfRamError: RAM is running out. Either no plan takes less and nothing was done, so `step` may be called
+                again, or the update was started, but the move failed or, with several ranks, no leaner plan exists.
+            OutOfVramError: a rank's GPU is out of memory, and the window's gradients are dropped; a `RepeatWindowError`
+                if the engine has moved to a leaner plan.
         """
         self._check_open()
         if not self.loop.ends_window(boundary):
@@ -488,9 +478,8 @@ class OffloadEngine:
     # ---- reading and settling ----------------------------------------------------------------------------------
 
     def grad_norm(self) -> float | None:
-        """Global gradient norm of the newest update, before clipping; None before the first update.
-
-        Waits until the norm is known.
+        """Global gradient norm of the newest update, before clipping; None before the first update. Waits for
+        the norm.
         """
         self._check_open()
         if self.loop.newest_update is None:
@@ -500,7 +489,7 @@ class OffloadEngine:
         return self.loop.newest_update.norm
 
     def synchronize(self) -> None:
-        """Wait until every update is applied, on the host and on the device.
+        """Wait until every update is applied, on host and device.
 
         Raises:
             NonFiniteGradientError: as `step`.
@@ -515,8 +504,8 @@ class OffloadEngine:
     def profile(self, *, steps: int = 3, path: str | Path = "offloadkit-trace.json") -> Profile:
         """Trace `steps` steps, starting at the next boundary.
 
-        Afterwards, a Chrome trace is written to `path`, and the time of each phase and its bound are printed. All ranks
-        must call it; rank 1 writes to "NAME-rank1.json", and so on. The track "ranks" shows communication.
+        Then writes a Chrome trace to `path` and prints the time of each phase and its bound. All ranks must call it;
+        rank 1 writes to "NAME-rank1.json", and so on. The track "ranks" shows communication.
 
         Raises:
             OffloadkitError: `steps` is not a positive int, a trace is already running, or `path` cannot be written.
@@ -526,7 +515,7 @@ class OffloadEngine:
         return self.loop.profile
 
     def drop_gradients(self) -> None:
-        """Drop the gradients gathered since the last update, as `optimizer.zero_grad()` does."""
+        """Drop the gradients since the last update, as `optimizer.zero_grad()` does."""
         self._check_open()
         self.loop.drop_gradients()
 
@@ -544,8 +533,9 @@ class OffloadEngine:
             raise NonFiniteGradientError(f"{error}. {watchdog.in_words(self.last_checkpoint)}") from None
 
     def _what_is_not_finite(self, update: Update) -> str | None:
-        """Wait for the newest update's norm; a sentence if it is not finite and the loss scale cannot fall.
-        All ranks have the same norm, so they go back together."""
+        """Wait for the newest update's norm; a sentence if it is not finite and the loss scale cannot fall. All ranks
+        have the same norm, so they roll back together.
+        """
         watchdog.wait(update.norm_known, "the gradient norm")
         self.loop.raise_thread_error()
         try:
@@ -555,10 +545,10 @@ class OffloadEngine:
         return None
 
     def _roll_back(self, step: int, said: str) -> NonFiniteGradientError:
-        """Go back to the last checkpoint after NaN or Inf in gradients; returns the error to raise.
+        """Go back to the last checkpoint after update `step` had NaN or Inf in its gradients; returns the error to
+        raise.
 
         Args:
-            step: the number of the update.
             said: a sentence about the update.
 
         Raises:
@@ -585,7 +575,7 @@ class OffloadEngine:
         )
         back.step, back.num_updates, back.checkpoint = step, self._num_saved_updates, folder
         if self.own_return is not None:
-            self.num_updates = self._num_saved_updates  # checkpoints of transformers' Trainer do not contain it
+            self.num_updates = self._num_saved_updates  # transformers' checkpoints do not contain it
             return back
         try:
             back.position = self.load_checkpoint(folder, scheduler=self._scheduler)
@@ -597,28 +587,28 @@ class OffloadEngine:
     # ---- moving -------------------------------------------------------------------------------------------------
 
     def move(self, plan: Plan, *, why: str = "move() was called") -> None:
-        """Switch to another plan of this model: weights, gradients, states and activations move to its placements.
+        """Move weights, gradients, states and activations to another plan of this model. No number changes.
 
-        No number changes. The engine finishes its updates and moves layer by layer, with at most one layer existing
-        twice. Tensors of `optimizer.state` or `state_dict()` from before a move are no longer updated.
+        The engine finishes its updates and moves layer by layer, with at most one layer existing twice. Tensors of
+        `optimizer.state` or `state_dict()` from before a move are no longer updated.
 
-        All ranks must call it at the same step, with equal places for weights. Either all ranks move or none; if a move
-        fails after layers have moved, all engines close.
+        All ranks must call it at the same step, with equal places for weights, and move together or not at all. If a
+        move fails after layers have moved, all engines close.
 
         Args:
             plan: made for this model and config; only its `placement` may differ from the config's.
             why: for `telemetry.moves`.
 
         Raises:
-            ModelError, ConfigError: the plan was made for another model or config. Nothing has moved.
+            ModelError, ConfigError: the plan is for another model or config. Nothing has moved.
             EngineStateError: gradients are pending, or an outside tensor shares memory of a parameter that would move.
-                Nothing has moved. Or the engine had to close itself: see below.
+                Nothing has moved. Or the engine had to close: see below.
             NonFiniteGradientError: as `step`. Nothing has moved.
-            OffloadkitError: there is too little RAM or disk, or the GPU is full (`OutOfVramError`). Layers that have
-                moved stay there, `plan` has the present placements, and training can go on. If it cannot, the engine
+            OffloadkitError: too little RAM or disk, or a full GPU (`OutOfVramError`). Moved layers stay, `plan` has the
+                present placements, and training can go on. If it cannot, the engine closes, and the model keeps its
+                weights.
+            RankError: another rank did not call it, or cannot move. Or the GPUs could not be reconnected: the engine
                 closes, and the model keeps its weights.
-            RankError: another rank did not call it, or cannot move. Or the GPUs could not be reconnected: then the
-                engine closes, and the model keeps its weights.
         """
         self._check_open()
         with self._ranks.together("calling move()"):
@@ -646,7 +636,7 @@ class OffloadEngine:
 
     @contextmanager
     def _closing_if_lost(self) -> Iterator[None]:
-        """Context that closes the engine after a failed move if training cannot go on."""
+        """Close the engine if a failed move makes it impossible to go on."""
         try:
             yield
         except BaseException:
@@ -661,7 +651,8 @@ class OffloadEngine:
 
         Returns:
             "module": the model's state_dict. "optimizer": the optimizer's `state`, by parameter name. "param_groups":
-            options by group. "num_updates". "loss_scale": the state of the fp16 loss scale, else None.
+                options
+            by group. "num_updates". "loss_scale": the state of the fp16 loss scale, else None.
 
         Raises:
             EngineStateError: an accumulation window is open, whose gradients would be lost.
@@ -679,14 +670,13 @@ class OffloadEngine:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict()` of an engine with the same parameters. Placements may differ.
-
-        If one of these errors is raised, nothing is loaded.
+        """Continue from a `state_dict()` of an engine with the same parameters. Placements may differ. These errors
+        change nothing:
 
         Raises:
             ModelError: the parameter names or the number of groups differ.
-            ConfigError: the saved states are another optimizer's, or have another precision or working dtype.
-            EngineStateError: an accumulation window is open, whose gradients belong to the present weights.
+            ConfigError: the saved states have another optimizer, precision or working dtype.
+            EngineStateError: an accumulation window is open.
         """
         self._check_window()
         self.synchronize()
@@ -717,7 +707,7 @@ class OffloadEngine:
             self.loss_scale.load_state_dict(state["loss_scale"])
 
     def _check_state(self, state: Any) -> None:
-        """Raise `ModelError` or `ConfigError` if `state` is not a `state_dict()` of an engine of this model."""
+        """Raise `ModelError` if `state` is not a `state_dict()` of an engine of this model."""
         own = self.state_dict()
         lacks_scale = isinstance(state, Mapping) and state.get("loss_scale") is None
         wanted = {name: own[name] for name in own if name != "loss_scale" or not lacks_scale}
@@ -744,7 +734,7 @@ class OffloadEngine:
             raise ModelError(f"the state cannot be loaded: {why}. Load a state_dict() of an engine of this model")
 
     def numbers(self) -> RunNumbers:
-        """Snapshot of all numbers of the run by name, settled and live: the content of a checkpoint.
+        """All numbers of the run by name, settled and live: the content of a checkpoint.
 
         Raises:
             EngineStateError: as `state_dict`.
@@ -772,7 +762,7 @@ class OffloadEngine:
 
     @property
     def origin(self) -> Origin:
-        """Identity of the run and its number of updates, as stored in a checkpoint's files."""
+        """Identity of the run and its number of updates, stored in a checkpoint's files."""
         return self._origin._replace(num_updates=self.num_updates)
 
     @property
@@ -783,8 +773,8 @@ class OffloadEngine:
         """Write everything that an exact continuation needs: weights, states, counts and random states.
 
         An older checkpoint in `folder` stays until the new one is complete. All ranks save together, into a shared
-        folder. Any number of ranks may continue from it; new ranks take rank 0's random states. If a continued
-        run adds gradients in another order, its last bits differ, with a warning. With accumulation on several ranks,
+        folder. Any number of ranks may continue from it; new ranks take rank 0's random states. If the continued run
+        adds gradients in another order, its last bits differ, with a warning. With accumulation on several ranks,
         `exchange="micro_batch"` keeps the order for any number of ranks.
 
         Args:
@@ -793,7 +783,7 @@ class OffloadEngine:
 
         Raises:
             EngineStateError: an accumulation window is open, whose gradients would be lost.
-            OutputError: it cannot be written, `folder` holds other files, or another process writes it.
+            OutputError: `folder` cannot be written, holds other files, or is being written by another process.
             ConfigError: `position` or the scheduler's state holds an object that is not data.
             ModelError: the module's `state_dict()` does.
         """
@@ -819,8 +809,7 @@ class OffloadEngine:
 
         Raises:
             ModelError: the folder is incomplete, a file is truncated, or it is of another model. Nothing is changed.
-            ConfigError: another optimizer, precision, seed or working dtype, or it holds no scheduler. Nothing is
-                changed.
+            ConfigError: another optimizer, precision, seed or working dtype, or no saved scheduler. Nothing is changed.
             EngineStateError: an accumulation window is open.
         """
         self._check_open()
@@ -829,8 +818,8 @@ class OffloadEngine:
         def took_weights() -> None:
             self.placed.take_over_outside_writes(keep_remainder=True)
 
-        # Released, because watched weights would be copied before each write, for remainders that are loaded anyway.
-        # All ranks write the same numbers to weights in shared RAM, while no rank reads them.
+        # Released, because watched weights would be copied before each write. All ranks write the same numbers to
+        # shared weights, while no rank reads them.
         with (
             phase("resuming", self.telemetry.peaks, self.device),
             self.placed.outside.released(),
@@ -849,8 +838,7 @@ class OffloadEngine:
 
     @property
     def last_checkpoint(self) -> Path | None:
-        """The folder last saved, or resumed from. Errors of the update and of NaN name it, and
-        `on_nonfinite="rollback"` goes back to it."""
+        """The folder last saved or resumed from, for errors and `on_nonfinite="rollback"`."""
         return self.loop.last_checkpoint
 
     @last_checkpoint.setter
@@ -862,7 +850,7 @@ class OffloadEngine:
         """Load the states of a checkpoint whose weights the module already has; returns the values in its `run.json`.
 
         Args:
-            scheduler: a scheduler whose state the checkpoint must hold; it is not loaded here.
+            scheduler: a scheduler whose state the checkpoint must hold; not loaded here.
 
         Raises:
             ModelError, ConfigError: as `load_checkpoint`.
@@ -878,10 +866,7 @@ class OffloadEngine:
         return values
 
     def _go_on(self, values: dict[str, Any]) -> None:
-        """Take the options and counts of a saved run.
-
-        Warns if gradients are now added in another order, or if this run was given other options.
-        """
+        """Take the options and counts of a saved run. Warns if the order of adding gradients or the options differ."""
         saved_groups = [group["options"] for group in values["groups"]]
         scheduled = values.get("scheduler") is not None
         options = changed_options(self.optimizer.param_groups, saved_groups, scheduled=scheduled)
@@ -903,7 +888,7 @@ class OffloadEngine:
             )
 
     def master_weights(self) -> dict[str, torch.Tensor]:
-        """fp32 copies of all master weights in RAM, by parameter name; with several ranks this rank's part, 1-D."""
+        """fp32 copies of the master weights in RAM, by parameter name; with several ranks this rank's part, 1-D."""
         self.synchronize()
         return {view.name: state.master(view) for state in self.placed.states for view in state.layer.views}
 
@@ -912,9 +897,8 @@ class OffloadEngine:
     def close(self) -> None:
         """Apply pending updates, detach from the model and free the engine's memory.
 
-        The model keeps its trained weights: on its device if they all were there, else all in RAM. Weights that
-        lived in RAM keep their memory. Optimizer states are freed before weights move, so no second copy of the weights
-        is made. In a forked process, nothing happens.
+        The model keeps its trained weights, on its device if they all were there, else all in RAM. Optimizer states are
+        freed before weights move, so there is no second copy of the weights. In a forked process, nothing happens.
 
         All ranks must close. While an exception propagates (also in `except` and `finally`), this rank does not wait
         for the other ranks, which get a `RankError`. Its weights may then lack parts of the newest update that other
@@ -925,7 +909,7 @@ class OffloadEngine:
         """
         if not self._open or os.getpid() != self._process:
             return
-        failing = sys.exception() is not None  # an exception is already propagating: do not hide it
+        failing = sys.exception() is not None  # do not hide an exception that is propagating
         try:
             if self._ranks.is_failing:
                 self._abandon()
@@ -943,7 +927,7 @@ class OffloadEngine:
                 self._let_go()
 
     def _abandon(self) -> None:
-        """Notify the other ranks of this rank's failure. They may wait for it anywhere, so it does not wait for them.
+        """Notify the other ranks of this rank's failure, without waiting for them.
 
         The newest update is finished first: all ranks have begun it, or fail as well.
         """

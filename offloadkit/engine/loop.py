@@ -30,10 +30,7 @@ class TrainingLoop:
     """Forward, backward and update of a placed model. It raises errors; `Replanner` handles them.
 
     Attributes:
-        records: step records for the telemetry.
-        loss_scale: factor for the loss with fp16 working weights, else None.
         profile: the trace in progress, or None.
-        newest_update: the last update that was started.
         num_updates: updates so far, including those before a resume.
         num_backwards: micro-batches of the accumulation window so far.
         has_graph: a forward was called, and no backward since.
@@ -66,7 +63,7 @@ class TrainingLoop:
         self._stepped = self._overflow_known = True
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's output. Before a layer is used, its update of the last step is finished."""
+        """The module's output. Each layer's last update is finished before the layer is used."""
         if kwargs.get("use_cache") and self.placed.caching:
             raise ModelError(
                 "use_cache=True in training: cached keys and values serve generation only. Leave it out, or call the "
@@ -90,7 +87,7 @@ class TrainingLoop:
         return output
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Raise the errors of `OffloadEngine.backward` for an invalid loss or a backward too many."""
+        """Raise the errors of `OffloadEngine.backward` for an invalid loss or too many backwards."""
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"backward() takes the loss, a scalar tensor, and got a {type(loss).__name__}: pass the loss that the "
@@ -117,7 +114,7 @@ class TrainingLoop:
             )
 
     def backward(self, loss: torch.Tensor, divisor: int) -> None:
-        """Backward of one micro-batch, with the loss divided by `divisor`."""
+        """Backward of `loss / divisor`."""
         given = loss
         if self.loss_scale is not None and self._config.loss_scale != 1:
             self._check_nothing_outside(loss)
@@ -148,7 +145,7 @@ class TrainingLoop:
         """In the first backward: check that the loss reaches no foreign parameter, whose gradient would be scaled.
 
         Raises:
-            EngineStateError: the loss reaches such a parameter.
+            EngineStateError: it does.
         """
         if self.newest_update is not None or self.num_backwards:
             return
@@ -200,7 +197,7 @@ class TrainingLoop:
         return update
 
     def end_window(self, update: Update) -> None:
-        """Count `update` after its start, and begin a new window."""
+        """Count `update`, and begin a new window."""
         self.num_updates += 1
         self.newest_update, self._overflow_known, self._stepped, self.num_backwards = update, False, True, 0
         self.in_last = False
@@ -209,7 +206,7 @@ class TrainingLoop:
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check it
 
     def update_loss_scale(self) -> None:
-        """Adapt the loss scale to whether the last window overflowed, once per window.
+        """Adapt the loss scale once per window, by whether the last window overflowed.
 
         The wait for the norm is short, because forward has already waited for that update.
         """
@@ -220,25 +217,25 @@ class TrainingLoop:
         self.loss_scale.update(overflow=self.newest_update.skipped)
 
     def drop_gradients(self) -> None:
-        """Drop the gradients gathered since the last update."""
+        """Drop the gradients since the last update."""
         self.placed.gradients.drop()
         self.records.drop_window()
         self.num_backwards, self._stepped, self.has_graph, self.in_last = 0, True, False, False
 
     def settle(self) -> None:
-        """Wait until the newest update is done, with the newest weights where they live."""
+        """Wait for the newest update and its weights."""
         if self.newest_update is not None:
             self.step_thread.finish(self.newest_update)
         self.raise_thread_error()
         self.placed.settle()
 
     def let_go(self) -> None:
-        """After the engine is closed: release all references to the model."""
+        """Release all references to the model."""
         self.newest_update = None
         del self.placed, self.records, self.untrained
 
     def raise_thread_error(self) -> None:
-        """Raise the error that stopped the stepping thread, if there is one."""
+        """Raise the error that stopped the stepping thread, if any."""
         failure = self.step_thread.error
         if failure is None:
             return

@@ -58,12 +58,10 @@ _T = TypeVar("_T")
 
 
 def own_part(plan: Plan, layers: Sequence[FlatLayer], ranks: Solo | Group) -> Plan:
-    """`plan` with this rank's part of each layer."""
     return plan if ranks.size == 1 else of_rank(plan, [layer.shape() for layer in layers])
 
 
 def connect(plan: Plan, ranks: Solo | Group) -> None:
-    """Connect the ranks' GPUs with the number of CTAs of `plan`."""
     ranks.connect(plan.basis.hardware.most_ctas if plan.basis.hardware else 0)
 
 
@@ -75,7 +73,7 @@ class Boundary:
         order: the layers in the ranks' stepping order; None at world size 1: forward order.
         scarce: a sentence about RAM running out on this rank, or None.
         scarce_on: the ranks whose RAM is running out.
-        leaner: world size 1 and scarce RAM only: the plan with less in RAM.
+        leaner: the plan with less in RAM, at world size 1 if RAM is scarce.
         rates_are_due: all ranks have measured enough steps.
     """
 
@@ -90,8 +88,6 @@ class Replanner:
     """Decides when to change the plan, and moves the model.
 
     Attributes:
-        plan: the plan in use.
-        rate_watch: compares measured rates with planned ones.
         first_window: plans for the first window's micro-batches at its end; None afterwards, or if all is fixed.
         is_lost: a move failed so that training cannot go on. The engine then closes; the model keeps its weights.
     """
@@ -126,8 +122,7 @@ class Replanner:
         other ranks until all agree to drop the window.
 
         Raises:
-            RepeatWindowError: the engine has moved. The gradients since the last update were dropped.
-            OutOfVramError: no leaner plan is left, or the move failed. The gradients were dropped too.
+            RepeatWindowError, OutOfVramError: as `OffloadEngine.makes_room`.
         """
         num_backwards = self._loop.num_backwards
         alone = self._ranks.size == 1
@@ -146,12 +141,14 @@ class Replanner:
             raise self._repeat_together(full, error) from error.__cause__
 
     def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the shapes of a micro-batch that passed forward in the first window, to plan for them."""
+        """Record the shapes of a micro-batch that passed forward in the first window."""
         if self.first_window is not None:
             self.first_window.saw(args, kwargs)
 
     def before_backward(self, loss: torch.Tensor) -> None:
-        """Before the window's last micro-batch: agree whether a rank is out of memory, if it exchanges gradients."""
+        """Before the window's last micro-batch: agree whether a rank is out of memory, if only this one exchanges
+        gradients.
+        """
         if self._exchanges_last and self._loop.num_backwards + 1 == self._config.gradient_accumulation:
             self._check_whole(loss)
             self._loop.in_last = True
@@ -201,9 +198,8 @@ class Replanner:
         return Boundary(order, scarce, np.flatnonzero(is_scarce).tolist(), None, bool(due.all()))
 
     def recover_at_boundary(self) -> AbstractContextManager[None]:
-        """`recover_from_oom` for the start of an update.
-
-        Several ranks cannot recover here, because the other ranks are already stepping.
+        """`recover_from_oom` for the start of an update, but several ranks cannot recover, because other ranks are
+        already stepping.
         """
         if self._ranks.size == 1:
             return self.recover_from_oom()
@@ -213,7 +209,7 @@ class Replanner:
         """After the start of an update: move if RAM is scarce, after the first window, or if measured rates say so.
 
         Raises:
-            OutOfRamError: RAM is scarce, and the move to a plan with less failed, or several ranks have no such plan.
+            OutOfRamError: RAM is scarce, and the move failed, or several ranks have no leaner plan.
             DoesNotFitError: there is no GPU, and a budget is too small for the first window's micro-batches.
         """
         if boundary.scarce_on:
@@ -226,7 +222,7 @@ class Replanner:
             self._move_for_rates()
 
     def run_eval(self, run: Callable[[], _T]) -> _T:
-        """Call `run()`, moving to leaner plans while the GPU is full; see `OffloadEngine.evaluates`."""
+        """See `OffloadEngine.evaluates`."""
         states, buffers, module = random_states(), Buffers(), self._loop.placed.module
         if module.training:
             buffers.keep(module)
@@ -258,13 +254,10 @@ class Replanner:
 
     @property
     def _exchanges_each(self) -> bool:
-        """Whether ranks exchange gradients in every micro-batch of a window, and agree after each."""
         return self._accumulates_on_ranks and self._config.exchange == "micro_batch"
 
     @property
     def _exchanges_last(self) -> bool:
-        """Whether ranks exchange gradients in the window's last micro-batch only, and agree before it or at an early
-        end of the window."""
         return self._accumulates_on_ranks and self._config.exchange == "step"
 
     @property
@@ -317,14 +310,14 @@ class Replanner:
         return self._who_is_full(am_full=True)
 
     def _repeat_together(self, full: NDArray[np.bool_], error: OutOfVramError | None = None) -> OutOfVramError:
-        """All ranks have agreed to drop the window: drop it and move. Returns the error to raise.
+        """Drop the window on all ranks and move. Returns the error to raise.
 
         Args:
             full: whether each rank's GPU is full: [ranks].
             error: this rank's error, if its GPU is full.
         """
         self._loop.drop_gradients()
-        self._loop.settle()  # the stepping thread communicates with other ranks until then
+        self._loop.settle()  # until then the stepping thread communicates with other ranks
         said = f"the memory of rank {int(full.argmax())}'s GPU was full"
         return self._leave_vram(error or OutOfVramError(f"{said}: its error says more"), said)
 
@@ -375,7 +368,7 @@ class Replanner:
         Raises:
             OutOfRamError: no plan takes less, or the move failed.
         """
-        self._loop.settle()  # the stepping thread communicates with other ranks until then
+        self._loop.settle()  # see _repeat_together
         scarce = scarce or f"RAM is running out on rank {ranks[0]}, whose error says more"
         plan = with_less_ram(self.plan, self._device, self._ranks)
         if plan is None:
@@ -383,10 +376,7 @@ class Replanner:
         self._leave_ram(plan, scarce)
 
     def _leave_ram(self, plan: Plan, scarce: str | None) -> None:
-        """
-        Raises:
-            OutOfRamError: the move to `plan` failed.
-        """
+        """Raises `OutOfRamError` if the move fails."""
         try:
             self._move_with_a_warning(plan, "RAM was running out", stacklevel=5)
         except OffloadkitError as error:
@@ -399,7 +389,7 @@ class Replanner:
             DoesNotFitError: there is no GPU, and a budget is too small. Every further window raises it again.
         """
         if self._ranks.size > 1:
-            self._loop.settle()  # the stepping thread communicates with other ranks until then
+            self._loop.settle()  # see _repeat_together
         plan = first.plan_now()
         self.first_window = None
         if plan is None:
@@ -414,7 +404,7 @@ class Replanner:
     def _move_for_rates(self) -> None:
         """Move if another plan is faster at the measured rates. If the move fails, training goes on with a warning."""
         if self._ranks.size > 1:
-            self._loop.settle()  # the stepping thread communicates with other ranks until then
+            self._loop.settle()  # see _repeat_together
         assigned = self._loop.placed.assigned
         found = self.rate_watch.judge(assigned, lambda: room(self.plan, self._device), self._ranks)
         if found is None:

@@ -1,4 +1,4 @@
-"""Argument checks and calls of the C kernels (cpu_kernels.c), with bit-equal torch operations as the fallback.
+"""Calls of the C kernels (cpu_kernels.c), with bit-equal torch operations as the fallback.
 
 Calls release the GIL and run on the library's thread pool, shared by all Python threads. The pool sleeps between calls
 and is recreated after a fork.
@@ -31,8 +31,8 @@ _MAX_MOMENTS, _MAX_SCALARS = 2, 8
 _NEWER = {"plan_seconds", "split"}
 """Functions missing in older builds of the library."""
 SLICE = 1 << 18
-"""Elements that torch splits at a time, to keep its temporaries in the caches. Splitting everything at once takes five
-times as long.
+"""Elements that torch splits at a time, to keep temporaries in the caches (five times as fast as splitting all
+at once).
 """
 _LEVELS = ("baseline", "avx2", "avx512")
 _NO_LIBRARY = (
@@ -72,7 +72,7 @@ class _PlanModel(ctypes.Structure):
 
 
 def _find_library() -> Path | None:
-    """Find this Python's build, else the newest: the library does not depend on Python's version."""
+    """This Python's build, else the newest: the library does not depend on Python's version."""
     folder = Path(__file__).parent
     own = folder / f"_cpu_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
     if own.exists():
@@ -82,7 +82,7 @@ def _find_library() -> Path | None:
 
 @cache
 def c_library() -> ctypes.CDLL | None:
-    """Return the C library; None if it is missing or does not load."""
+    """The C library; None if it is missing or does not load."""
     path = _find_library()
     return None if path is None else load(path)
 
@@ -131,7 +131,7 @@ def cpu_levels() -> list[str]:
 
 @contextmanager
 def forced_level(name: str) -> Iterator[None]:
-    """Force the kernels of one level in this process, for tests. All levels are bit-equal.
+    """Force one level's kernels in this process, for tests. All levels are bit-equal.
 
     Raises ValueError for a level that this CPU does not support.
     """
@@ -146,20 +146,18 @@ def forced_level(name: str) -> Iterator[None]:
 
 
 def default_num_threads(num_cores: int | None = None) -> int:
-    """Threads for the step: all cores (by affinity and cgroup quota) but one for the main thread; at least two if
-    possible.
+    """Threads for the step: all cores (by affinity and cgroup quota, or `num_cores`) but one for the main thread; at
+    least two if possible.
 
-    DataLoader workers need no reserved core: work is handed out in small chunks, so a running worker takes just its
-    share. `num_cores`: this process's share of the cores, if shared.
-
-    (Gparam/s on an H200 host with 16 cores: 6.3 with 11 threads, 6.7 with 13, 6.8 with 15.)
+    DataLoader workers need no reserved core, because work is handed out in small chunks. (Gparam/s on an H200 host with
+    16 cores: 6.3 with 11 threads, 6.7 with 13, 6.8 with 15.)
     """
     cores = num_cores or hardware.num_cores()
     return max(min(2, cores), cores - 1)
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Set the number of threads, including the calling thread, that work on every call. Raises ValueError below 1.
+    """Set the number of threads per call, including the calling thread. Raises ValueError below 1.
 
     No effect without the library: `torch.set_num_threads` applies to the fallback.
     """
@@ -171,7 +169,7 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def num_threads() -> int:
-    """Number of threads, including the calling thread, that work on every call."""
+    """Threads per call, including the calling thread."""
     library = c_library()
     return torch.get_num_threads() if library is None else int(library.num_threads())
 
@@ -234,7 +232,7 @@ def accumulate(accumulator: Tensor, gradient: Tensor, *, add: bool) -> None:
 
 
 def split_into(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
-    """Split `master` as `split_master` does, into existing arrays.
+    """`split_master` into existing arrays.
 
     master: fp32; weights: bf16; remainder: int16; all 1-D, contiguous, of equal length, on the CPU. Raises TypeError
     for a wrong dtype, ValueError for a wrong layout.

@@ -1,7 +1,4 @@
-"""Memory that runs out: watches free RAM, explains CUDA's out-of-memory errors, and finds leaner plans.
-
-Both errors name planned and used bytes.
-"""
+"""Watches free RAM, explains CUDA's out-of-memory errors, and finds leaner plans."""
 
 from __future__ import annotations
 
@@ -28,16 +25,15 @@ from offloadkit.threads import Thread
 from offloadkit.units import format_bytes
 
 POLL_SECONDS = 0.2
-"""Interval between readings of free RAM."""
 TOLERANCE = 1.02
-"""A plan may exceed the free VRAM by this factor, because the framework's share is an estimate."""
+"""A plan may exceed free VRAM by this factor, because the framework's share is an estimate."""
 _MIN_FLOOR_BYTES = 256 << 20
-"""Least RAM that must stay free, also on small machines."""
+"""Least RAM that must stay free."""
 
 
 @dataclass
 class RamPoll:
-    """The part of `RamWatch` that its thread uses. It does not reference `RamWatch`, so that can be collected.
+    """The part of `RamWatch` that its thread references, so that `RamWatch` itself can be collected.
 
     Attributes:
         planned: this process's planned bytes by category.
@@ -51,7 +47,6 @@ class RamPoll:
     warning: str | None = None
 
     def run(self) -> None:
-        """Read the free RAM until closed; set `warning` if it is too low."""
         while not self.closed.wait(POLL_SECONDS):
             process_memory.sample_ram()
             available = hardware.ram_available_bytes()
@@ -76,7 +71,7 @@ class RamWatch:
 
     Args:
         planned: this process's planned bytes by category, for the error message.
-        floor_bytes: RAM that must stay free, counting page cache as free. None: 1 % of the limit, at least 256 MiB.
+        floor_bytes: RAM that must stay free, counting page cache as free. None: `ram_floor()`.
     """
 
     def __init__(self, planned: Mapping[str, int], floor_bytes: int | None = None) -> None:
@@ -88,16 +83,12 @@ class RamWatch:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise if RAM ran low; cheap (reads one attribute).
-
-        Raises:
-            OutOfRamError: less than the floor was free at some time since the last check.
-        """
+        """Raise `OutOfRamError` if less than the floor was free since the last check. Reads one attribute."""
         if (warning := self.warning()) is not None:
             raise OutOfRamError(warning)
 
     def warning(self) -> str | None:
-        """The warning since the last call, or None; cheap (reads one attribute)."""
+        """The warning since the last call, or None. Reads one attribute."""
         warning, self.poll.warning = self.poll.warning, None
         return warning
 
@@ -120,25 +111,21 @@ def ram_floor() -> int:
 def explained_shortage(
     plan: Plan, device: torch.device, drop_gradients: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Context that explains CUDA's out-of-memory error.
-
-    Raises:
-        OutOfVramError: instead of torch's error, after a call of `drop_gradients`.
-    """
+    """Context that turns CUDA's out-of-memory error into `OutOfVramError`, after a call of `drop_gradients`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         explained = f"{full_gpu(plan, device)}. {_ADVICE}"
-        traceback.clear_frames(error.__traceback__)  # otherwise a kept error would keep the activations in VRAM
+        traceback.clear_frames(error.__traceback__)  # a kept error would keep the activations in VRAM
         drop_gradients()
         raise OutOfVramError(explained) from error
 
 
 def leaner_budget(plan: Plan, device: torch.device) -> int:
-    """VRAM budget, in bytes, for a second plan of a run that ran out of VRAM with `plan`.
+    """VRAM budget, in bytes, for the next plan of a run that ran out of VRAM with `plan`.
 
-    The budget is the smaller of planned and used bytes, minus an eighth of the planned bytes, or minus twice the excess
-    over the plan if that is more, because used bytes do not include the allocation that failed.
+    The smaller of planned and used bytes, minus an eighth of the planned bytes or twice the excess over the plan,
+    whichever is more, because used bytes do not include the allocation that failed.
     """
     planned = plan.total_bytes("vram")
     used = planned
@@ -150,24 +137,24 @@ def leaner_budget(plan: Plan, device: torch.device) -> int:
 def _planned(plan: Plan, short: Literal["vram", "ram"], budgets: Mapping[str, int], ranks: Ranks) -> Plan | None:
     """`leaner`, as a collective: all ranks get rank 0's plan for the least budgets of any rank."""
     if not ranks.agree(np.array([plan.basis.config.placement is None], dtype=np.int64)).all():
-        return None  # the user of some rank has fixed the placement
+        return None  # some rank's user has fixed the placement
     least = of_all(ranks, budgets)
     return ranks.told(lambda: leaner(plan, short, least))
 
 
 def of_all(ranks: Ranks, budgets: Mapping[str, int]) -> dict[str, int]:
-    """The minimum over ranks of each tier's bytes, without tiers that some rank lacks."""
+    """Minimum over ranks of each tier's bytes, without tiers that some rank lacks."""
     told = ranks.agree(np.array([budgets.get(tier, -1) for tier in TIERS], dtype=np.int64)).min(axis=0)
     return {tier: size for tier, size in zip(TIERS, told.tolist(), strict=True) if size >= 0}
 
 
 def _spare_ram(plan: Plan) -> int:
-    """Bytes of RAM that this run may still take: an equal part of the host's free RAM for each of its ranks."""
+    """RAM, in bytes, that this run may still take: the host's free RAM is shared equally by its ranks."""
     return max(0, hardware.ram_available_bytes() - ram_floor()) // plan.num_on_host
 
 
 def room(plan: Plan, device: torch.device) -> dict[str, int]:
-    """Bytes of "vram" and "ram" that another plan of this run may need, limited by budgets and present free memory."""
+    """Bytes of "vram" and "ram" that another plan of this run may need, limited by budgets and free memory."""
     needs, spare = plan.needs(), {"ram": _spare_ram(plan)}
     if device.type == "cuda":
         for_peaks = process_memory.peak_reserved_bytes(device) - torch.cuda.memory_allocated(device)
@@ -183,15 +170,15 @@ def with_less_vram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Pla
 
 
 def _ram_to_use(plan: Plan) -> int:
-    """RAM, in bytes, that a successor of `plan` may take, limited by the budget and present free RAM."""
+    """RAM, in bytes, that a successor of `plan` may take, limited by the budget and free RAM."""
     now = plan.total_bytes("ram")
     ram = now + _spare_ram(plan)
     return min(ram, max(now, plan.budgets.get("ram", ram)))
 
 
 def with_less_vram_at_rest(plan: Plan, device: torch.device) -> Plan | None:
-    """The plan for OOM recovery between training steps, when no activations of training exist: a plan with an eighth
-    less of everything else in VRAM, or with as little as possible. None if no plan takes less.
+    """The plan for OOM recovery between training steps, when there are no activations: an eighth less of everything
+    else in VRAM, or as little as possible. None if no plan takes less.
     """
     leanest, found, ram = plan, with_less_vram(plan, device), _ram_to_use(plan)
     while found is not None:
@@ -208,7 +195,7 @@ def _at_rest(plan: Plan) -> int:
 
 
 def with_less_ram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan | None:
-    """The plan for scarce RAM: an eighth less, or less by the shortage relative to twice the floor. A collective.
+    """The plan for scarce RAM: less by an eighth, or by the shortage relative to twice the floor. A collective.
 
     The ranks of a host share the shortage equally.
     """
@@ -225,16 +212,14 @@ def with_less_ram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan
 
 
 def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int, ranks: Ranks = SOLO) -> Plan:
-    """`plan`, or a leaner one if less VRAM is free than when it was made, because another process took some.
-
-    A collective: all ranks take the leaner plan if one of them needs it.
+    """`plan`, or a leaner one if free VRAM has become too small for it. A collective: one rank is enough.
 
     Args:
         freed_bytes: VRAM that the engine will free.
     """
     if device.type != "cuda":
         return plan
-    machine = plan.basis.hardware  # the plan counts its context, including this process's other use of VRAM
+    machine = plan.basis.hardware  # includes this process's other use of VRAM
     context = hardware.vram_context_bytes(device)
     if machine:  # measured before the ranks connected
         context = machine.vram_context_bytes + hardware.library_bytes[device.index or 0]
@@ -268,7 +253,6 @@ _ADVICE = (
 
 
 def full_gpu(plan: Plan, device: torch.device) -> str:
-    """A sentence about a full GPU: torch's memory and the planned bytes."""
     planned = plan.tiers["vram"]
     parts = ", ".join(f"{category} {format_bytes(size)}" for category, size in planned.items() if size)
     free, total = hardware.vram_bytes(device)

@@ -1,7 +1,7 @@
-"""Finds a faster plan for a run whose machine turned out faster or slower than planned.
+"""Finds a faster plan for a run whose machine is faster or slower than planned.
 
-The comparison uses rates (bytes moved per second of work), not seconds of a step: layers change their processor during
-a run (`StepBalancer`), and micro-batches may be shorter than planned.
+Compares rates (bytes per second of work), not seconds per step: layers change their processor during a run
+(`StepBalancer`), and micro-batches may be shorter than planned.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from offloadkit.telemetry import StepRecord
 
 TOLERANCE = 1.25
 """A rate within this factor of the planned rate counts as planned. CPU steps on H200s took 0.95 to 1.15 times the
-planned seconds in most rows of benchmarks/results.csv, so a smaller factor would correct the model's error instead."""
+planned seconds in most rows of benchmarks/results.csv, so a smaller factor would correct the model's error instead.
+"""
 MIN_GAIN = 0.05
 """Least saving of step time (fraction) for another plan to count as faster."""
 MIN_SECONDS = 1e-3
-"""Resources that work less than this in a step, as measured or as planned, are not compared: waits for the clock and
-for Python would count as work."""
+"""Resources that work less than this per step, measured or planned, are not compared: waits would count as work."""
 COMPUTE = "compute"
 """Forward and backward without waits, in steps per second."""
 PYTHON = "Python"
-"""Like `COMPUTE`, for micro-batches shorter than planned when Python's launches bound the planned ones: Python takes
-the same time for a micro-batch of any length."""
+"""Like `COMPUTE`, for micro-batches shorter than planned, if Python's launches bound the planned ones: they take the
+same time at any length.
+"""
 _PHASES = {"H2D": "h2d", "D2H": "d2h", "CPU step": "cpu_step"}
 _ROUNDS, _CLOSE = 20, 0.01
 _AT_ONCE = 1e30
@@ -52,15 +53,14 @@ class Rate:
 def judged(
     plan: Plan, machine: Hardware, placements: Sequence[Placement], records: Sequence[StepRecord]
 ) -> dict[str, Rate]:
-    """The median measured rate and the planned rate of each resource ("H2D", "D2H", "CPU step", `COMPUTE` or `PYTHON`).
+    """Median measured rate and planned rate of each resource ("H2D", "D2H", "CPU step", `COMPUTE` or `PYTHON`).
 
-    Resources that work too little are left out. The CPU step is left out if states are on disk, and with few cores,
-    which it shares with Python. Forward and backward are left out with several ranks, because only the planned seconds
-    include the exchange, and for micro-batches of other sizes, except shorter ones without accumulation if Python
-    bounds the planned step.
+    Left out: resources that work too little; the CPU step with states on disk, or with few cores, which it shares with
+    Python; forward and backward with several ranks, because only the planned seconds include the exchange, and for
+    micro-batches of other sizes, except shorter ones without accumulation if Python bounds the planned step.
 
     Args:
-        machine: the current estimate of the machine's rates.
+        machine: current estimate of the machine's rates.
         placements: the layers' placements, with the processors that step them now.
     """
     planned = _planned_rates(plan, machine, placements)
@@ -88,7 +88,6 @@ def judged(
 def _judged_part(
     plan: Plan, machine: Hardware, placements: Sequence[Placement], records: Sequence[StepRecord]
 ) -> str | None:
-    """The rate that forward and backward measure: `COMPUTE`, `PYTHON` or None."""
     numbers = {record.num_tokens for record in records}
     if plan.num_tokens is None or plan.layers[0].num_ranks > 1:
         return None
@@ -104,13 +103,12 @@ def corrected(
 ) -> Hardware | None:
     """The machine on which the plan predicts the measured rates; None if no rate differs.
 
-    Rates that do not differ stay unchanged. If only one direction of the bus was measured, its correction also applies
-    to the other direction.
+    Rates that do not differ stay. If only one direction of the bus was measured, its correction applies to both.
     """
     differing = {name for name, rate in rates.items() if rate.differs}
     if not differing:
         return None
-    for _ in range(_ROUNDS):  # resources share DRAM and the bus, so correcting one changes the other rates
+    for _ in range(_ROUNDS):  # resources share DRAM and the bus, so correcting one changes other rates
         planned = _planned_rates(plan, machine, placements)
         differing |= {name for name, rate in rates.items() if replace(rate, planned=planned[name]).differs}
         factors = {name: rates[name].measured / planned[name] for name in sorted(differing)}
@@ -164,8 +162,9 @@ def _computing(plan: Plan, machine: Hardware, placements: Sequence[Placement]) -
 
 
 def _with_compute(plan: Plan, machine: Hardware, placements: Sequence[Placement], part: str, factor: float) -> Hardware:
-    """The machine with Python's launches or the GPU, whichever bounds forward and backward, `factor` times as fast.
-    `PYTHON` never changes the GPU's rates."""
+    """The machine with the bound of forward and backward (Python's launches or the GPU) `factor` times as fast.
+    `PYTHON` never changes the GPU's rates.
+    """
     if _computing(plan, machine, placements)[1]:
         return replace(machine, launch_seconds=machine.launch_seconds / factor)
     if part == PYTHON:
@@ -177,7 +176,7 @@ def _with_compute(plan: Plan, machine: Hardware, placements: Sequence[Placement]
 def _with_copies_and_steps(machine: Hardware, factors: Mapping[str, float]) -> Hardware:
     """The machine with the rates of copies and of the CPU step multiplied by `factors`.
 
-    If they fall, the DRAM rate that they share falls in proportion, so they slow each other as before.
+    If they fall, the DRAM rate that they share falls in proportion.
     """
     changed = _times(machine, factors.get("CPU step", 1.0), [*CPU_STEP_RATES.values(), "dram_bytes_per_second"])
     changed = _times(changed, factors.get("H2D", 1.0), ["h2d_bytes_per_second"])
