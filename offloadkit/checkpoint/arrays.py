@@ -19,9 +19,8 @@ from offloadkit.errors import ModelError, shown
 from offloadkit.threads import ThreadPool
 
 PIECE_BYTES = 64 * 2**20
-"""Bytes read or written at a time."""
 PART_BYTES, _NUM_READERS = 8 * 2**20, 8
-"""Bytes of a piece per reader thread. Several threads read because one copies only 5 GiB/s from the page cache."""
+"""Bytes per reader thread; one thread copies only 5 GiB/s from the page cache."""
 _HEADER_LENGTH = struct.Struct("<Q")
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -78,7 +77,7 @@ def write_arrays(
         ModelError: safetensors does not support an array's dtype.
         OSError: writing fails. An existing file is unchanged.
     """
-    # Larger elements come first, so every array starts at a multiple of its element size, as readers require.
+    # larger elements first, so every array starts at a multiple of its element size, as readers require
     ordered = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata or {})}
     end = 0
@@ -116,15 +115,7 @@ class SavedArray:
 
 
 def _array(name: str, entry: Any, first: int, size: int) -> SavedArray:
-    """Parse a header entry.
-
-    Args:
-        first: byte of the file that offsets are relative to.
-        size: of the file.
-
-    Raises:
-        ValueError: the entry is invalid.
-    """
+    """Parse a header entry of a file of `size` bytes; offsets count from byte `first`. Raises `ValueError`."""
     of, given, shape = (entry.get(key) for key in _ENTRY) if isinstance(entry, dict) else (None, None, None)
     offsets, lengths = _whole_numbers(given), _whole_numbers(shape)
     dtype = _DTYPES.get(of) if isinstance(of, str) else None
@@ -145,13 +136,7 @@ def _whole_numbers(given: Any) -> tuple[int, ...] | None:
 
 
 class ArrayFile:
-    """A safetensors file that is open for reading.
-
-    Attributes:
-        path: the file.
-        arrays: dtype, shape and byte range by name.
-        metadata: strings from the header's `__metadata__`.
-    """
+    """A safetensors file that is open for reading. `metadata` holds strings from the header's `__metadata__`."""
 
     def __init__(self, path: Path) -> None:
         """
@@ -211,7 +196,7 @@ class ArrayFile:
         """Yield pairs of first element and 1-D CPU tensor. All tensors share one buffer, so use each before the next.
 
         Args:
-            first, numel: yield a part of the array, with elements counted from `first`. None: up to the end.
+            first, numel: part of the array to yield. None: up to the end.
 
         Raises:
             ModelError: see `read`.

@@ -21,7 +21,7 @@ class EarlierRun:
     """Checkpoints of an earlier run that a new run will replace."""
 
     checkpoints: list[Path]
-    """Checkpoints not removed yet. The earlier model is kept until the new model replaces it."""
+    """Checkpoints not removed yet. The earlier model stays until the new model replaces it."""
 
     def remove_checkpoints(self) -> None:
         """Remove the checkpoints; call this before the new run writes checkpoints, which may have the same names.
@@ -39,10 +39,7 @@ class EarlierRun:
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Mark the checkpoints as being replaced, so that none is resumed if the process is killed inside the context.
-
-        The mark is removed at the end, also after an error.
-        """
+        """Mark the checkpoints, so that none is resumed if the process is killed inside the context."""
         if not self.checkpoints:
             yield
             return
@@ -58,10 +55,10 @@ class EarlierRun:
 def earlier_run(
     folder: str | os.PathLike[str], *, resume: bool, overwrite: bool, in_use: Iterable[object] = ()
 ) -> EarlierRun:
-    """Check whether `folder` may be used, and return what the new run will replace. Changes nothing.
+    """Check whether `folder`, which may be missing, can be used; returns what the new run will replace. Changes
+    nothing.
 
     Args:
-        folder: may be missing.
         resume: continue the earlier run, so replace nothing.
         overwrite: permission to replace an earlier run.
         in_use: inputs of the new run: paths, names and other objects, which are ignored.
@@ -69,8 +66,7 @@ def earlier_run(
     Raises:
         ConfigError: both flags are set; the folder holds an earlier run and neither is set; or the new run reads a
             checkpoint that it would remove.
-        OutputError: `model` is not a saved model, is a link or a mount point, or is not writable; or another run uses
-            the folder.
+        OutputError: `model` is no saved model, a link, a mount point or not writable; or another run uses the folder.
     """
     if resume and overwrite:
         raise ConfigError("resume=True goes on with the run in output_dir and overwrite=True replaces it: pass one")
@@ -118,7 +114,6 @@ def earlier_run(
 
 
 def _check_replaceable(model: Path) -> None:
-    """Raise `OutputError` if a trained model could not replace the folder `model`."""
     if model.is_symlink():
         why = f"is a link to {os.readlink(model)}, which a saved model cannot replace"
     elif model.exists() and os.path.ismount(model):

@@ -1,9 +1,8 @@
 """The output folder and its checkpoints: check the folder, verify checkpoints, save folders atomically.
 
-`manifest.json` lists a checkpoint's files, their sizes and checksums, and the run that wrote them. It is written last,
-so a folder with a manifest is complete. It also numbers the checkpoints of an output folder, which keeps their order
-when they are copied. Checkpoints of transformers' own Trainer have no manifest: they are recognized by `optimizer.pt`
-and sort before all of ours.
+`manifest.json` lists a checkpoint's files with sizes and checksums, and the run that wrote them. It is written last, so
+a folder with a manifest is complete. It also numbers the checkpoints of a folder. Checkpoints of transformers' Trainer
+have no manifest: they are recognized by `optimizer.pt` and sort before all of ours.
 """
 
 from __future__ import annotations
@@ -32,27 +31,27 @@ from offloadkit.threads import ThreadPool
 
 MANIFEST = "manifest.json"
 REPLACED = ".offloadkit-replaced.json"
-"""File in an output folder that lists the checkpoints the run will replace once its first step is done."""
+"""Lists the checkpoints that a run will replace once its first step is done."""
 _PROBE = ".offloadkit-probe-"
 _VERSION = 4
 PIECE_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
-"""Bytes a thread reads at a time into one buffer, small enough that hashing finds them in the core's cache."""
+"""Bytes per read, small enough for the core's cache."""
 _CHECKSUM_THREADS = 8
 _NAMES_READ = re.compile(
     r"(states-.*|random.*|order|run|config|trainer_state|weights|(model|adapter_model|pytorch_model).*)"
     r"\.(json|safetensors|bin)"
 )
-"""Names of files that resuming reads. Users may add files with other names."""
+"""Files that resuming reads. Users may add files with other names."""
 _NAMES_OF_OURS = re.compile(r"(run|random.*|order)\.json|(states-.*|weights|losses)\.safetensors")
-"""Names of files that record their origin."""
+"""Files that record their origin."""
 
 
 def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
     """Create the folder if it is missing and check that it is writable.
 
     Args:
-        resume: require a complete checkpoint. Without one the folder is not created.
+        resume: require a complete checkpoint; without one the folder is not created.
 
     Raises:
         ConfigError: the name is empty, or `resume` finds no complete checkpoint.
@@ -83,7 +82,7 @@ def check_saving(folder: Path) -> None:
     try:
         for left in folder.glob(f"{_PROBE}*"):
             process = left.name.removeprefix(_PROBE).partition("-")[0]
-            if process.isdecimal() and not psutil.pid_exists(int(process)):  # the process was killed during this check
+            if process.isdecimal() and not psutil.pid_exists(int(process)):  # killed during this check
                 shutil.rmtree(left, ignore_errors=True)
         probe = Path(tempfile.mkdtemp(prefix=f"{_PROBE}{os.getpid()}-", dir=folder))
         (new := probe / "new").mkdir()
@@ -115,9 +114,9 @@ def _not_writable(folder: Path, error: OSError) -> OutputError:
 
 
 def newest_checkpoint(folder: Path, *, verify: bool = True, recut: bool = False) -> Path:
-    """Return the Trainer's newest complete checkpoint and print a line for each newer broken one.
+    """The Trainer's newest complete checkpoint; prints a line for each newer broken one.
 
-    The newest checkpoint is the one written last. An earlier, longer run may have left a higher step number.
+    Newest by time of writing: an earlier, longer run may have left a higher step number.
 
     Args:
         verify: read all files and compare checksums; False checks only that all files exist.
@@ -142,7 +141,7 @@ def newest_checkpoint(folder: Path, *, verify: bool = True, recut: bool = False)
 
 
 def readable_or_before(checkpoint: Path) -> Path:
-    """Return `checkpoint`, or the newest readable earlier checkpoint next to it, and print a line for each broken one.
+    """`checkpoint`, or the newest readable earlier one next to it; prints a line for each broken one.
 
     Raises:
         ModelError: no checkpoint is readable.
@@ -156,9 +155,8 @@ def readable_or_before(checkpoint: Path) -> Path:
 
 
 def _first_readable(checkpoints: Sequence[Path], then: str, *, recut: bool = False) -> Path:
-    """Return the first readable checkpoint and print a line for each broken one before it.
-
-    Checkpoints of a different run than the first checkpoint's are skipped. Raises `ModelError` if none is readable.
+    """The first readable checkpoint of the first one's run; prints a line for each broken one before it. Raises
+    `ModelError` if none is readable.
     """
     broken: list[str] = []
     others: list[str] = []
@@ -178,7 +176,6 @@ def _first_readable(checkpoints: Sequence[Path], then: str, *, recut: bool = Fal
 
 
 def _run_of(checkpoint: Path) -> str | None:
-    """The id of the run that wrote the checkpoint; None if unknown."""
     manifest = _manifest(checkpoint)
     if not isinstance(manifest, str):
         return manifest.origin.run
@@ -187,13 +184,13 @@ def _run_of(checkpoint: Path) -> str | None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """The Trainer's checkpoints in the order they were saved; those without a sequence number first, by step."""
+    """In the order they were saved; checkpoints without a sequence number first, by step."""
     found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     return sorted(found, key=lambda path: (_sequence(path), int(path.name.removeprefix("checkpoint-"))))
 
 
 def _sequence(checkpoint: Path) -> int:
-    """The checkpoint's sequence number in its folder, counted from 1; 0 if it has none."""
+    """Counted from 1; 0 if it has none."""
     manifest = _manifest(checkpoint)
     return 0 if isinstance(manifest, str) else manifest.sequence
 
@@ -204,17 +201,14 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def skipped_checkpoints(folder: Path) -> list[tuple[Path, str]]:
-    """Return checkpoints that cannot be resumed, with reasons. File contents are not read."""
+    """Checkpoints that cannot be resumed, with reasons. File contents are not read."""
     return [(path, why) for path in _checkpoints(folder) if (why := why_not_whole(path)) is not None]
 
 
 def rotate_checkpoints(folder: Path, limit: int | None, best: str | None) -> None:
-    """Remove the oldest checkpoints of `folder` beyond `limit`, but never the newest or the best one.
+    """Remove the oldest checkpoints beyond `limit` (None or 0: no limit), but never the newest or the best one.
 
     Incomplete checkpoints, and those this process found broken, are not counted and are removed as well.
-
-    Args:
-        limit: None or 0 removes nothing.
 
     Raises:
         OutputError: a checkpoint cannot be removed.
@@ -253,7 +247,7 @@ def _is_usable(checkpoint: Path) -> bool:
 
 
 def why_not_whole(checkpoint: Path) -> str | None:
-    """Return why the checkpoint cannot be resumed, or None if it is complete, optimizer states included."""
+    """Why the checkpoint cannot be resumed, or None if it is complete, optimizer states included."""
     if checkpoint.name in _replaced(checkpoint.parent):
         return "was to be replaced (overwrite=True) by a run that was killed before its first step"
     if (checkpoint / MANIFEST).is_file():
@@ -319,10 +313,7 @@ def write_manifest(checkpoint: Path, origin: Origin) -> None:
 
 
 def checksums(path: Path, name: str) -> list[str]:
-    """Return one 64-bit xxh3 per 64 MiB piece of a file, seeded with the file's name and the piece's offset.
-
-    Args:
-        name: path relative to the checkpoint.
+    """One 64-bit xxh3 per 64 MiB piece of a file, seeded with `name` (path in the checkpoint) and the piece's offset.
 
     Raises:
         OSError: the file cannot be read.
@@ -350,7 +341,7 @@ def _checksum_of(manifest: dict[str, Any]) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Fsync a folder's entries. File systems that do not support this, such as some network drives, are ignored."""
+    """Fsync a folder's entries, if the file system supports it; some network drives do not."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -364,13 +355,11 @@ def sync_folder(folder: Path) -> None:
 def sync_name(path: Path) -> None:
     """Fsync the folders above `path`, because any of them may be new."""
     for folder in path.absolute().parents:
-        with suppress(PermissionError):  # folders of another user were not created by this process
+        with suppress(PermissionError):  # folders of another user are not new
             sync_folder(folder)
 
 
 class _Saved(NamedTuple):
-    """Size and checksums of a file in a manifest."""
-
     size: int
     checksums: list[str]
 
@@ -382,7 +371,7 @@ class _Manifest(NamedTuple):
 
 
 def _manifest(checkpoint: Path) -> _Manifest | str:
-    """Return the manifest, or a sentence that says why it cannot be read."""
+    """The manifest, or a sentence that says why it cannot be read."""
     try:
         found = read_json(checkpoint / MANIFEST)
         if found["xxh3"] == _checksum_of(found):
@@ -399,7 +388,7 @@ def _manifest(checkpoint: Path) -> _Manifest | str:
 
 
 def origin_of(checkpoint: Path) -> Origin:
-    """Return the run, attempt and update that wrote the checkpoint.
+    """The run, attempt and update that wrote the checkpoint.
 
     Raises:
         ModelError: the manifest cannot be read.
@@ -411,7 +400,7 @@ def origin_of(checkpoint: Path) -> Origin:
 
 
 def origin_from(checkpoint: Path) -> Origin:
-    """Return the origin of a run that resumes from `checkpoint`: same run id, one attempt later than any in the folder.
+    """The origin of a run that resumes from `checkpoint`: same run id, one attempt later than any in the folder.
 
     Raises:
         ModelError: the manifest cannot be read.
@@ -423,14 +412,14 @@ def origin_from(checkpoint: Path) -> Origin:
 
 
 _verdicts: dict[Path, tuple[object, str | None]] = {}
-"""Cached results of reading a checkpoint: its files' times and sizes then, and why it is unreadable or None."""
+"""Cache by checkpoint: its files' times and sizes when read, and why it is unreadable or None."""
 
 
 def check_readable(checkpoint: Path, *, recut: bool = False, weights_alone: bool = False) -> None:
     """Check that the checkpoint is complete and every file has the bytes that were written.
 
-    All files are read, but unchanged files only once per process. Files of transformers' checkpoints, which have no
-    checksums, are only opened.
+    Unchanged files are read only once per process. Files of transformers' checkpoints have no checksums and are only
+    opened.
 
     Args:
         recut: accept weights that were split into different files since; their bytes cannot be verified then.
@@ -447,7 +436,7 @@ def check_readable(checkpoint: Path, *, recut: bool = False, weights_alone: bool
 
 
 def _why_unreadable(checkpoint: Path, *, recut: bool) -> str | None:
-    """Return why the checkpoint is unreadable. Raises `ModelError` if the user must decide what to do."""
+    """Why the checkpoint is unreadable, or None. Raises `ModelError` if the user must decide what to do."""
     if not checkpoint.is_dir():
         raise ModelError(f"Can't find a valid checkpoint at {checkpoint}: it is no folder")
     has_manifest = (checkpoint / MANIFEST).is_file()
@@ -476,7 +465,7 @@ def _why_unreadable(checkpoint: Path, *, recut: bool) -> str | None:
 
 
 def _first_of_another(checkpoint: Path, names: set[str], origin: Origin) -> str | None:
-    """Return a sentence about the first file whose recorded origin differs from the manifest's, or None."""
+    """A sentence about the first file whose recorded origin differs from the manifest's, or None."""
     for name in sorted(filter(_NAMES_OF_OURS.fullmatch, names)):
         said, file = said_by(checkpoint / name) or (origin, name)
         if file != name:
@@ -494,7 +483,7 @@ def _first_of_another(checkpoint: Path, names: set[str], origin: Origin) -> str 
 
 
 def _first_broken(checkpoint: Path, names: set[str], saved: dict[str, _Saved], *, cut_anew: bool) -> str | None:
-    """Return a sentence about the first missing, changed or added file, or None.
+    """A sentence about the first missing, changed or added file, or None.
 
     Args:
         names: files in the folder.
@@ -533,7 +522,7 @@ def _why_changed(checkpoint: Path, name: str, saved: _Saved) -> str | None:
 
 
 def _weights_cut_anew(checkpoint: Path, later: set[str]) -> bool:
-    """Whether the files added `later` contain all weights, split into different files."""
+    """Whether the files added `later` contain all weights, split differently."""
     if "model.safetensors" in later:
         return True
     index = checkpoint / "model.safetensors.index.json"
@@ -552,7 +541,7 @@ def _what_then(checkpoint: Path) -> str:
 
 
 def why_broken(path: Path) -> str | None:
-    """Return why a JSON, safetensors or `torch.save` file cannot be opened, or None."""
+    """Why a JSON, safetensors or `torch.save` file cannot be opened, or None."""
     if (other := why_not_plain(path)) is not None:
         return f"it is {other}, not a file"
     try:
@@ -570,7 +559,7 @@ def why_broken(path: Path) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises `ModelError` if the file is unreadable or holds no object."""
+    """Read a JSON object. Raises `ModelError`."""
     try:
         found = read_json(path)
     except (OSError, ValueError) as error:
@@ -581,7 +570,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes this user may write to the file system of `folder`; `sys.maxsize` if unknown."""
+    """Bytes this user may write to the file system of `folder`; `sys.maxsize` if unknown."""
     try:
         found = shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each)))
     except OSError:
@@ -590,10 +579,9 @@ def free_bytes(folder: Path) -> int:
 
 
 def check_room(folder: Path, num_bytes: int, what: str) -> None:
-    """Check that `folder`'s file system has room, by `statvfs`.
-
-    `statvfs` includes project quotas (XFS, ext4), CephFS folder quotas and quotas of many network drives, but often not
-    user quotas. A write beyond a user quota fails in `written_to` instead.
+    """Check that `folder`'s file system has room, by `statvfs`, which includes project quotas (XFS, ext4), CephFS
+    folder quotas and quotas of many network drives, but often not user quotas. A write beyond a user quota fails in
+    `written_to`.
 
     Args:
         what: subject of the error message.
@@ -609,7 +597,7 @@ def check_room(folder: Path, num_bytes: int, what: str) -> None:
 
 
 def lost_with_runtime(folder: Path) -> str | None:
-    """Return a warning if `folder` is lost when its Colab runtime ends, else None."""
+    """A warning if `folder` is lost when its Colab runtime ends, else None."""
     path = Path(os.path.realpath(folder))
     mount = next(each for each in (path, *path.parents) if os.path.ismount(each))
     if "COLAB_RELEASE_TAG" not in os.environ or str(mount) not in ("/", "/content"):  # Drive is mounted below /content
@@ -623,11 +611,7 @@ def lost_with_runtime(folder: Path) -> str | None:
 
 @contextmanager
 def written_to(folder: Path) -> Iterator[None]:
-    """Turn errors of a full disk or quota, which differ by library, into `OutputError`.
-
-    Raises:
-        OutputError: a write failed.
-    """
+    """Turn errors of a full disk or quota, which differ by library, into `OutputError`."""
     try:
         yield
     except OffloadkitError:
@@ -646,7 +630,7 @@ def written_to(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file that is renamed to `path` at the end. Existing mappings of the old file stay valid.
+    """Open a temporary file that is renamed to `path` at the end, so mappings of the old file stay valid.
 
     On error the temporary file is removed and `path` is unchanged.
     """
@@ -693,7 +677,7 @@ def _put_back(folder: Path) -> None:
 
 
 def put_back(checkpoint: Path) -> None:
-    """Rename the new or old folder back to `checkpoint` after a kill during saving. A complete new one is preferred.
+    """After a kill during saving: rename the new folder, if complete, or else the old one back to `checkpoint`.
 
     Raises:
         OutputError: the folder cannot be renamed.

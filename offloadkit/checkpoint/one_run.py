@@ -1,10 +1,10 @@
-"""Exclusive claims on output folders: a run claims a folder before writing checkpoints, and a second run is refused.
+"""Exclusive claims on output folders: a second run in the same folder is refused.
 
-A claim is a record lock on a file in the folder. The system releases it when the process ends in any way, and forked
-processes (DataLoader workers) do not inherit it. Within a process, claims are counted by thread. On file systems
-without locks, the file is rewritten every few seconds, and a file that changes counts as a claim.
+A claim is a record lock on a file in the folder. The system releases it when the process ends, and forked processes
+(DataLoader workers) do not inherit it. Within a process, claims are counted by thread. On file systems without locks,
+the file is rewritten every few seconds, and a changing file counts as a claim.
 
-A custom training loop has no output folder. It claims the checkpoints it writes (`Saves`) by a file next to them.
+A custom training loop has no output folder. It claims its checkpoints (`Saves`) by a file next to them.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _TRIES = 20
 HEARTBEAT_SECONDS = 5.0
-"""Seconds between heartbeats without locks. A claim is alive if its file changes within three heartbeats."""
+"""Seconds between rewrites without locks. A claim is alive if its file changes within three of them."""
 
 _claims: dict[Path, tuple[int, int, str]] = {}
-"""Thread, nesting depth and start time of each folder's claim in this process."""
+"""Thread, nesting depth and start time by folder, for this process."""
 _claiming = threading.Lock()
 
 
 @contextmanager
 def one_run(folder: Path) -> Iterator[None]:
-    """Claim `folder` for this run. A thread may claim the same folder again inside its own claim.
+    """Claim `folder` for this run. A thread may nest claims of one folder.
 
     Raises:
         OutputError: another run has claimed the folder, in this process or another one.
@@ -78,7 +78,7 @@ def has_claimed(folder: Path) -> bool:
 
 
 class Saves:
-    """Claims on the checkpoints of a training loop, held until the loop ends; other processes must not replace them."""
+    """Claims of a training loop on its checkpoints, held until the loop ends."""
 
     def __init__(self) -> None:
         self._held: dict[Path, tuple[int, Path, list[str]]] = {}
@@ -87,11 +87,12 @@ class Saves:
 
     def go_on_from(self, checkpoint: Path) -> None:
         """Record the checkpoint this loop resumed from. If another process writes it, `claim` refuses its folder,
-        because both loops would use the same names."""
+        because both loops would use the same names.
+        """
         self._gone_on_from.add((checkpoint.parent.resolve(), checkpoint.name))
 
     def claim(self, checkpoint: Path) -> None:
-        """Claim a checkpoint before writing it, after its parent folder was created.
+        """Claim a checkpoint before writing it, in an existing parent folder.
 
         Raises:
             OutputError: another process writes this checkpoint, or the checkpoint that this loop resumed from.
@@ -136,13 +137,13 @@ _own_saves: set[Path] = set()
 
 
 def another_writer(checkpoint: Path) -> str | None:
-    """Return a sentence about another process whose loop writes this checkpoint, or None."""
+    """A sentence about another process whose loop writes this checkpoint, or None."""
     holder = _writer_of(checkpoint.parent.resolve(), lambda name: name == checkpoint.name)
     return None if holder is None else f"{checkpoint} is in use by {_who(holder)}: this run cannot save there"
 
 
 def _writer_of(folder: Path, wanted: Callable[[str], object]) -> dict[str, Any] | None:
-    """Return another process whose loop writes a `wanted` name. Removes files of loops that have ended."""
+    """Another process whose loop writes a `wanted` name. Removes files of loops that have ended."""
     for path in folder.glob(_SAVES.format("*")):
         if path in _own_saves:
             continue
@@ -204,13 +205,13 @@ def _claim_of_process(path: Path) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a claim's file, ignoring errors, because a file without a lock claims nothing."""
+    """Ignores errors, because a file without a lock claims nothing."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def _close(descriptor: int) -> None:
-    with suppress(OSError):  # network drives write on close, and nobody reads this file any more
+    with suppress(OSError):  # network drives write on close, but nobody reads this file any more
         os.close(descriptor)
 
 
@@ -235,7 +236,7 @@ def _locked(path: Path) -> tuple[int, bool]:
                 raise _claimed(path.parent, _read(path)) from error
             raise
         _close(descriptor)  # the previous run removed the file in the meantime
-    # The file system reports a different inode every time, so a lock has no meaning.
+    # the inode differs every time, so a lock has no meaning here
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), False
 
 

@@ -12,16 +12,14 @@ from safetensors import SafetensorError, safe_open
 from offloadkit.files import parse_json, read_json
 
 ORIGIN = "origin"
-"""Key in a JSON file or in safetensors metadata."""
 
 
 class Origin(NamedTuple):
     """A run at one of its updates.
 
     Attributes:
-        run: random id of the run, kept when the run is resumed.
+        run: random id, kept when the run is resumed.
         attempt: 1, and one more after each resume.
-        num_updates: updates so far.
     """
 
     run: str
@@ -30,15 +28,15 @@ class Origin(NamedTuple):
 
     @classmethod
     def of_new_run(cls) -> Origin:
-        """Create an origin without touching any random generator."""
+        """A new id, without touching any random generator."""
         return cls(os.urandom(6).hex(), 1, 0)
 
     def of_file(self, name: str) -> dict[str, Any]:
-        """The origin entry of a JSON file called `name`."""
+        """Entry for a JSON file called `name`."""
         return {**self._asdict(), "file": name}
 
     def of_arrays(self, name: str) -> dict[str, str]:
-        """The origin entry of a safetensors file's metadata."""
+        """Entry for a safetensors file's metadata."""
         return {ORIGIN: json.dumps(self.of_file(name))}
 
     def __str__(self) -> str:
@@ -51,7 +49,7 @@ def parse_origin(found: Any) -> Origin:
 
 
 def said_by(path: Path) -> tuple[Origin, str] | None:
-    """Return the origin and name that a file records, or None if it has none or is unreadable."""
+    """The origin and file name that a file records, or None."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:

@@ -63,12 +63,12 @@ class Adding:
 
     @property
     def num_sums(self) -> int:
-        """Number of partial sums: one per rank if ranks sum locally first, 1 if micro-batches are added one by one."""
+        """One partial sum per rank if ranks sum locally first, 1 if micro-batches are added one by one."""
         adds_first = self.exchange == "step" and self.gradient_accumulation > 1
         return self.num_ranks if adds_first else 1
 
     def other_order(self, now: Adding) -> str | None:
-        """Return a warning if a run saved with this order resumes with a different one, else None."""
+        """A warning if a run saved with this order resumes with another one, else None."""
         if self.num_sums == now.num_sums:
             return None
         return (
@@ -90,13 +90,13 @@ class RunNumbers:
     """The module's `state_dict()`."""
     states: States
     ranges: Ranges
-    """Ranges of `states`; each of several ranks has a part."""
+    """Ranges of `states`; with several ranks, this rank's part."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of trained parameters by name."""
+    """Shapes of trained parameters."""
     groups: list[dict[str, Any]]
-    """Options of each parameter group and its parameters' names under "parameters"."""
+    """Options of each parameter group, and its parameters' names under "parameters"."""
     facts: dict[str, Any]
-    """Values a resumed run must share: "optimizer", "precision", and "seed" if moments use stochastic rounding."""
+    """Values that a resumed run must share: "optimizer", "precision", and "seed" with stochastic rounding."""
     counts: dict[str, Any]
     """"num_updates" and "loss_scale"."""
     adding: Adding
@@ -110,9 +110,7 @@ class RunNumbers:
         return num_bytes_of(self.weights) + num_ranks * states
 
     def write(self, folder: Path, rank: int = 0, num_ranks: int = 1, **more: Any) -> None:
-        """Write optimizer states and values into `folder`, but no weights or random states.
-
-        Each rank writes its states; rank 0 also writes the values and `more`.
+        """Write optimizer states into `folder`, and on rank 0 the values and `more`. No weights or random states.
 
         Raises:
             ConfigError: `more` holds a value that cannot be serialized.
@@ -135,10 +133,7 @@ class RunNumbers:
         between.finish()
 
     def check(self, folder: Path, saved: SavedStates) -> dict[str, Any]:
-        """Check that this run can resume from the saved values. Changes nothing.
-
-        Returns:
-            The values in `run.json`.
+        """Check that this run can resume from the saved values; returns the values in `run.json`. Changes nothing.
 
         Raises:
             ModelError: parameters, shapes or groups differ, or a file is truncated or broken.
@@ -189,14 +184,13 @@ class RunNumbers:
 def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks = SOLO, **more: Any) -> None:
     """Write a checkpoint with weights and random states, replacing an older one in `folder`.
 
-    Several ranks write their states into a temporary folder; rank 0 then writes the rest, the manifest last.
+    Several ranks write their states into a temporary folder; rank 0 then writes the rest, the manifest last. After an
+    error `folder` still holds its old files.
 
     Raises:
         OutputError: writing fails, or `folder` holds other files.
         ConfigError, ModelError: a value cannot be serialized.
         RankError: another rank failed.
-
-    After an error `folder` still holds its old files.
     """
     if ranks.size == 1:
         _save(folder, lambda new: numbers.write(new, **more), numbers, numbers.num_bytes())
@@ -261,10 +255,10 @@ def load_run(
     took_weights: Callable[[], None],
     ranks: Ranks = SOLO,
 ) -> dict[str, Any]:
-    """Load a checkpoint of `save_run` into the live tensors and the random generators. A collective call.
+    """Load a checkpoint of `save_run` into the live tensors and the random generators. A collective.
 
     Args:
-        scheduler: the state of this run's scheduler, to compare with the saved one.
+        scheduler: this run's scheduler state, to compare with the saved one.
         took_weights: called after the weights are loaded and before the optimizer states are.
         ranks: a rank without saved random states takes rank 0's.
 
@@ -293,11 +287,7 @@ def load_run(
 
 
 def check_scheduler(folder: Path, values: dict[str, Any], own: dict[str, Any]) -> None:
-    """Check that the saved scheduler state fits this run's scheduler.
-
-    Args:
-        values: from `run.json`.
-        own: the state of this run's scheduler.
+    """Check that the saved scheduler state in `values` (from `run.json`) fits this run's scheduler state `own`.
 
     Raises:
         ConfigError: the checkpoint has no scheduler state.
@@ -321,7 +311,7 @@ def check_scheduler(folder: Path, values: dict[str, Any], own: dict[str, Any]) -
 
 
 def write_random(folder: Path, origin: Origin, rank: int = 0) -> None:
-    """Write this rank's current random states into a checkpoint folder."""
+    """Write this rank's random states into a checkpoint folder."""
     name = RANDOM_FILE_OF_RANK.format(rank) if rank else RANDOM_FILE
     write_json(folder / name, {ORIGIN: origin.of_file(name), **random_states()})
 

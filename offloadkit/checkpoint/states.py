@@ -1,8 +1,7 @@
 """Optimizer states on disk, by parameter name and element range.
 
-Each rank writes one safetensors file of 1-D arrays. The metadata records for each array its name ("exp_avg"), its
-parameter, its first element, its length and the length of the whole array. A run with any placement, layer partition or
-number of ranks can therefore read the files of any other, each rank only its own ranges.
+Each rank writes one safetensors file of 1-D arrays. Metadata records each array's name ("exp_avg"), parameter, first
+element, length and whole length, so a run with any placement or number of ranks can read its own ranges from all files.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def write_states(
 
 _FACTS = {"rank": 0, "ranks": 0, "ranges": {}, "parameters": {}}
 _RANGE = {"parameter": "", "array": "", "start": 0, "length": 0, "of": 0}
-"""Fields required in the metadata and in each of its ranges."""
+"""Required fields of the metadata and of each range in it."""
 
 
 class _Range(NamedTuple):
@@ -145,7 +144,7 @@ class SavedStates:
                     )
 
     def check(self, states: States, ranges: Ranges, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Check that the saved parameters, shapes, arrays and dtypes match `states`. Changes nothing.
+        """Check that the saved parameters, shapes, arrays and dtypes match `states`.
 
         Raises:
             ModelError: parameters or shapes differ.

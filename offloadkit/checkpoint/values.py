@@ -1,7 +1,7 @@
 """Lossless JSON for options, counts, scheduler states, positions and random states.
 
-JSON lacks tuples, tensors, bytes, non-string keys and infinity. These are objects with a single key that names the
-type, such as `{"$tuple": [3, 4]}`; a tensor's bytes are hexadecimal. Reading a file never executes code from it.
+Tuples, tensors, bytes, non-string keys and infinity become objects with a single key that names the type, such as
+`{"$tuple": [3, 4]}`; a tensor's bytes are hexadecimal. Reading never executes code.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def as_json(value: Any, name: str) -> Any:
 
 
 _MOST_BITS = 10_000
-"""Maximum bits of an integer, because Python parses at most 4,300 digits."""
+"""Maximum bits of an integer: Python parses at most 4,300 digits."""
 
 
 def _is_plain(key: Any) -> bool:
@@ -74,7 +74,7 @@ def _is_plain(key: Any) -> bool:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether the text has no lone surrogate."""
+    """No lone surrogate."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
@@ -164,7 +164,7 @@ _KINDS: tuple[tuple[Any, str], ...] = (
 
 
 def why_unlike(saved: Any, own: Any, place: str, *, whole: bool = False) -> str | None:
-    """Return why the structure of a saved value does not match the run's own value, such as a string for a number.
+    """Why the structure of a saved value does not match the run's own value, such as a string for a number.
 
     A value that is None in the run, or missing from it, matches anything.
 
@@ -196,7 +196,7 @@ def why_unlike(saved: Any, own: Any, place: str, *, whole: bool = False) -> str 
 
 
 def random_states() -> dict[str, Any]:
-    """States of the random generators of Python, numpy, torch and, if CUDA is initialized, the current GPU."""
+    """States of the generators of Python, numpy, torch and, if CUDA is initialized, the current GPU."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     cuda: Any = torch.cuda  # only some torch releases have types for these functions
     if cuda.is_initialized():  # get_rng_state would initialize CUDA
@@ -205,10 +205,7 @@ def random_states() -> dict[str, Any]:
 
 
 def check_random_states(states: dict[str, Any], path: Path) -> None:
-    """Try the states on temporary generators.
-
-    Args:
-        path: file that the states came from.
+    """Try the states from the file `path` on temporary generators.
 
     Raises:
         ModelError: the states are invalid.
@@ -226,7 +223,7 @@ def check_random_states(states: dict[str, Any], path: Path) -> None:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restore the generators from `random_states()`. The GPU's generator is skipped without a GPU or a saved state."""
+    """Restore `random_states()`. The GPU's generator is skipped without a GPU or a saved state."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

@@ -74,7 +74,7 @@ def num_bytes_of(weights: Mapping[str, Any]) -> int:
 
 
 def _distinct(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a `state_dict()`, tied tensors once, under their first name."""
+    """Tensors of a `state_dict()`, tied tensors once, under their first name."""
     seen, found = set(), {}
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
