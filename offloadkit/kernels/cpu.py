@@ -187,7 +187,7 @@ def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segmen
         return
     some = [
         _Segment(start, length, _Scalars(*scalars), key, offset)
-        for start, length, scalars, key, offset in segments
+        for start, length, scalars, key, offset, _ in segments
         if length > 0
     ]
     if not some:

@@ -8,18 +8,29 @@ import torch
 from torch import Tensor
 
 from offloadkit.kernels import cpu, gpu
+from offloadkit.kernels.muon import step_matrices
 from offloadkit.optim.norm import block_sums_reference, check_arguments
 from offloadkit.optim.reference import split_master, step_reference
 from offloadkit.optim.table import FlatState, Segment
 
 
-def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
+def optimizer_step(
+    state: FlatState,
+    gradient: Tensor,
+    segments: Sequence[Segment],
+    grad_scale: float,
+    workspace: Tensor | None = None,
+) -> None:
     """One optimizer step in place on the arrays' device (CUDA: asynchronous, on the current stream).
 
     Elements outside the segments are untouched. `gradient` is bf16, fp16 or fp32, as long as the weights, and is first
-    multiplied by `grad_scale`. CPU, GPU and `step_reference` are bit-equal. Raises TypeError for a wrong dtype and
-    ValueError for a wrong length, layout or device.
+    multiplied by `grad_scale`. CPU, GPU and `step_reference` are bit-equal for optimizers of elements. Matrices use
+    `workspace` as `step_matrices` does. Raises TypeError for a wrong dtype and ValueError for a wrong length, layout or
+    device.
     """
+    if state.table.optimizer.step_unit == "matrix":
+        step_matrices(state, gradient, segments, grad_scale, workspace)
+        return
     step = {"cpu": cpu.optimizer_step, "cuda": gpu.optimizer_step}.get(state.weights.device.type, step_reference)
     step(state, gradient, segments, grad_scale)
 

@@ -126,7 +126,7 @@ def launch_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment],
     ]
     is_bf16 = gradient.dtype == torch.bfloat16
     with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
-        for start, length, scalars, key, offset in segments:
+        for start, length, scalars, key, offset, _ in segments:
             if length > 0:
                 grid = (-(-length // (BLOCK * gpu_triton.ROWS)),)
                 random = _signed(key), _signed(key >> 32), offset

@@ -237,8 +237,8 @@ class StateRing:
 
 def _within(segments: Sequence[Segment], chunk: _Chunk) -> list[Segment]:
     found = []
-    for start, length, scalars, key, offset in segments:
+    for start, length, scalars, key, offset, matrix in segments:
         first, end = max(start, chunk.start), min(start + length, chunk.start + chunk.numel)
         if first < end:
-            found.append(Segment(first - chunk.start, end - first, scalars, key, offset + first - start))
+            found.append(Segment(first - chunk.start, end - first, scalars, key, offset + first - start, matrix))
     return found

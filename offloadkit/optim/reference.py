@@ -49,8 +49,9 @@ def step_reference(state: FlatState, gradient: Tensor, segments: Sequence[Segmen
     scale = round_to_fp32(grad_scale)
     for segment in segments:
         end = segment.start + segment.length
-        for first in range(segment.start, end, SLICE):
-            at = slice(first, min(first + SLICE, end))
+        size = segment.length if segment.matrix is not None else SLICE
+        for first in range(segment.start, end, size):
+            at = slice(first, min(first + size, end))
             _step_slice(state, gradient[at].float() * scale, at, segment)
 
 
@@ -63,7 +64,12 @@ def _step_slice(state: FlatState, gradient: Tensor, at: slice, segment: Segment)
         master = remainder[at]
     else:
         master = join_master(weights, remainder[at])
-    state.table.optimizer.update(master, gradient, averages, segment.scalars)
+    if (matrix := segment.matrix) is not None:
+        state.table.optimizer.update(
+            matrix.of(master), matrix.of(gradient), list(map(matrix.of, averages)), segment.scalars
+        )
+    else:
+        state.table.optimizer.update(master, gradient, averages, segment.scalars)
     if remainder is not None and weights.dtype == torch.float16:
         weights.copy_(master)
     elif remainder is not None:

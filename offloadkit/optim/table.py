@@ -1,8 +1,8 @@
 """The arrays that an optimizer step reads and writes, by optimizer, precision and dtype of the working weights.
 
 The plan, allocation, state ring, checkpoints and kernels read this table. To add a precision, add an entry to
-`PRECISIONS`; to add an element-wise optimizer, add an entry to `OPTIMIZERS`. Kernels in C and Triton are optional:
-`reference` steps without them.
+`PRECISIONS`; to add an optimizer, add an entry to `OPTIMIZERS`. Kernels in C and Triton are optional: `reference` steps
+without them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from offloadkit.errors import ConfigError, shown
 from offloadkit.optim import moments
 from offloadkit.optim.adamw import adamw_scalars, adamw_update
 from offloadkit.optim.lion import lion_scalars, lion_update
+from offloadkit.optim.muon import muon_scalars, muon_update
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 """Names of working-weight dtypes in a plan."""
@@ -167,9 +168,8 @@ def _number(value: Any, name: str) -> float:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An element-wise optimizer: a layer may be stepped in chunks, on the CPU or GPU.
-
-    Its kernels are named `offloadkit_NAME` in C and `NAME` in Triton.
+    """An optimizer of elements or of matrices. Kernels of elements are named `offloadkit_NAME` in C and `NAME` in
+    Triton.
     """
 
     name: str
@@ -177,12 +177,18 @@ class Optimizer:
     precisions: tuple[Precision, ...]
     """Supported precisions, largest first: a plan proposes the precisions after the chosen one."""
     scalars: Callable[..., tuple[float, ...]]
-    """(lr, betas, eps, weight_decay, step) -> at most 8 floats that fp32 represents exactly. `step` counts from 1."""
+    """(options of the group, step) -> floats. `step` counts from 1. Optimizers of elements have at most 8 floats, which
+    fp32 represents exactly."""
     update: Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[float]], None]
-    """(master weights, gradient, moments, scalars): one step in place on fp32 tensors of one shape."""
+    """(master weights, gradient, moments, scalars): one step in place on fp32 tensors of one shape, which are a part
+    of a layer or one matrix."""
     betas: tuple[float, float] = (0.9, 0.999)
     trainer_names: tuple[str, ...] = ()
     """Names of this optimizer in `TrainingArguments.optim`, if different."""
+    step_unit: Literal["element", "matrix"] = "element"
+    """"element": a layer may be stepped in chunks, on the CPU or GPU. "matrix": every parameter is a matrix, which is
+    stepped as a whole.
+    """
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -197,6 +203,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             trainer_names=("adamw_torch", "adamw_torch_fused"),
         ),
         Optimizer("lion", (Moment("exp_avg"),), ("exact",), lion_scalars, lion_update, (0.9, 0.99), ("lion_32bit",)),
+        Optimizer("muon", (Moment("momentum_buffer"),), ("exact",), muon_scalars, muon_update, step_unit="matrix"),
     )
 }
 
@@ -220,9 +227,9 @@ def optimizer_named(name: str) -> Optimizer:
     Raises:
         ConfigError: the optimizer is unknown or needs whole matrices.
     """
-    if name in OPTIMIZERS:
+    if name in OPTIMIZERS and OPTIMIZERS[name].step_unit == "element":
         return OPTIMIZERS[name]
-    choices = ", ".join(map(repr, OPTIMIZERS))
+    choices = ", ".join(repr(name) for name, optimizer in OPTIMIZERS.items() if optimizer.step_unit == "element")
     if str(name).lower() in NEED_WHOLE_MATRICES:
         why = NEED_WHOLE_MATRICES[str(name).lower()]
         raise ConfigError(
@@ -267,7 +274,7 @@ def state_table(optimizer: str, precision: Precision, weights_dtype: torch.dtype
     Raises:
         ConfigError: the optimizer is unknown or does not support the precision.
     """
-    chosen, kept = optimizer_named(optimizer), PRECISIONS[precision]
+    chosen, kept = OPTIMIZERS.get(optimizer) or optimizer_named(optimizer), PRECISIONS[precision]
     if precision not in chosen.precisions:
         raise ConfigError(
             f"optimizer={shown(optimizer)} with precision={shown(precision)}: its moments are kept in "
@@ -300,6 +307,11 @@ class LayerKind:
         return DTYPES[self.dtype]
 
     @property
+    def step_unit(self) -> Literal["element", "matrix"]:
+        """The smallest part of the layer that can be stepped."""
+        return self.states.optimizer.step_unit
+
+    @property
     def states(self) -> StateTable:
         """The optimizer states. Raises `ConfigError` as `state_table` does."""
         return state_table(self.optimizer, self.precision, self.weights_dtype)
@@ -329,10 +341,24 @@ class FlatState:
         return cls(table, weights, {array.name: cut(array.numel(numel), array.dtype) for array in table.arrays})
 
 
+class Matrix(NamedTuple):
+    """The shape in which a parameter is stepped as a matrix."""
+
+    rows: int
+    columns: int
+    is_transposed: bool = False
+    """Whether the parameter, [columns, rows], holds the transpose of the matrix."""
+
+    def of(self, flat: Tensor) -> Tensor:
+        """View of a parameter's elements as the matrix."""
+        return flat.view(self.columns, self.rows).T if self.is_transposed else flat.view(self.rows, self.columns)
+
+
 class Segment(NamedTuple):
     """Elements start .. start + length of a flat layer, stepped with one set of scalars.
 
-    With stochastic rounding a segment belongs to one parameter; otherwise it may span neighbouring parameters.
+    With stochastic rounding or matrices a segment belongs to one parameter; otherwise it may span neighbouring
+    parameters.
     """
 
     start: int
@@ -343,6 +369,8 @@ class Segment(NamedTuple):
     """`moments.random_key` of the step and parameter; unused without stochastic rounding."""
     offset: int = 0
     """Elements of the parameter before the segment, a multiple of 256."""
+    matrix: Matrix | None = None
+    """The parameter's matrix; None for optimizers of elements."""
 
 
 def check_state(state: FlatState, gradient: Tensor, segments: Sequence[Segment]) -> None:
@@ -388,6 +416,11 @@ def _check_segment(segment: Segment, numel: int, table: StateTable) -> None:
     start, end = segment.start, segment.start + segment.length
     if start < 0 or segment.length < 0 or end > numel:
         raise ValueError(f"segment [{start}, {end}) leaves the flat layer of {numel} elements")
+    if table.optimizer.step_unit == "matrix":
+        if segment.matrix is None or segment.matrix.rows * segment.matrix.columns != segment.length:
+            raise ValueError(
+                f"{table.optimizer.name} steps matrices: {segment.matrix} has not {segment.length} elements"
+            )
     if not table.is_rounded:
         return
     if not 0 <= segment.random_key < 2**64:

@@ -1,0 +1,145 @@
+"""The step of matrices in a workspace: bit-equal to `reference.step_reference` on the same device, without allocating.
+
+A step on the stepping thread must not run out of VRAM, so a plan counts `workspace_bytes` of its largest matrix. The
+workspace also gives every matrix the same alignment, on which BLAS libraries base their choice of a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offloadkit.optim.moments import CANONICAL_NAN
+from offloadkit.optim.muon import MuonScalars, adjusted_lr
+from offloadkit.optim.reference import round_to_fp32
+from offloadkit.optim.table import FlatState, Matrix, Segment, aligned, check_state
+
+SLICE = 1 << 22
+"""Elements (in whole rows) that element-wise operations take at a time."""
+
+
+def _sizes(matrix: Matrix) -> dict[str, int]:
+    """Bytes of the workspace's arrays."""
+    numel, short = matrix.rows * matrix.columns, min(matrix.rows, matrix.columns)
+    scratch = _rows_at_once(matrix) * _row(matrix)
+    arrays = {"one": 2 * numel, "two": 2 * numel, "gram": 2 * short**2, "polynomial": 2 * short**2}
+    arrays |= {"fp32": 4 * scratch, "mask": scratch}
+    return {name: aligned(size) for name, size in arrays.items()}
+
+
+def workspace_bytes(matrix: Matrix) -> int:
+    """Bytes of VRAM that the step of a matrix takes beside its states."""
+    return sum(_sizes(matrix).values())
+
+
+def _row(matrix: Matrix) -> int:
+    """Elements of a row of the parameter."""
+    return matrix.rows if matrix.is_transposed else matrix.columns
+
+
+def _rows_at_once(matrix: Matrix) -> int:
+    row = _row(matrix)
+    return min(max(1, SLICE // row), matrix.rows * matrix.columns // row)
+
+
+class _Workspace:
+    def __init__(self, memory: Tensor, matrix: Matrix) -> None:
+        at, found = 0, {}
+        for name, size in _sizes(matrix).items():
+            found[name], at = memory[at : at + size], at + size
+        numel, short = matrix.rows * matrix.columns, min(matrix.rows, matrix.columns)
+        self.one, self.two = (found[name].view(torch.bfloat16)[:numel] for name in ("one", "two"))
+        self.gram, self.polynomial = (
+            found[name].view(torch.bfloat16)[: short**2].view(short, short) for name in ("gram", "polynomial")
+        )
+        self.fp32, self.mask = found["fp32"].view(torch.float32), found["mask"].view(torch.bool)
+
+
+def step_matrices(
+    state: FlatState,
+    gradient: Tensor,
+    segments: Sequence[Segment],
+    grad_scale: float,
+    memory: Tensor | None = None,
+) -> None:
+    """One step in place of the matrices that `segments` name, one after the other. Raises as `check_state` does.
+
+    Args:
+        memory: uint8, at least `workspace_bytes` of the largest matrix; None: it is allocated.
+    """
+    check_state(state, gradient, segments)
+    sizes = [workspace_bytes(segment.matrix) for segment in segments if segment.matrix is not None]
+    if memory is None:
+        memory = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=gradient.device)
+    scale = round_to_fp32(grad_scale)
+    for segment in segments:
+        assert segment.matrix is not None
+        _step(state, gradient, segment, segment.matrix, scale, _Workspace(memory, segment.matrix))
+
+
+def _step(
+    state: FlatState, gradient: Tensor, segment: Segment, matrix: Matrix, scale: float, workspace: _Workspace
+) -> None:
+    s = MuonScalars(*segment.scalars)  # type: ignore[arg-type]
+    row, size = _row(matrix), _row(matrix) * _rows_at_once(matrix)
+    slices = [slice(first, min(first + size, segment.length)) for first in range(0, segment.length, size)]
+    staged = workspace.one.view(matrix.rows, matrix.columns)
+    update = staged.T if matrix.is_transposed else staged  # in the shape of the parameter
+    for part in slices:
+        at = slice(segment.start + part.start, segment.start + part.stop)
+        scratch = workspace.fp32[: part.stop - part.start]
+        buffer = state["momentum_buffer"][at]
+        buffer.lerp_(scratch.copy_(gradient[at]).mul_(scale), 1 - s.momentum)
+        new = scratch.lerp_(buffer, s.momentum) if s.nesterov else buffer
+        update[part.start // row : part.stop // row].copy_(new.view(-1, row))
+    update = _orthogonalized(staged, workspace, s)
+    update = update.T if matrix.is_transposed else update
+    rate = -adjusted_lr(s, matrix.rows, matrix.columns)
+    for part in slices:
+        at = slice(segment.start + part.start, segment.start + part.stop)
+        master = _read_master(state, at, workspace)
+        master.mul_(s.decay)
+        master.view(-1, row).add_(update[part.start // row : part.stop // row], alpha=rate)
+        _write_master(state, at, master, workspace)
+
+
+def _orthogonalized(update: Tensor, workspace: _Workspace, s: MuonScalars) -> Tensor:
+    """`muon.orthogonalized` in the workspace."""
+    is_tall = update.size(0) > update.size(1)
+    x, other = (update.T if is_tall else update), workspace.two
+    x.div_(x.norm().clamp(min=s.eps))
+    for _ in range(int(s.ns_steps)):
+        gram = torch.mm(x, x.T, out=workspace.gram)
+        polynomial = torch.addmm(gram, gram, gram, beta=s.b, alpha=s.c, out=workspace.polynomial)
+        new = torch.addmm(x, polynomial, x, beta=s.a, out=other.view(x.shape))
+        x, other = new, workspace.one if other is workspace.two else workspace.two
+    return x.T if is_tall else x
+
+
+def _read_master(state: FlatState, at: slice, workspace: _Workspace) -> Tensor:
+    """`reference.join_master` of a range in the workspace, or a view of fp32 master weights."""
+    weights, remainder = state.weights[at], state.remainder
+    if remainder is None:
+        return weights
+    if weights.dtype == torch.float16:
+        return remainder[at]
+    master = workspace.fp32[: weights.numel()]
+    bits = master.view(torch.int32)
+    bits.copy_(weights.view(torch.int16)).bitwise_left_shift_(16).add_(remainder[at])
+    return master
+
+
+def _write_master(state: FlatState, at: slice, master: Tensor, workspace: _Workspace) -> None:
+    """`reference.split_master` of a range; `master` is overwritten."""
+    weights, remainder = state.weights[at], state.remainder
+    if remainder is None:
+        return
+    if weights.dtype == torch.float16:
+        weights.copy_(master)
+        return
+    is_nan = torch.ne(master, master, out=workspace.mask[: master.numel()])
+    bits = master.view(torch.int32).masked_fill_(is_nan, CANONICAL_NAN)
+    remainder[at].copy_(bits)
+    weights.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))

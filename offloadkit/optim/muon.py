@@ -1,0 +1,92 @@
+"""Muon: the options and scalars of a step, and its formula in torch operations.
+
+The formula is the code of torch.optim.Muon (torch 2.13): momentum as a moving average (`lerp`), Nesterov, five
+Newton-Schulz iterations in bf16, decoupled weight decay. Source: Jordan, "Muon: An optimizer for hidden layers in
+neural networks"; `match_rms_adamw`: Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+
+A matrix is stepped as a whole, one matrix a call, from a contiguous bf16 copy of its update. Matmuls round by shape and
+layout, so two matrices are never stacked. `kernels.muon` does the same operations without allocating memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class MuonScalars(NamedTuple):
+    """Scalars of one step, not rounded to fp32."""
+
+    lr: float
+    decay: float
+    """1 - lr * weight_decay"""
+    momentum: float
+    nesterov: float
+    """1 or 0"""
+    matches_adamw: float
+    """1: scale updates to the RMS of AdamW's updates, 0: only updates of tall matrices."""
+    eps: float
+    ns_steps: int
+    a: float
+    b: float
+    c: float
+
+
+def muon_scalars(
+    *,
+    lr: float,
+    weight_decay: float,
+    momentum: float,
+    nesterov: bool,
+    ns_coefficients: tuple[float, float, float],
+    eps: float,
+    ns_steps: int,
+    adjust_lr_fn: str,
+    step: int,
+) -> MuonScalars:
+    """Compute the scalars of a step. Muon ignores `step`."""
+    matches = adjust_lr_fn == "match_rms_adamw"
+    return MuonScalars(lr, 1 - lr * weight_decay, momentum, nesterov, matches, eps, ns_steps, *ns_coefficients)
+
+
+def adjusted_lr(scalars: MuonScalars, rows: int, columns: int) -> float:
+    """Learning rate of a matrix, which depends on its shape."""
+    if scalars.matches_adamw:
+        return scalars.lr * (0.2 * math.sqrt(max(rows, columns)))
+    return scalars.lr * math.sqrt(max(1, rows / columns))
+
+
+def muon_update(weights: Tensor, gradient: Tensor, moments: Sequence[Tensor], scalars: Sequence[float]) -> None:
+    """One step in place on fp32 matrices of one shape; moments: momentum_buffer; scalars: `MuonScalars`."""
+    s = MuonScalars(*scalars)  # type: ignore[arg-type]
+    (buffer,) = moments
+    buffer.lerp_(gradient, 1 - s.momentum)
+    update = gradient.lerp(buffer, s.momentum) if s.nesterov else buffer
+    update = orthogonalized(update.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format), s)
+    weights.mul_(s.decay)
+    weights.add_(update, alpha=-adjusted_lr(s, *weights.shape))
+
+
+def orthogonalized(update: Tensor, s: MuonScalars) -> Tensor:
+    """Newton-Schulz iterations of a contiguous bf16 matrix, which is overwritten. The result is near U V^T of the SVD.
+
+    Tall matrices are iterated as their transposes.
+    """
+    is_tall = update.size(0) > update.size(1)
+    x = update.T if is_tall else update
+    x.div_(x.norm().clamp(min=s.eps))  # the spectral norm is at most 1 then
+    for _ in range(s.ns_steps):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=s.b, alpha=s.c)
+        x = torch.addmm(x, polynomial, x, beta=s.a)
+    return x.T if is_tall else x
+
+
+def newton_schulz_flops(rows: int, columns: int, steps: int = 5) -> int:
+    """FLOPs of the matmuls in one step of a matrix."""
+    short, long = sorted((rows, columns))
+    return steps * (4 * short * short * long + 2 * short**3)
