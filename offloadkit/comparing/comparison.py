@@ -79,7 +79,7 @@ class Comparison:
     remarks: list[str] = field(default_factory=list)
 
     def row(self, model: str, engine: str) -> Row:
-        """Return the row of a model and an engine.
+        """The row of a model and an engine.
 
         Raises:
             KeyError: the pair was not requested.
@@ -113,7 +113,7 @@ class Comparison:
         return comparison_chart(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result in JSON types."""
+        """The result in JSON types."""
         return asdict(self) | {"output_dir": str(self.output_dir)}
 
 
@@ -199,7 +199,7 @@ def compare(
 
 
 def budgets_of(precision: Any, vram: Any, ram: Any) -> dict[str, Any]:
-    """Return both limits in bytes, None for no limit. Raises `ConfigError` for an invalid value."""
+    """Both limits in bytes, None for no limit. Raises `ConfigError`."""
     OffloadConfig(precision=precision, vram=vram, ram=ram)
     return {name: None if size is None else parse_bytes(size) for name, size in (("vram", vram), ("ram", ram))}
 
@@ -217,7 +217,7 @@ def _check_names(models: Any, engines: Any) -> None:
 
 
 def _row(runs: Runs, work: Work, engine: str, made: Forecast | Row, say: Callable[[str], None]) -> Row:
-    """Return the row of the engine's first variant that fits, else the reason why the last variant does not."""
+    """The row of the engine's first variant that fits, else the reason why the last variant does not."""
     row: Row = {"variant": "", "tried": []}
     if isinstance(made, dict):
         row |= made
@@ -252,7 +252,7 @@ def summary(row: Row) -> str:
 
 
 def progress(title: str) -> Callable[[str], None]:
-    """Print `title`, and return a function that prints the outcome on the same line."""
+    """Print `title`; returns a function that prints the outcome on the same line."""
     print(f"{title} ...", end=" ", flush=True)
     return lambda text: print(text, flush=True)
 

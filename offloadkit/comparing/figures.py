@@ -26,7 +26,7 @@ _VALUE_WIDTH = 0.2
 
 
 class Drawable(Protocol):
-    """Interface that every chart needs; see `Comparison` and `Sweep`."""
+    """Interface of every chart's result."""
 
     @property
     def rows(self) -> list[dict[str, Any]]: ...
@@ -41,16 +41,12 @@ class Drawable(Protocol):
 
 
 class DrawableComparison(Drawable, Protocol):
-    """Interface of `comparison_chart`."""
-
     @property
     def remarks(self) -> list[str]: ...
     def row(self, model: str, engine: str) -> dict[str, Any]: ...
 
 
 class DrawableSweep(Drawable, Protocol):
-    """Interface of `sweep_chart`."""
-
     @property
     def forecasts(self) -> Mapping[int, Mapping[int, Forecast]]: ...
     @property
@@ -161,7 +157,7 @@ def _sizes(column: Any, by_model: list[list[dict[str, Any]]], key: str, limit_by
 
 
 def _beside(size: float, limit: float | None, width: float) -> float:
-    """Position of a bar's label: at the bar's end, or after the limit's line if the line would cross the label."""
+    """Position of a bar's label: at the bar's end, or after the limit's line if that would cross the label."""
     return limit if limit is not None and size < limit < size + width else size
 
 
@@ -170,7 +166,7 @@ SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#cc79a7", "D")
 
 
 def sweep_chart(result: DrawableSweep) -> Chart:
-    """Draw step time, epoch time, VRAM and any held-out loss by batch size, with explanations below."""
+    """Draw step time, epoch time, VRAM and held-out loss by batch size, with explanations below."""
     learns = any("eval_loss" in row for row in result.rows)
     sentences = [line for text in result.explain().splitlines() for line in textwrap.wrap(text, 165 + 55 * learns)]
     figure = Chart(4 * (3 + learns), 4.1 + 0.19 * len(sentences))

@@ -1,8 +1,7 @@
 """The knee: the batch size above which larger batches stop being almost free.
 
-Below the knee a step takes a time independent of the batch (CPU optimizer step, bus, kernel launches), so time per
-sample falls as 1 / batch. Above the knee time per sample is constant. The knee is where both asymptotes meet:
-(seconds of the shortest step) / (least seconds per sample).
+Below the knee a step's time does not depend on the batch (CPU optimizer step, bus, kernel launches). Above the knee
+time per sample is constant. The knee is (seconds of the shortest step) / (least seconds per sample).
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from offloadkit.engines.forecast import Forecast
 
 _NEAR = 1.5
 """A knee within this factor of the smallest or largest size counts as outside, because too little was measured
-there."""
+there.
+"""
 _GROWS = 0.5
-"""Exponent of GPU seconds by rows above which GPU time is considered proportional to the rows."""
+"""Exponent of GPU seconds by rows above which GPU time counts as proportional to the rows."""
 
 FIXED = ("CPU step", "H2D", "D2H", "disk", "GPU step", "launches")
 """Resources whose seconds hardly depend on the batch size."""
@@ -39,11 +39,11 @@ class Knee:
 
 
 def meeting(flat_seconds: float, compute_seconds: Mapping[int, float]) -> Knee | None:
-    """Return the knee, where constant and growing seconds are equal.
+    """The knee, where constant and growing seconds are equal; None for fewer than two sizes.
 
     Args:
         flat_seconds: of a step of any size.
-        compute_seconds: by rows per micro-batch. Returns None for fewer than two sizes.
+        compute_seconds: by rows per micro-batch.
     """
     sizes = sorted(compute_seconds)
     if len(sizes) < 2:
@@ -58,13 +58,14 @@ def meeting(flat_seconds: float, compute_seconds: Mapping[int, float]) -> Knee |
 
 
 def measured_knee(step_seconds: Mapping[int, float]) -> Knee | None:
-    """Return the knee of step seconds by rows per micro-batch, or None for fewer than two sizes."""
+    """The knee of step seconds by rows per micro-batch, or None for fewer than two sizes."""
     return meeting(min(step_seconds.values()), step_seconds) if step_seconds else None
 
 
 def predicted_knee(forecasts: Mapping[int, Forecast]) -> Knee | None:
-    """Return the knee of the plan: the batch whose compute takes as long as the busiest fixed resource (optimizer, bus,
-    kernel launches, reading weights). None for fewer than two sizes or without predicted seconds."""
+    """The knee of the plan: the batch whose compute takes as long as the busiest fixed resource (optimizer, bus, kernel
+    launches, reading weights). None for fewer than two sizes or without predicted seconds.
+    """
     known = {size: made for size, made in forecasts.items() if made.step_seconds is not None}
     if not known:
         return None
@@ -74,7 +75,7 @@ def predicted_knee(forecasts: Mapping[int, Forecast]) -> Knee | None:
 
 
 def fixed_seconds(made: Forecast) -> tuple[str, float]:
-    """Return the busiest resource in `FIXED` and its seconds per step."""
+    """The busiest resource in `FIXED` and its seconds per step."""
     name = max(FIXED, key=lambda name: made.busy.get(name, 0.0))
     return name, made.busy.get(name, 0.0)
 

@@ -1,4 +1,6 @@
-"""Train on the user's rows in fresh processes, to measure how batch size and learning rate affect the held-out loss."""
+"""Trains on the user's rows in fresh processes, to measure how batch size and learning rate affect the held-out
+loss.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ SCALINGS: dict[str, Callable[[float], float]] = {"none": lambda ratio: 1.0, "sqr
 """Factor of the learning rate, given the ratio of rows per step to the smallest step's."""
 
 EVAL_BATCH_SIZE = 16
-"""Evaluation batch size of every run, so that mean losses average over the same batches."""
+"""The same for every run, so that mean losses average over the same batches."""
 
 
 def weights_folder(model: Any, folder: Path, init: str) -> str:
-    """Return a model name as it is, or the folder a model was saved to. `TINY` is created and saved here.
+    """A model name unchanged, or the folder a model was saved to. `TINY` is created and saved here.
 
     Raises:
         ModelError, ModelNotFoundError, ModelAccessError: the model is invalid, or the name is unknown.
@@ -49,7 +51,7 @@ def weights_folder(model: Any, folder: Path, init: str) -> str:
 
 
 def tokenizer_folder(tokenizer: Any, folder: Path) -> str | None:
-    """Return a tokenizer name or None as it is, or the folder a tokenizer was saved to."""
+    """A tokenizer name or None unchanged, or the folder a tokenizer was saved to."""
     if tokenizer is None or isinstance(tokenizer, str | os.PathLike):
         return None if tokenizer is None else str(tokenizer)
     return str(kept_folder(folder, "tokenizer", tokenizer.save_pretrained))
@@ -59,7 +61,7 @@ def rows_file(dataset: Any, folder: Path, name: str, split: str, columns: Collec
     """Write the rows to a .parquet file named by their hash. Returns the path and the number of rows.
 
     Args:
-        columns: that the user names.
+        columns: columns that the user names.
 
     Raises:
         DataError: see `finetune`.
@@ -75,7 +77,7 @@ def rows_file(dataset: Any, folder: Path, name: str, split: str, columns: Collec
 
 
 def learning_rates(base: float, rows: list[int], scalings: list[str]) -> list[tuple[int, str, float]]:
-    """Return (rows per step, scaling, learning rate) tuples. The smallest step runs once, with rate `base`."""
+    """(rows per step, scaling, learning rate) tuples. The smallest step runs once, with rate `base`."""
     least = min(rows)
     found: list[tuple[int, str, float]] = []
     for number in rows:
@@ -108,11 +110,7 @@ def check_arguments(arguments: dict[str, Any], of_sweep: Iterable[str]) -> None:
 
 
 def base_rate(learning_rate: float | None, init: str) -> float:
-    """Return the learning rate that `finetune` would use.
-
-    Raises:
-        ConfigError: it is not a positive number.
-    """
+    """The learning rate that `finetune` would use. Raises `ConfigError` if it is not a positive number."""
     if learning_rate is None:
         return LEARNING_RATES.get(init, LEARNING_RATES["pretrained"])
     if not isinstance(learning_rate, int | float) or isinstance(learning_rate, bool) or not 0 < learning_rate < 1e3:

@@ -1,4 +1,4 @@
-"""The cost of offloading: step time relative to the same steps with everything on the GPU, measured or predicted."""
+"""The cost of offloading: step time relative to the same steps with everything on the GPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def measure_slowdown(
     output_dir: str | os.PathLike[str] | None = None,
 ) -> Slowdown:
     """Time a few steps of offloadkit within `vram` and `ram`, and of plain training without limits if it fits on the
-    GPU, with the same attention and norms. Each runs in a fresh process. Other arguments: see `compare`.
+    GPU, with the same attention and norms, each in a fresh process. Other arguments: see `compare`.
 
     Args:
         output_dir: keeps measurements for the next call; None keeps nothing.

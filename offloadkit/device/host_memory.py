@@ -1,9 +1,9 @@
 """Pinned host memory in exact sizes.
 
 torch's pinned allocator rounds sizes up to powers of two and pins with one thread. A `HostSlab` is an anonymous mapping
-of exactly the requested bytes, with huge pages if the kernel provides them, populated by all cores and registered with
-CUDA. Forked DataLoader workers do not inherit it. It is freed with the last tensor cut from it, or becomes ordinary
-memory earlier (`make_ordinary`). Several processes of a host can map one `SharedSlab`.
+of exactly the requested bytes, populated by all cores and registered with CUDA. Forked DataLoader workers do not
+inherit it. It is freed with the last tensor cut from it, or becomes ordinary memory earlier (`make_ordinary`). Several
+processes of a host can map one `SharedSlab`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ class HostSlab:
     """A mapping of `num_bytes` of host memory that is cut into consecutive tensors."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Map the memory.
-
-        Raises:
-            OutOfRamError: the system refuses the allocation.
-        """
+        """Raises `OutOfRamError` if the system refuses the allocation."""
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
         try:
             self._mapping = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -61,12 +57,12 @@ class HostSlab:
                 self._mapping.madvise(getattr(mmap, advice))
 
     def populate(self, part: int = 0, num_parts: int = 1) -> None:
-        """Back all pages, or the pages of one of `num_parts` equal parts, with RAM. Contents are kept."""
+        """Back all pages, or one of `num_parts` equal parts, with RAM. Contents are kept."""
         first, end = (self.num_bytes * at // num_parts for at in (part, part + 1))
         cpu.populate(self.address + first, end - first)
 
     def pin(self) -> bool:
-        """Register the slab with CUDA. Returns False if the system refuses, because of its limit on locked memory."""
+        """Register the slab with CUDA. Returns False if this exceeds the system's limit on locked memory."""
         if int(_cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0)) == 0:
             self.pinned = True
             self._unpin = weakref.finalize(self.buffer, _unpin, self.address, os.getpid())
@@ -88,7 +84,7 @@ class HostSlab:
         self._used = 0
 
     def cut(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the next `numel` elements of the slab as a 1-D tensor with its own storage.
+        """The next `numel` elements of the slab as a 1-D tensor with its own storage.
 
         Raises:
             ValueError: the slab is full.
@@ -103,7 +99,7 @@ class HostSlab:
 
 
 class SharedSlab(HostSlab):
-    """A slab that several processes map: all of them see every write.
+    """A slab that several processes map and write.
 
     Attributes:
         parted: whether this process now has a copy-on-write mapping at the same address, which is not pinned and takes
@@ -131,18 +127,15 @@ class SharedSlab(HostSlab):
         self._advise("MADV_DONTFORK")
 
     def part(self) -> None:
-        """Switch to a copy-on-write mapping: other processes no longer see this process's writes.
-
-        No copy of the slab may be in flight.
+        """Switch to a copy-on-write mapping, so other processes no longer see this process's writes. No copy of the
+        slab may be in flight.
         """
         if not self.parted:
             self._pins_again = self.pinned
             self._let_go()
 
     def publish(self, part: torch.Tensor) -> None:
-        """Write `part` to the file, so that other processes see it. `part` is a contiguous tensor in this `parted`
-        slab.
-        """
+        """Write `part`, a contiguous tensor in this `parted` slab, to the file that other processes see."""
         at, end = part.data_ptr() - self.address, part.data_ptr() - self.address + part.nbytes
         memory = memoryview(self.buffer).cast("B")
         while at < end:

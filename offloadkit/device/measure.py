@@ -1,8 +1,7 @@
-"""Measure the speed of this machine: `measure` returns a `Hardware`. Rates are cached; sizes are read every time.
+"""Measures the speed of this machine: `measure` returns a `Hardware`. Rates are cached; sizes are read every time.
 
 The cache is `$XDG_CACHE_HOME/offloadkit/hardware.json`, by default below ~/.cache. Its keys contain host name,
-processor, cores, GPU, driver and versions, so a changed machine is measured again. Rates that other processes disturbed
-are used in this process only.
+processor, cores, GPU, driver and versions. Rates that other processes disturbed are used in this process only.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ RATES = {
 } - {*DISK_RATES, "link_bytes_per_second", "few_ctas_link_bytes_per_second", "network_bytes_per_second"}
 _DRAM_RATES = ("dram_bytes_per_second", "cpu_and_bus_bytes_per_second")
 own_rates: dict[str, Any] = {}
-"""Rates by key, for this process only: rates of a busy machine, or cached rates that all ranks have agreed to use."""
+"""Rates for this process only: of a busy machine, or cached rates that all ranks have agreed to use."""
 _BUSY = 0.1
 """Fraction of the cores' time above which other processes disturb a measurement."""
 _COUNTING_SECONDS = 0.05
-"""Tolerance in seconds, because the system counts CPU time in hundredths of a second."""
+"""Tolerance; the system counts CPU time in hundredths of a second."""
 _DRIVER = Path("/sys/module/nvidia/version")
 
 
@@ -66,13 +65,13 @@ def measure(
     num_ranks: int = 1,
     meet: Callable[[], object] | None = None,
 ) -> Hardware:
-    """Measure this machine, in under two seconds. Rates are cached on disk; sizes are read every time.
+    """Measure this machine, in under two seconds.
 
     Args:
-        device: the device to measure. None: the current CUDA device, or the CPU without one.
-        folder: measure the disk of this folder, by writing and reading at most 64 MiB. None: skip the disk.
+        device: None: the current CUDA device, or the CPU without one.
+        folder: measure the disk of this folder, with at most 64 MiB. None: skip the disk.
         fresh: ignore cached rates.
-        num_ranks: number of processes of this host that measure at the same time; the rates are cached per number.
+        num_ranks: number of processes of this host that measure at the same time; rates are cached per number.
         meet: barrier of the ranks, called between groups of rates, so that all ranks measure the same rate at once.
             Rates of RAM and bus are then medians instead of maxima.
 
@@ -112,10 +111,10 @@ def is_measured(device: torch.device, num_ranks: int) -> bool:
 def kept(
     device: torch.device, what: str, names: set[str], measured: Callable[[], dict[str, float]], *, num_ranks: int = 1
 ) -> dict[str, float]:
-    """Return figures of `what` on `device` from the cache, or call `measured` and cache its result.
+    """Figures from the cache, or the result of `measured`, which is cached.
 
     Args:
-        what: a short description of the measured thing, part of the cache key.
+        what: part of the cache key.
         names: names of the figures.
         measured: returns the figures, or {} (not cached) without any.
         num_ranks: as for `measure`.
@@ -137,9 +136,8 @@ def _found(key: str, measured: Callable[[], dict[str, Any]], num_ranks: int = 1)
 
 
 def vram_rate(device: torch.device) -> float | None:
-    """Bytes per second of `device`'s memory, cached or measured within a few hundredths of a second.
-
-    None if the array for the measurement does not fit.
+    """Bytes per second of `device`'s memory, cached or measured within a few hundredths of a second; None if it is too
+    full.
     """
     device = hardware.indexed(device)
     cached = _known().get(_machine_key(device), {})
@@ -164,15 +162,14 @@ def _times_of_own_cores() -> list[Any]:
 
 
 def seconds_of_others() -> float:
-    """CPU seconds that other processes and virtual machines have used of these cores since boot."""
+    """CPU seconds of other processes and virtual machines on these cores since boot."""
     uses = ("user", "nice", "system", "irq", "softirq", "steal")
     return sum(getattr(core, use, 0.0) for core in _times_of_own_cores() for use in uses) - time.process_time()
 
 
 def _disturbed(started: float, others: float, num_ranks: int = 1) -> bool:
-    """Whether other processes kept the cores busy since `started`, when `seconds_of_others` was `others`.
-
-    The CPU time of the other measuring ranks is allowed for.
+    """Whether other processes kept the cores busy since `started`, when `seconds_of_others` was `others`. Allows for
+    the other measuring ranks.
     """
     share = (_BUSY + 1 - 1 / num_ranks) * len(_times_of_own_cores()) * (time.perf_counter() - started)
     return seconds_of_others() - others > share + _COUNTING_SECONDS
@@ -209,13 +206,12 @@ def _machine_key(device: torch.device, num_ranks: int = 1, num_cores: int | None
 
 
 def cache_file() -> Path:
-    """Path of the cache."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "offloadkit" / "hardware.json"
 
 
 def _read_cache() -> dict[str, Any]:
-    """Cached rates by machine and disk; {} if the file is missing or damaged."""
+    """By machine and disk; {} if the file is missing or damaged."""
     try:
         cached = json.loads(cache_file().read_text())
     except (OSError, ValueError):
@@ -246,18 +242,18 @@ def _store(key: str, rates: dict[str, Any]) -> None:
 _cuda: Any = torch.cuda  # typed in some releases of torch only
 _NUM_REPETITIONS = 3
 _ENOUGH_SECONDS = 0.02
-"""Total seconds of the three or more repetitions, long enough for a quick one to run undisturbed."""
+"""Total seconds of the three or more repetitions, long enough for one undisturbed run."""
 _SLOW_SECONDS = 0.05
-"""Repeating stops after these total seconds. Matmuls that would take longer are skipped."""
+"""Repeating stops after these total seconds. Slower matmuls are skipped."""
 
 _TOGETHER_SECONDS = 0.1
-"""Seconds spent by several ranks on every rate of RAM and bus, all ranks at once."""
+"""Seconds for each rate of RAM and bus, with all ranks at once."""
 
 _COPY_BYTES = 64 << 20
 _COPY_PIECE_BYTES = 16 << 20
 _VRAM_BYTES = 256 << 20
 _QUICK_VRAM_BYTES, _QUICK_RAM_BYTES = 192 << 20, 32 << 20
-"""Sizes larger than all caches, including GPU caches of 96 MiB."""
+"""Larger than all caches, including GPU caches of 96 MiB."""
 _STATE_BYTES = 2 + 2 + 4 + 4 + 2
 """Bytes per parameter: bf16 weight, remainder, exp_avg, exp_avg_sq and bf16 gradient."""
 _TRIAD_TRAFFIC_BYTES = 3 * 4
@@ -305,7 +301,7 @@ def machine_rates(device: torch.device, meet: Callable[[], object] | None = None
 
 
 def best_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Least seconds of one `run`, with `times` runs enqueued at once. Quick runs are repeated more often."""
+    """Least seconds of one `run`, with `times` runs enqueued at once."""
     run()
     _wait(device)
     best, spent, repetitions = float("inf"), 0.0, 0
@@ -316,10 +312,8 @@ def best_seconds(run: Callable[[], object], device: torch.device, times: int = 1
 
 
 def usual_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Median seconds of one `run` while all ranks run it at once.
-
-    A minimum would show a moment when the other ranks rested. The median is also robust to ranks that start late or
-    early.
+    """Median seconds of one `run` while all ranks run it at once: a minimum would show a moment when other ranks
+    rested.
     """
     run()
     _wait(device)
@@ -356,7 +350,7 @@ def numel_to_step() -> int:
 
 
 def _state(slab: HostSlab, numel: int, precision: Precision = "exact") -> tuple[FlatState, Tensor]:
-    """Cut bf16 weights, optimizer states and a bf16 gradient from the start of the slab.
+    """bf16 weights, optimizer states and a bf16 gradient from the start of the slab.
 
     Values are ordinary numbers, because zeros and denormals run at other speeds on some processors.
     """
@@ -464,7 +458,7 @@ def _vram_rate(device: torch.device) -> float:
 
 
 def quick_vram_rate(device: torch.device) -> float | None:
-    """Measure `vram_rate` without the cache, on a smaller array than `measure` uses."""
+    """`vram_rate` without the cache, on a smaller array than `measure` uses."""
     on_gpu = device.type == "cuda"
     large = _QUICK_VRAM_BYTES if on_gpu else _QUICK_RAM_BYTES
     if _room(device) < 2 * large:
@@ -518,8 +512,7 @@ _MAX_PASS_SECONDS = 0.15
 def disk_rates(folder: Path) -> dict[str, float]:
     """Bytes per second of overwriting a file of at most 64 MiB and reading it back, in four parallel pieces of 4 MiB.
 
-    Uses O_DIRECT if the file system supports it; otherwise fsync after writes, and dropping pages from the page cache
-    before reads.
+    Uses O_DIRECT if supported; otherwise fsync after writes, and dropping pages from the page cache before reads.
 
     Raises:
         OutputError: the folder cannot be written or is full.

@@ -1,4 +1,4 @@
-"""Memory use of the process according to the driver and the system, and settings of torch's VRAM allocator."""
+"""Memory use of the process, and settings of torch's VRAM allocator."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def let_segments_grow(device: torch.device) -> None:
-    """Turn on `expandable_segments` of torch's allocator.
+    """Turn on `expandable_segments` of torch's allocator, unless the user configures it or the system is not Linux.
 
-    Freed memory then serves allocations of other sizes. On an H200 torch reserves 0.02 to 0.37 GiB beyond the allocated
-    bytes; without expandable segments up to 0.67 GiB. No effect if the user configures the allocator or outside Linux.
+    Freed memory then serves allocations of other sizes: on an H200 torch reserves 0.02 to 0.37 GiB beyond the allocated
+    bytes; without expandable segments up to 0.67 GiB.
     """
     if device.type != "cuda" or sys.platform != "linux" or any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
@@ -37,8 +37,8 @@ def let_segments_grow(device: torch.device) -> None:
 class DeviceMemory:
     """Peak device memory of this process in bytes, over the calls of `sample`. Create it before CUDA is initialized.
 
-    NVML's figure includes memory that torch does not count: the CUDA context and cuBLAS workspaces. If the driver
-    reports no memory per process, the growth of the whole device is used.
+    NVML's figure includes the CUDA context and cuBLAS workspaces, which torch does not count. If the driver reports no
+    memory per process, the growth of the whole device is used.
 
     Attributes:
         source: origin of the figure.
@@ -80,7 +80,7 @@ class DeviceMemory:
 class VramCap:
     """Keeps this process within a limit of VRAM, CUDA context included, by limiting torch's allocator.
 
-    The context grows while kernels are loaded at their first launch; `renew` follows it and some room is held back
+    The context grows while kernels are loaded at their first launch; `renew` follows it, and some room is held back
     until the context is stable. If several caps are active, the lowest one applies.
     """
 
@@ -105,7 +105,7 @@ class VramCap:
     def renew(self, work: str) -> None:
         """Adjust the cap to the context's present size. Call it after every piece of `work`.
 
-        Two calls for one kind of work that find the same size settle it: later calls do nothing.
+        After two calls for one kind of work that find the same size, later calls do nothing.
         """
         if self._limit is None or work in self._settled:
             return
@@ -121,7 +121,7 @@ class VramCap:
         self._settled.clear()
 
     def remove(self) -> None:
-        """Remove this cap: the lowest remaining cap applies, or the fraction before the first cap."""
+        """Remove this cap; the lowest remaining cap applies, or the fraction before the first cap."""
         if self._limit is None or self not in (shares := self._shares.get(self._device, {})):
             return
         del shares[self]
@@ -140,7 +140,7 @@ class VramCap:
 
 
 def load_libraries(device: torch.device) -> None:
-    """Load the libraries that every training loads into the context."""
+    """Load the libraries that every training needs into the context."""
     square = torch.zeros(16, 16, device=device)
     torch.mm(square, square)
     del square
@@ -172,7 +172,7 @@ class _Phase:
 
 
 open_phases: list[_Phase] = []
-"""Open phases of this process, outermost first. Torch's and the system's counters are per process too."""
+"""Outermost first. Global, because torch's and the system's counters are per process."""
 _highest_reserved: dict[int, int] = {}
 """Highest reserved bytes of torch in closed phases, by GPU index."""
 
@@ -181,9 +181,9 @@ _highest_reserved: dict[int, int] = {}
 def phase(name: str, peaks: Peaks, device: torch.device) -> Iterator[None]:
     """Record the peaks of RAM and VRAM of the body in `peaks[name]`: "ram" and, on a GPU, "vram".
 
-    RAM is resident memory, pinned pages included. VRAM is torch's reserved memory on `device` plus the context. A phase
-    that is opened again keeps its highest values. An inner phase does not count in the outer phase. Torch's peak
-    statistics are reset at both ends (see `peak_reserved_bytes`).
+    RAM is resident memory, pinned pages included. VRAM is torch's reserved memory on `device` plus the context. A
+    reopened phase keeps its highest values. An inner phase does not count in the outer phase. Resets torch's peak
+    statistics at both ends (see `peak_reserved_bytes`).
     """
     here = _Phase(name, peaks, device)
     _note(device)
@@ -207,7 +207,7 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Reset `peak_reserved_bytes` and torch's peak statistics of a GPU, after recording them in the open phase."""
+    """Reset `peak_reserved_bytes` and torch's peak statistics, after recording them in the open phase."""
     if device.type == "cuda":
         _note(device)
         _highest_reserved.pop(device.index or 0, None)

@@ -1,8 +1,8 @@
 """Optimizer states on disk: a file with read-ahead and write-behind for the step.
 
-Every layer's states are one region of the file, which passes through a few pinned buffers in RAM. With `O_DIRECT`, if
-supported, I/O bypasses the page cache, so the disk works on the step's schedule instead of the system's write-back and
-memory limits. Regions are also mapped, for reading and writing states between steps (checkpoints).
+Each layer's states are one region of the file, which passes through a few pinned buffers in RAM. With `O_DIRECT`, if
+supported, I/O bypasses the page cache and so the system's write-back and memory limits. Regions are also mapped, for
+access between steps (checkpoints).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from offloadkit.threads import ThreadPool
 NETWORK_MOUNTS = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre", "afs"}
 RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 _PAGE = max(4096, mmap.ALLOCATIONGRANULARITY)
-"""Bytes. `O_DIRECT` needs addresses, offsets and lengths that are multiples of it; mappings start at multiples."""
+"""`O_DIRECT` needs addresses, offsets and lengths that are multiples of it; mappings start at multiples."""
 _CHUNK = 16 * 2**20
 """Bytes per read or write of a thread."""
 _NUM_THREADS = 4
@@ -69,7 +69,6 @@ class StateFile:
 
         Raises:
             OutputError: the folder is on a network mount or in RAM, it cannot be written, or the disk is too small.
-                Nothing is left behind.
         """
         self._folder = Path(folder)
         self._regions: list[tuple[int, int, _Mapping, int]] = []
@@ -171,7 +170,7 @@ class DiskStates:
         """Newest writes by region. A region is not read before its writes are done."""
 
     def use(self, buffers: Sequence[HostSlab]) -> None:
-        """Replace the buffers. Everything must be written (`synchronize`)."""
+        """Replace the buffers, after `synchronize`."""
         self._free = [(slab, []) for slab in buffers]
 
     def prefetch(self, index: int) -> None:
@@ -219,7 +218,7 @@ class Region:
         self._states, self._index = states, index
 
     def cutter(self) -> Callable[[int, torch.dtype], torch.Tensor]:
-        """Return a `cut` like `HostSlab.cut` that returns mapped views, for use between steps."""
+        """A `cut` like `HostSlab.cut` that returns mapped views, for use between steps."""
         end = 0
 
         def cut(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -239,9 +238,8 @@ class Region:
 
     @contextmanager
     def in_ram(self) -> Iterator[HostSlab]:
-        """Provide the states in a slab, to be cut from its start, and start writing them to disk at exit.
-
-        The write starts after an error too.
+        """Provide the states in a slab, to be cut from its start, and start writing them to disk at exit, also after an
+        error.
         """
         slab = self._states.take(self._index)
         slab.clear()
@@ -313,7 +311,7 @@ def _too_small(folder: Path, num_bytes: int, free: int) -> OutputError:
 
 
 def unfit_for_states(folder: Path) -> str:
-    """Reason why states cannot be stored in `folder` (network mount or RAM); "" if they can."""
+    """Why states cannot be stored in `folder` (network mount or RAM); "" if they can."""
     kind = file_system(folder)
     if kind in NETWORK_MOUNTS:
         return f"it is a network mount ({kind})"

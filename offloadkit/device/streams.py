@@ -1,4 +1,4 @@
-"""Copy streams, events and wait times of the compute stream, with one interface for CUDA and the CPU.
+"""Copy streams, events and wait times of the compute stream, for CUDA and the CPU.
 
 On the CPU every operation finishes before its call returns, so an event is a time stamp and waiting for it does
 nothing. Tests add backends.
@@ -158,7 +158,7 @@ class BusyTime:
         """See `spans`."""
 
     def add(self, began: Event, ended: Event, num_bytes: int = 0) -> None:
-        """Append a pair of events recorded with `timing`; pairs must come in stream order."""
+        """Append a pair of events recorded with `timing`, in stream order."""
         self._pairs.append((began, ended))
         self.first, self.last = self.first or began, ended
         self.num_bytes += num_bytes
@@ -193,8 +193,8 @@ class BusyTime:
 def seconds_of_any(times: Iterable[BusyTime]) -> float:
     """Device seconds in which any of several streams was busy. All work must be finished.
 
-    Streams that copy in one direction share a copy engine. A copy waits between its own events while another copy runs,
-    so a sum over the streams would count those seconds twice.
+    Streams that copy in one direction share a copy engine, so one copy may wait between its own events while another
+    runs; a sum would count those seconds twice.
     """
     used = [(time.first, time.spans()) for time in times if time.first is not None]
     spans: list[tuple[float, float]] = []
@@ -239,7 +239,7 @@ class CopyStream:
         self.device_stream.run(work)
 
     def take_busy(self) -> BusyTime:
-        """Return the time of the `timed` copies enqueued since the last call."""
+        """The time of the `timed` copies enqueued since the last call."""
         busy, self._busy = self._busy, BusyTime()
         return busy
 

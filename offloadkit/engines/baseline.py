@@ -1,4 +1,4 @@
-"""Measure a step of plain training with everything on the device in a fresh process."""
+"""Measures a step of plain training with everything on the device, in a fresh process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offloadkit.planner import Dtype
 from offloadkit.units import format_seconds
 
 _NUM_ROWS = 1024
-"""Number of rows to take typical lengths from."""
+"""Rows to take typical lengths from."""
 
 
 def measured_baseline(
@@ -37,7 +37,7 @@ def measured_baseline(
     dtype: Dtype,
     folder: Path,
 ) -> float | None:
-    """Return seconds per step of plain training, with micro-batches of `data`'s mean padded lengths.
+    """Seconds per step of plain training, with micro-batches of `data`'s mean padded lengths.
 
     Prints the reason and returns None if it cannot be measured.
 
@@ -61,9 +61,8 @@ def measured_baseline(
 def _measured(
     model: Any, lengths: tuple[int, int], batch_size: int, accumulation: int, dtype: Dtype, folder: Path
 ) -> float:
-    """
-    Raises:
-        OffloadkitError: it cannot be measured, for example because the model cannot be rebuilt from its config.
+    """Raises `OffloadkitError` if it cannot be measured, for example because the model cannot be rebuilt from
+    its config.
     """
     by_name = isinstance(model, str | os.PathLike)
     if not by_name and not type(model).__module__.startswith("transformers."):
@@ -91,7 +90,7 @@ def _measured(
 
 
 def forecasts_of(works: Sequence[Work], runs: Runs) -> list[Forecast | Row]:
-    """Return a forecast per work, or a row with the reason if planning fails."""
+    """A forecast per work, or a row with the reason if planning fails."""
     planned = runs.row({"mode": "plan", "works": [work.to_dict() for work in works]})
     if planned["status"] != "measured":
         return [{"status": "failed", "reason": f"the plan failed: {planned['reason']}"} for _ in works]
@@ -102,7 +101,7 @@ def forecasts_of(works: Sequence[Work], runs: Runs) -> list[Forecast | Row]:
 
 
 def plain_row(work: Work, made: Forecast, runs: Runs) -> Row:
-    """Return the row of plain training, without running it if arithmetic shows that it cannot fit."""
+    """The row of plain training, without running it if arithmetic shows that it cannot fit."""
     reason = forecast.hopeless("baseline", made, recomputed=False)
     if reason is not None:
         return {"status": "does not fit", "reason": reason}
@@ -110,7 +109,7 @@ def plain_row(work: Work, made: Forecast, runs: Runs) -> Row:
 
 
 def padded_lengths(data: PreparedData, batch_size: int, *, by_length: bool) -> tuple[int, int]:
-    """Return mean input and target tokens per row of a micro-batch, padding included.
+    """Mean input and target tokens per row of a micro-batch, padding included.
 
     Args:
         by_length: whether micro-batches hold rows of nearly equal length, as with HuggingFace's `group_by_length`.
@@ -129,7 +128,7 @@ def padded_lengths(data: PreparedData, batch_size: int, *, by_length: bool) -> t
 
 
 def config_folder(model: Any, folder: Path) -> str:
-    """Return a model name as it is, or a folder with the model's config.
+    """A model name unchanged, or a folder with the model's config.
 
     Raises:
         ModelError, ModelNotFoundError, ModelAccessError: the model is invalid, or the name is unknown.

@@ -26,7 +26,7 @@ class Engine:
     _num_parameters: int
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Return the scalar loss of one micro-batch."""
+        """The scalar loss of one micro-batch."""
         loss: torch.Tensor = self._model(**batch).loss
         return loss
 
@@ -44,7 +44,7 @@ class Engine:
             torch.cuda.synchronize(self._device)
 
     def row(self) -> dict[str, Any]:
-        """Return figures of the model and any plan: `num_parameters` and `planned`."""
+        """Figures of the model and any plan: `num_parameters` and `planned`."""
         return {"num_parameters": self._num_parameters}
 
 

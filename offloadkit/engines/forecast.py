@@ -1,4 +1,4 @@
-"""Forecasts: the plan's figures for a workload, and the least memory that other engines need for it."""
+"""The plan's figures for a workload, and the least memory that other engines need for it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def forecast(work: Work, device: torch.device) -> Forecast:
 
 
 def planned(model: PreTrainedModel, work: Work, device: torch.device) -> tuple[OffloadConfig, Plan]:
-    """Return offloadkit's config and plan for `work`."""
+    """offloadkit's config and plan for `work`."""
     config = OffloadConfig(
         learning_rate=LEARNING_RATE,
         max_grad_norm=MAX_GRAD_NORM,
@@ -107,7 +107,7 @@ def planned(model: PreTrainedModel, work: Work, device: torch.device) -> tuple[O
 
 
 def largest_batch(work: Work, most: int, device: torch.device) -> int | None:
-    """Return the largest batch size up to `most` that fits by the plan, to within an eighth; None if none fits."""
+    """The largest batch size up to `most` that fits by the plan, to within an eighth; None if none fits."""
 
     def fits(batch_size: int) -> bool:
         return not forecast(replace(work, batch_size=batch_size), device).lacking
@@ -133,7 +133,7 @@ def from_row(row: dict[str, Any]) -> Forecast:
 
 
 def hopeless(engine: str, made: Forecast, *, recomputed: bool) -> str | None:
-    """Return why arithmetic rules out an engine without a plan, or None if the engine must be tried.
+    """Why arithmetic rules out an engine without a plan, or None if the engine must be tried.
 
     Counts the working weights, fp32 master weights and moments (12 bytes per parameter; fp32 weights are their own
     master weights), the baseline's gradients, and most of the planned activations.

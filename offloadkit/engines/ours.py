@@ -18,13 +18,10 @@ from offloadkit.planner.plan import check_fits
 
 
 class Offloadkit(Engine):
-    """`OffloadEngine` with a plan within the limits; weights are drawn layer by layer, the loss computed in chunks."""
+    """`OffloadEngine` with a plan within the limits and random weights."""
 
     def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
-        """
-        Raises:
-            DoesNotFitError: no plan fits.
-        """
+        """Raises `DoesNotFitError` if no plan fits."""
         model = lazy_model(work, dtype, device)
         config, plan = planned(model, work, device)
         check_fits(plan)
@@ -34,7 +31,7 @@ class Offloadkit(Engine):
         self._model.synchronize()
 
     def row(self) -> dict[str, Any]:
-        """Return the plan's figures, the machine's rates and the phases of the last step.
+        """The plan's figures, the machine's rates and the phases of the last step.
 
         RAM is the sum over this host's ranks; "received" counts bytes from other ranks per step. After OOM recovery the
         plan is the current one, and "moves" has the reasons.

@@ -32,7 +32,7 @@ Task = dict[str, Any]
 _PACKAGES = ("torch", "transformers", "deepspeed")
 _LOOK_SECONDS = 0.1
 _SETTLED = ("measured", "does not fit")
-"""Statuses of rows that are kept. Other failures are retried."""
+"""Statuses of rows that are kept; other rows are run again."""
 
 _STARTING_SECONDS = 600.0
 _TIMES_PLANNED = 10.0
@@ -52,9 +52,9 @@ if int(cores):
 threading.Thread(target=end_with_parent, args=(int(pipe),), daemon=True).start()
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-"""Runs a module like `python -m`, bound to the first `cores` cores before any library counts cores (0: not bound).
-
-A killed parent cannot end its children, which would keep using the GPU and distort the next measurement."""
+"""Runs a module like `python -m`, bound to the first `cores` cores before any library counts cores (0: not bound), and
+ends with its parent: a child of a killed parent would keep using the GPU and distort the next measurement.
+"""
 
 
 class Runs:
@@ -78,7 +78,7 @@ class Runs:
         self.environment = environment()
 
     def row(self, task: Task, ram: int | None = None, planned_seconds: float = 0.0) -> Row:
-        """Return the kept row of `task`, or run it in a fresh process.
+        """The kept row of `task`, or the result of running it in a fresh process.
 
         A row is {"status": "measured" | "does not fit" | "failed", "reason": ..., figures}.
 
@@ -104,7 +104,7 @@ class Runs:
         return row
 
     def measured(self, engine: str, work: Work, planned_seconds: float) -> Row:
-        """Return the row of `work` by an engine of worker.py, within the RAM limit of `work`."""
+        """The row of `work` by an engine of worker.py, within the RAM limit of `work`."""
         task = {"mode": "measure", "engine": engine, "work": work.to_dict()}
         return self.row(task, work.ram, planned_seconds)
 
@@ -148,7 +148,7 @@ def in_fresh_process(
     module: str = "offloadkit.engines.worker",
     cores: int = 0,
 ) -> Row:
-    """Run one task. Returns a row whatever happens to the process. The process ends when this one does.
+    """Run one task; returns a row whatever happens to the process. The process ends when this one does.
 
     RAM is polled ten times per second, because users lack the rights to create cgroups.
 
@@ -172,7 +172,7 @@ def in_fresh_process(
         seconds = time.monotonic() - began
         if row_path.exists():
             row: Row = json.loads(row_path.read_text())
-            peak = max(peak, row.get("peak_ram_bytes", 0))  # polling may miss a short peak above the limit
+            peak = max(peak, row.get("peak_ram_bytes", 0))  # polling may miss a short peak
             if ram is not None and peak > ram and row["status"] == "measured":
                 row = too_much_ram(ram)
             return {"process_seconds": seconds} | row
@@ -221,7 +221,7 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, ram: int | None) ->
 
 
 def too_much_ram(ram: int) -> Row:
-    """Return the row of a process that exceeded the RAM limit."""
+    """The row of a process that exceeded the RAM limit."""
     return {"status": "does not fit", "reason": f"does not fit: needs more than {format_bytes(ram)} of RAM"}
 
 
@@ -232,7 +232,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_line(log: Path | None) -> str:
-    """Return the last printed line."""
     if log is None:
         return "see what it printed"
     lines = log.read_text(errors="replace").strip().splitlines()

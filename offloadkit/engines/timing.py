@@ -21,10 +21,11 @@ from offloadkit.hf.ragged import rounded_up
 LEAST_STEPS, MOST_STEPS = 6, 300
 WARM_SECONDS, TIMED_SECONDS = 1.0, 3.0
 """Durations that determine the number of steps if it is not given. Short steps vary by half of their time, and layers
-change processors for some steps after the start."""
+change processors for some steps after the start.
+"""
 
 BY_LEANER_PLAN = "memory ran out: by a leaner plan"
-"""Text in a row whose engine changed its plan while it was timed."""
+"""In a row whose engine changed its plan while it was timed."""
 
 
 class Clock:
@@ -44,7 +45,7 @@ class Clock:
             self._marks.append((name, time.perf_counter()))
 
     def phases(self) -> list[tuple[str, float]]:
-        """Return (name, seconds since the previous mark) in order; the first mark only starts the clock."""
+        """(name, seconds since the previous mark) in order; the first mark only starts the clock."""
         pairs = itertools.pairwise(self._marks)
         return [(name, a.elapsed_time(b) / 1000 if self._on_cuda else b - a) for (_, a), (name, b) in pairs]
 
@@ -57,8 +58,7 @@ def timed_steps(
     If `work.steps` is None, enough steps run for two measurements to agree. `steps` are used in turn, equally often;
     `step_seconds` is the mean over them of their medians. A step lasts from the end of the previous step to its own
     end, without synchronization in between: work that an engine hides under the next forward stays hidden, other work
-    counts. `settled_seconds` is the mean including a final synchronization. `phase_seconds` are medians on the device's
-    timeline. VRAM peaks include the first step.
+    counts. `settled_seconds` is the mean including a final synchronization. VRAM peaks include the first step.
 
     After OOM recovery the engine has a plan with less VRAM, and timing starts over with this plan, as in `finetune`.
     """
@@ -136,8 +136,7 @@ def _medians(keys: list[int], seconds: list[float]) -> dict[int, float]:
 
 
 def _by_step(phases: list[tuple[str, float]], num_a_step: int) -> list[dict[str, float]]:
-    """Seconds by phase of each step, summed over micro-batches. The first step, which fills the pipeline, has no start
-    mark and is left out."""
+    """Seconds by phase of each step, summed over micro-batches, without the first step, which has no start mark."""
     steps = []
     for first in range(num_a_step - 1, len(phases), num_a_step):
         step: dict[str, float] = defaultdict(float)

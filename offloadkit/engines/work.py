@@ -28,13 +28,13 @@ TINY = "t5-tiny"
 """A T5 with byte tokens and 250,000 weights, for trying things on a CPU."""
 
 NUM_SPECIAL_IDS = 3
-"""Number of ids from 0 that are special (padding, end, unknown) in most vocabularies and are not drawn."""
+"""Special ids from 0 (padding, end, unknown in most vocabularies), which are not drawn."""
 SHORTEST_SHARE = 4
-"""The shortest ragged row has the longest row's length divided by this number."""
+"""The shortest ragged row is the longest row divided by this."""
 RAGGED_STEPS = 12
-"""Number of distinct ragged steps; training cycles through them."""
+"""Distinct ragged steps; training cycles through them."""
 _WINDOW_STEPS = 50
-"""Number of steps whose rows are sorted together, as in HuggingFace's length-grouped sampler."""
+"""Steps whose rows are sorted together, as in HuggingFace's length-grouped sampler."""
 IGNORED_LABEL = -100
 """Label that HuggingFace's losses ignore."""
 
@@ -49,9 +49,8 @@ class Work:
     """`TINY`, a preset, a folder with a config.json, or a hub name. Only the config is read."""
     batch_size: int
     input_length: int
-    """Input tokens per row."""
     target_length: int
-    """Target tokens per row of a separate decoder; models without one ignore it."""
+    """Target tokens per row; models without a separate decoder ignore it."""
     accumulation: int = 1
     precision: Precision = "exact"
     """Precision of offloadkit's optimizer states; other engines keep fp32."""
@@ -78,8 +77,9 @@ class Work:
     """Elements of DeepSpeed's buckets for gradients and gathered weights; None: DeepSpeed's default."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON. Fields after `seed` are left out at their defaults, so that older saved rows
-        still match."""
+        """The fields for JSON. Fields after `seed` are left out at their defaults, so that older saved rows
+        still match.
+        """
         later = ("mask", "compiled", "disk", "bucket_elements")
         return {
             field.name: getattr(self, field.name)
@@ -88,7 +88,7 @@ class Work:
         }
 
     def dtype_on(self, device: torch.device) -> Dtype:
-        """Dtype of the working weights on `device`."""
+        """Working dtype on `device`."""
         on_gpu, native = device.type == "cuda", hardware.supports_bf16(device)
         return self.dtype or default_dtype(on_gpu=on_gpu, native_bf16=native)
 
@@ -99,7 +99,7 @@ class Work:
 
 
 def config_of(model: str) -> PreTrainedConfig:
-    """Return the model's config for training, without a generation cache.
+    """The model's config for training, without a generation cache.
 
     Raises:
         ModelNotFoundError, ModelAccessError, ModelError, DownloadError: see `ModelSource.config`.
@@ -125,15 +125,14 @@ def _our_config(model: str) -> PreTrainedConfig:
 
 
 def model_to_plan(model: str) -> PreTrainedModel:
-    """Build the model as offloadkit trains it on the meta device."""
+    """The model as offloadkit trains it, on the meta device."""
     config = _our_config(model)
     return build(config, infer_task(config), None, torch.device("meta"))
 
 
 def lazy_model(work: Work, dtype: Dtype, device: torch.device) -> PreTrainedModel:
-    """Build the model as offloadkit trains it, with unread weights.
-
-    The weights are drawn on `device`, because drawing billions on a CPU takes minutes.
+    """The model as offloadkit trains it, with unread weights, drawn on `device`, because a CPU takes minutes for
+    billions.
     """
     config = _our_config(work.model)
     torch.manual_seed(work.seed)
@@ -151,7 +150,7 @@ def lazy_model(work: Work, dtype: Dtype, device: torch.device) -> PreTrainedMode
 
 
 def plain_model(work: Work, dtype: Dtype, weights_on: torch.device, device: torch.device) -> PreTrainedModel:
-    """Build HuggingFace's model; draw its weights on `device` and put them on `weights_on` one by one."""
+    """HuggingFace's model; its weights are drawn on `device` and put on `weights_on` one by one."""
     from transformers.initialization import no_init_weights
 
     config = _our_config(work.model) if work.our_compute else config_of(work.model)
@@ -181,7 +180,7 @@ def _drawn(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def random_steps(work: Work, device: torch.device) -> list[list[Batch]]:
-    """Return a list of steps, each a list of micro-batches; training cycles through the steps.
+    """A list of steps, each a list of micro-batches; training cycles through the steps.
 
     input_ids and labels are int64 [batch_size, width]. Full work has one step. Ragged work has `RAGGED_STEPS` steps,
     evenly spaced in a window of rows sorted by input length as in HuggingFace's sampler, longest first. Ragged batches
@@ -198,7 +197,6 @@ def random_steps(work: Work, device: torch.device) -> list[list[Batch]]:
         return torch.randint(NUM_SPECIAL_IDS, num_words, (work.batch_size, length), generator=generator)
 
     def batch(lengths: list[tuple[int, int]]) -> Batch:
-        """Make a batch of rows with these input and target lengths."""
 
         def real(of_rows: list[int], longest: int) -> torch.Tensor:
             """Mask of tokens that are not padding, bool [batch_size, width]."""

@@ -54,7 +54,7 @@ def main(task_path: str, row_path: str) -> None:
 
 
 def do(task: dict[str, Any]) -> Row:
-    """Return a task's row, from its `function` ("module:name") if it has one, else by its `mode`."""
+    """A task's row, from its `function` ("module:name") or else its `mode`."""
     if "function" in task:
         row: Row = resolve_name(task["function"])(task)
         return row
@@ -66,7 +66,7 @@ def do(task: dict[str, Any]) -> Row:
 
 
 def plans(task: dict[str, Any]) -> Row:
-    """Return a forecast or an error message for each work."""
+    """A forecast or an error message for each work."""
     device = hardware.default_device()
     made: list[Row] = []
     for work in task["works"]:
@@ -78,7 +78,7 @@ def plans(task: dict[str, Any]) -> Row:
 
 
 def measured(work: Work, make_engine: EngineFactory) -> Row:
-    """Return seconds and memory of some steps of the engine that `make_engine` builds."""
+    """Seconds and memory of some steps of the engine that `make_engine` builds."""
     device = hardware.default_device()
     vram = DeviceMemory(device)
     torch.manual_seed(work.seed)
@@ -101,7 +101,7 @@ def measured(work: Work, make_engine: EngineFactory) -> Row:
 
 
 def why(error: BaseException, limit: int | None) -> Row:
-    """Return status and reason of an error; for an error in the task's input also `fault`, its type and message."""
+    """Status and reason of an error; for an error in the task's input also `fault`, its type and message."""
     if isinstance(error, errors.DoesNotFitError):
         return {"status": "does not fit", "reason": first_line(error).removeprefix("the plan ")}
     shortage = next((each for each in _causes(error) if isinstance(each, torch.OutOfMemoryError)), None)
@@ -119,7 +119,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _out_of_vram(error: BaseException, limit: int | None) -> str:
-    """Describe the least VRAM that the task needs: allocated bytes plus the failed allocation."""
+    """The least VRAM that the task needs: allocated bytes plus the failed allocation."""
     asked = re.search(r"Tried to allocate ([\d.]+) (\w+)", str(error))
     unit = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}.get(asked[2], 1) if asked else 1
     needs = int(float(asked[1]) * unit) if asked else 0

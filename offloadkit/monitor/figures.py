@@ -22,7 +22,7 @@ Point = tuple[int, float]
 """A step and its loss."""
 
 NUM_RECENT = 20
-"""Number of steps that a typical step averages over."""
+"""Steps that a typical step averages over."""
 MAX_POINTS = 300
 _MAX_WARM_UP = 5
 _PAUSE = 2.0
@@ -31,7 +31,7 @@ _PAUSE = 2.0
 
 @dataclass
 class _Bucket:
-    """Consecutive steps: lowest and highest loss, and the mean."""
+    """Consecutive steps."""
 
     lowest: Point
     highest: Point
@@ -92,13 +92,7 @@ class LossCurve:
 
 
 class History:
-    """Totals of the records so far.
-
-    Attributes:
-        newest: the newest record.
-        num_steps: number of records.
-        elapsed_seconds: total wall time of the steps.
-    """
+    """Totals of the records so far."""
 
     def __init__(self) -> None:
         self.newest: StepRecord | None = None
@@ -142,7 +136,6 @@ class Machine:
     """Facts about a machine for the monitor.
 
     Attributes:
-        on_gpu: whether the model computes on a GPU.
         vram_bytes_per_second: None if unknown.
         budgets: bytes that this process may use by tier ("vram", "ram"), including memory already in use.
     """
@@ -179,7 +172,7 @@ Parts = tuple[tuple[str, float], ...]
 OTHER = "other"
 """Measured memory of no known category."""
 _LAST = ("framework", "activations")
-"""Estimated categories. They share the measured memory that the engine's own allocations do not account for."""
+"""Estimated categories, which share the measured memory that the engine's own allocations do not account for."""
 _TIERS = {"vram": "VRAM", "ram": "RAM"}
 
 
@@ -343,7 +336,7 @@ def mean(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def split(seconds: Mapping[str, float]) -> Parts:
-    """Split a step's time into compute, waits and the rest, from its phases (see `StepRecord`).
+    """Compute, waits and the rest of a step, from its phases (see `StepRecord`).
 
     A forward that begins before the last gradient is in RAM waits for the bus first, then for the CPU.
     """

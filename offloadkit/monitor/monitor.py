@@ -1,4 +1,4 @@
-"""`Monitor`: collects step records, and draws them on a separate thread a few times per second."""
+"""Collects step records, and draws them on a separate thread a few times per second."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ class Display(Protocol):
     def open(self, figures: Figures) -> None: ...
 
     def update(self, figures: Figures, *, heeded: bool) -> None:
-        """
-        Args:
-            heeded: whether the training loop reads `stop_requested`.
-        """
+        """heeded: whether the training loop reads `stop_requested`."""
 
     def close(self, figures: Figures) -> None: ...
 
@@ -169,7 +166,7 @@ class Monitor:
     # ---- drawing -------------------------------------------------------------------------------------------------
 
     def figures(self) -> Figures:
-        """Compute the current figures."""
+        """The current figures."""
         plan: Plan | None = self.telemetry.plan if self.telemetry.moves else self.plan
         with self._lock:
             while self._new:
@@ -225,7 +222,6 @@ class Monitor:
             display.update(drawn, heeded=self.stop.heeded or self._history.num_steps < 3)
 
     def _try(self, draw: Callable[[], None]) -> None:
-        """Draw; after an error print the reason and stop drawing."""
         try:
             draw()
         except Exception as error:
