@@ -42,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-13b": _decoder(5120, 13_824, 40, 40, 40, 32_000, tied=False),
     "mistral-7b": _decoder(4096, 14_336, 32, 32, 8, 32_000, tied=False) | {"model_type": "mistral"},
     "qwen3-4b": _decoder(2560, 9728, 36, 32, 8, 151_936, tied=True) | {"model_type": "qwen3", "head_dim": 128},
+    "qwen3-32b": _decoder(5120, 25_600, 64, 64, 8, 151_936, tied=False) | {"model_type": "qwen3", "head_dim": 128},
 }
 """Shapes of models that are no T5; weights are random."""
 HUB_NAMES = {
@@ -52,6 +53,7 @@ HUB_NAMES = {
     "llama-2-13b": "meta-llama/Llama-2-13b-hf",
     "mistral-7b": "mistralai/Mistral-7B-v0.1",
     "qwen3-4b": "Qwen/Qwen3-4B",
+    "qwen3-32b": "Qwen/Qwen3-32B",
 }
 """What `offloadkit plan` takes for them. T5s go by the names that they have here."""
 _T5_TINY = {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}

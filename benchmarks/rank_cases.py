@@ -44,6 +44,10 @@ class RankCase(Case):
     num_gpus: int = 2
     pcie_only: bool = False
     """Whether NCCL copies through RAM, as on cards without a link or peer access."""
+    slow: bool = False
+    """Whether steps are so slow that fewer of them run (`ranks.FEW_STEPS`)."""
+    traced: bool = False
+    """Whether some further steps are traced, to see what bounds them (`rank_trace`)."""
     limit: float = 150.0
     """Seconds after which all processes of a turn are killed."""
     engines: tuple[str, ...] = ("ours",)
@@ -51,14 +55,20 @@ class RankCase(Case):
 
 _RAM = 235
 """GiB that ours may take of a host with 256. A virtual machine may show less until its memory was used once."""
+_RAM_OF_FOUR = 470
+"""GiB that ours may take of a host with four GPUs and 512 GiB."""
+
+
+def _ram(num_gpus: int) -> float:
+    return _RAM_OF_FOUR if num_gpus == 4 else _RAM
 
 
 def _t5(rows: int, vram: float | None, num_gpus: int = 2, model: str = "t5-3b", **more: Any) -> RankCase:
-    return RankCase("several GPUs", model, rows, 512, 128, vram=vram, ram=_RAM, num_gpus=num_gpus, **more)
+    return RankCase("several GPUs", model, rows, 512, 128, vram=vram, ram=_ram(num_gpus), num_gpus=num_gpus, **more)
 
 
-def _llama(rows: int, vram: float | None, num_gpus: int = 2, **more: Any) -> RankCase:
-    return RankCase("several GPUs", "llama-3.1-8b", rows, 2048, vram=vram, ram=_RAM, num_gpus=num_gpus, **more)
+def _decoder(rows: int, vram: float | None, num_gpus: int = 2, model: str = "llama-3.1-8b", **more: Any) -> RankCase:
+    return RankCase("several GPUs", model, rows, 2048, vram=vram, ram=_ram(num_gpus), num_gpus=num_gpus, **more)
 
 
 def _llama_7b(accumulation: int, engines: tuple[str, ...], **more: Any) -> RankCase:
@@ -80,12 +90,24 @@ RANK_CASES: dict[str, RankCase] = {
     "t5-3b-2x28": _t5(8, 28),
     "t5-3b-2": _t5(8, None, engines=("fsdp2", "fsdp2-our-compute")),
     "t5-3b-2-deepspeed": _t5(8, None, engines=("zero2-offload", "zero2-offload-200m", "zero3-offload-200m")),
-    "llama-8b-1x24": _llama(4, 24, num_gpus=1, limit=240),
-    "llama-8b-2x24": _llama(4, 24, limit=240),
-    "llama-8b-2x80": _llama(4, 80, limit=180),
-    "llama-8b-2": _llama(4, None, engines=("fsdp2-recomputed",)),
+    "llama-8b-1x24": _decoder(4, 24, num_gpus=1, limit=240),
+    "llama-8b-2x24": _decoder(4, 24, limit=240),
+    "llama-8b-2x80": _decoder(4, 80, limit=180),
+    "llama-8b-2": _decoder(4, None, engines=("fsdp2-recomputed",)),
+    "t5-3b-4x24": _t5(8, 24, 4, traced=True),
+    "t5-3b-1x80": _t5(8, 80, 1),
+    "t5-3b-2x80": _t5(8, 80),
+    "t5-3b-4x80": _t5(8, 80, 4, traced=True),
+    "t5-3b-4": _t5(8, None, 4, engines=("fsdp2-our-compute", "fsdp2")),
+    "t5-3b-4-deepspeed": _t5(8, None, 4, slow=True, engines=("zero2-offload-200m", "zero3-offload-200m")),
+    "llama-8b-4x24": _decoder(4, 24, 4, traced=True, limit=240),
+    "llama-8b-1x80": _decoder(4, 80, 1, limit=180),
+    "llama-8b-4x80": _decoder(4, 80, 4, traced=True, limit=180),
+    "llama-8b-4": _decoder(4, None, 4, engines=("fsdp2-recomputed",)),
+    "t5-11b-4x80": _t5(1, 80, 4, model="t5-11b", limit=240),
+    "qwen3-32b-4x80": _decoder(4, 80, 4, model="qwen3-32b", slow=True, limit=420),
     "t5-3b-2x24-strong": _t5(4, 24),
-    "llama-8b-2x24-strong": _llama(2, 24, limit=240),
+    "llama-8b-2x24-strong": _decoder(2, 24, limit=240),
     "t5-11b-2x24": _t5(1, 24, model="t5-11b", limit=240),
     "t5-11b-2x80": _t5(1, 80, model="t5-11b", limit=240),
     "llama-7b-x1": _llama_7b(1, (*_DDP, "zero2", "ours")),
@@ -101,10 +123,13 @@ RANK_CASES: dict[str, RankCase] = {
     "tiny-2": RankCase(
         "try", "t5-tiny", 2, 16, 8, vram=2, accumulation=2, engines=("ours", "fsdp2", "fsdp2-our-compute", *_DDP)
     ),
+    "tiny-4": RankCase(
+        "try", "llama-tiny", 2, 16, vram=2, num_gpus=4, slow=True, traced=True, engines=("ours", "fsdp2-recomputed")
+    ),
     "tiny-llama-2": RankCase("try", "llama-tiny", 2, 16, vram=2, pcie_only=True, engines=("ours", "fsdp2-recomputed")),
     "tiny-2-deepspeed": RankCase(
         "try", "t5-tiny", 2, 16, 8, engines=("zero2", "zero2-offload-200m", "zero3-offload-200m")
     ),
 }
-"""Names end in GPUs x GiB of each; "strong": one GPU's batch in all; "x4": four micro-batches an update; "hashed": two
-micro-batches in all, of the same rows, so the weights must be the same."""
+"""Names end in GPUs x GiB of each, of which a card keeps `ranks.SPARE_BYTES`; "strong": one GPU's batch in all; "x4":
+four micro-batches an update; "hashed": two micro-batches in all, of the same rows, so the weights must be the same."""

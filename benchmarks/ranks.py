@@ -19,6 +19,14 @@ All of it on two H200s, in commands of at most ten minutes. Each stops by itself
     python -m benchmarks ranks t5-3b-1x24-hashed t5-3b-2x24-hashed $OUT
     python -m benchmarks merge ranks.csv                       # afterwards, where the table is kept
 
+On four H100s, most important cases first:
+
+    python -m benchmarks ranks llama-8b-1x24 llama-8b-4x24 llama-8b-2x24 t5-3b-1x24 t5-3b-4x24 t5-3b-2x24 t5-3b-4x80 \
+        llama-8b-4x80 llama-8b-4 t5-3b-4 $OUT --seconds 560
+    python -m benchmarks ranks t5-11b-4x80 qwen3-32b-4x80 llama-8b-1x80 llama-8b-2x80 t5-3b-1x80 t5-3b-2x80 \
+        t5-3b-4-deepspeed $OUT --seconds 460
+    python -m benchmarks.killed_ranks --ranks 4 --kills 5 --out ranks.csv
+
 `--turns 2` measures everything twice; the turns of all cases of a command alternate. The rank processes are children of
 the command: when it ends, however it does, they are gone.
 """
@@ -53,6 +61,10 @@ Raw = dict[str, Any]
 _VARIABLES = {"NCCL_NVLS_ENABLE": "0", "TOKENIZERS_PARALLELISM": "false", "DS_SKIP_CUDA_CHECK": "1"}
 """NVLink multicast fails in virtual machines."""
 _PCIE_ONLY = {"NCCL_P2P_DISABLE": "1"}
+FEW_WARMUP, FEW_STEPS = 2, 3
+"""For slow cases."""
+SPARE_BYTES = 2 << 30
+"""VRAM that a budget leaves on a card: 80 GiB are 77 on an H100."""
 _LEAST_SECONDS = 20.0
 """With less time left no process is started."""
 
@@ -103,7 +115,7 @@ def run(
             made = [
                 row_of(
                     name,
-                    replace(RANK_CASES[name], batch_size=raws[-1].get("batch_size", RANK_CASES[name].batch_size)),
+                    _as_measured(RANK_CASES[name], raws[-1]),
                     engine,
                     RANK_ENGINES[engine],
                     raws,
@@ -115,6 +127,11 @@ def run(
             ]
             table.write([*before, *made], out)
     return made
+
+
+def _as_measured(case: RankCase, raw: Raw) -> RankCase:
+    vram = raw.get("vram_budget", 0) / 2**30
+    return replace(case, batch_size=raw.get("batch_size", case.batch_size), vram=vram or case.vram)
 
 
 def _said(raw: Raw) -> str:
@@ -141,8 +158,10 @@ def _measured(case: RankCase, engine: str, steps: int, limit: float, device: str
 
     with tempfile.TemporaryDirectory() as scratch, ended_by_signals(), _variables(case, device):
         config_of(case.model).save_pretrained(scratch)
-        work = replace(case.work(setup, scratch, tempfile.gettempdir()), steps=steps, warmup=WARMUP)
-        task = {"work": work.to_dict(), "engine": setup.engine, "binds": setup.package == "deepspeed"}
+        steps, warmup = (min(steps, FEW_STEPS), FEW_WARMUP) if case.slow else (steps, WARMUP)
+        work = replace(case.work(setup, scratch, tempfile.gettempdir()), steps=steps, warmup=warmup)
+        task: dict[str, Any] = {"work": work.to_dict(), "engine": setup.engine}
+        task |= {"binds": setup.package == "deepspeed", "traced": case.traced}
         try:
             with contextlib.ExitStack() as quiet:
                 printed = io.StringIO()
@@ -195,6 +214,13 @@ def _together(raws: Sequence[Raw], case: RankCase) -> Raw:
     if "received" in planned:
         figures["planned to be received"] = _most(raw["planned"]["received"] for raw in raws)
         figures |= first.get("figures", {})  # by which Python's time was planned
+    if first.get("telemetry_seconds"):
+        figures["seconds of the last step"] = _rounded(slowest["telemetry_seconds"])
+        figures["bytes moved in the last step"] = slowest["moved"]
+    if "traced" in first:
+        most = {name: max(raw["traced"][name] for raw in raws) for name in ("main thread", "all threads")}
+        figures["traced"] = _rounded(first["traced"] | most)
+    figures["seconds until built"] = round(max(raw.get("built_after", 0.0) for raw in raws), 1)
     if "weights" in first:
         figures |= {name: " ".join(sorted({str(raw[name]) for raw in raws})) for name in ("weights", "gradient norm")}
     if "uncounted" in first:
@@ -208,6 +234,10 @@ def _together(raws: Sequence[Raw], case: RankCase) -> Raw:
         "planned": planned,
         "figures": figures,
     }
+
+
+def _rounded(figures: dict[str, float]) -> dict[str, float]:
+    return {name: float(f"{number:.4g}") for name, number in figures.items()}
 
 
 def _most(received: Iterable[dict[str, int]]) -> dict[str, int]:
@@ -239,25 +269,27 @@ def take_gpu(rank: int) -> int:
     return number
 
 
-def measure_rank(work: dict[str, Any], engine: str, binds: bool) -> Raw:
+def measure_rank(work: dict[str, Any], engine: str, binds: bool, traced: bool) -> Raw:
     """The figures of this rank. They are told as soon as steps are timed, before a further step that counts bytes.
 
     Args:
         binds: whether the rank keeps to its share of the cores, and joins by NCCL alone, as DeepSpeed's users have it.
+        traced: whether further steps are traced (`rank_trace`).
 
     Raises:
         NotMeasuredError: it did not come to that.
     """
     given = Work(**work)
     try:
-        return _measure_rank(given, engine, binds)
+        return _measure_rank(given, engine, binds, traced)
     except Exception as error:
         from offloadkit.engines.worker import why
 
         raise NotMeasuredError(why(error, given.vram)) from error
 
 
-def _measure_rank(work: Work, engine_name: str, binds: bool) -> Raw:
+def _measure_rank(work: Work, engine_name: str, binds: bool, traced: bool) -> Raw:
+    from benchmarks import rank_trace
     from benchmarks.rank_engines import ENGINES, Received
     from offloadkit import __version__, hardware
     from offloadkit.device.process_memory import DeviceMemory, forget_peak, let_segments_grow
@@ -269,6 +301,8 @@ def _measure_rank(work: Work, engine_name: str, binds: bool) -> Raw:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", take_gpu(rank)) if on_gpu else torch.device("cpu")
+    if on_gpu and work.vram is not None:
+        work = replace(work, vram=min(work.vram, torch.cuda.mem_get_info()[1] - SPARE_BYTES))
     vram = DeviceMemory(device)
     machine = dict(hardware.describe_machine(device))
     if binds:
@@ -281,6 +315,7 @@ def _measure_rank(work: Work, engine_name: str, binds: bool) -> Raw:
     dtype = work.dtype_on(device)
     engine = ENGINES[engine_name](work, dtype, device)
     engine.settle()
+    built_after = time.time() - psutil.Process().create_time()
     if on_gpu:
         torch.cuda.empty_cache()
     forget_peak(device)
@@ -288,6 +323,7 @@ def _measure_rank(work: Work, engine_name: str, binds: bool) -> Raw:
     all_steps = random_steps(replace(own, accumulation=size * work.accumulation), device)
     steps = [step[rank::size] for step in all_steps]
     row: Raw = {"dtype": dtype, "num_tokens": num_tokens(steps), "batch_size": own.batch_size, "machine": machine}
+    row |= {"vram_budget": work.vram or 0, "built_after": built_after}
     row["GPUs"] = min(size, torch.cuda.device_count()) if on_gpu else size
     row |= timed_steps(engine, steps, own, device, vram)
     if dist.is_initialized():
@@ -298,13 +334,19 @@ def _measure_rank(work: Work, engine_name: str, binds: bool) -> Raw:
     names = ("torch", "transformers", "deepspeed", "torchao", "roundpipe")
     row["versions"] = {name: version(name) for name in names} | {"offloadkit": __version__}
     told(row)
+
+    def step() -> None:
+        for at, batch in enumerate(steps[0], start=1):
+            engine.backward(engine.forward(batch))
+            engine.step(at == len(steps[0]))
+
     if not row["received"] and size > 1:
         with Received(size) as counted:
-            for at, batch in enumerate(steps[0], start=1):
-                engine.backward(engine.forward(batch))
-                engine.step(at == len(steps[0]))
+            step()
             engine.settle()
         row["received"] = dict(counted.num_bytes)
+    if traced:
+        row["traced"] = rank_trace.trace(step, engine.settle, on_gpu=on_gpu)
     return row
 
 
@@ -334,8 +376,12 @@ _START_SECONDS, _PINNED_PER_SECOND = 45.0, 2e9
 
 
 def planned(cases: Sequence[str] = ()) -> Iterator[str]:
-    """A line for each case: what the plan says of ours on H200s by their data sheet, and how long a turn may take."""
+    """A line for each case: what the plan says of ours on H100s by their data sheet, and how long a turn may take."""
+    from offloadkit.planner.cards import card_named
     from offloadkit.planning import plan
+
+    card = card_named("H100")
+    most = int(card.usable_gib * 2**30) - SPARE_BYTES
 
     for name in cases or RANK_CASES:
         case = RANK_CASES[name]
@@ -349,19 +395,20 @@ def planned(cases: Sequence[str] = ()) -> Iterator[str]:
             config_of(case.model).save_pretrained(scratch)
             made = plan(
                 scratch,
-                vram=limits["vram"],
+                vram=min(limits["vram"] or most, most),
                 ram=limits["ram"],
                 batch_size=case.batch_size,
                 max_input_length=case.input_length,
                 max_target_length=case.target_length or None,
                 gradient_accumulation=case.accumulation,
-                gpu="H200",
+                gpu=card.name,
                 num_gpus=case.num_gpus,
             )
         needs, seconds = made.needs(), made.seconds
         ram = needs["ram"] * made.num_on_host
         step = seconds.step if seconds else 0.0
-        turn = _START_SECONDS + ram / _PINNED_PER_SECOND + (WARMUP + STEPS + 4) * step
+        num_steps = 4 + (FEW_WARMUP + FEW_STEPS if case.slow else WARMUP + STEPS)
+        turn = _START_SECONDS + ram / _PINNED_PER_SECOND + num_steps * step
         received = sum(made.communicated.values())
         yield (
             f"{head}. Planned: {step:.3f} s/step, {needs['vram'] / 2**30:.1f} GiB each, {ram / 2**30:.0f} GiB of RAM, "

@@ -55,5 +55,6 @@ class Offloadkit(Engine):
             },
             "figures": figures,
             "telemetry_seconds": dict(records[-1].seconds) if records else {},
+            "moved": dict(records[-1].moved) if records else {},
             "received": dict(records[-1].received) if records else {},
         } | ({"moves": [move.why for move in moves]} if moves else {})
