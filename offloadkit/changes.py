@@ -65,8 +65,6 @@ def _is_of(library: str, kind: type) -> bool:
 
 @dataclass
 class _Claimed:
-    """A shared attribute that engines have set, and its original value."""
-
     owner: Any
     before: Any
     values: dict[object, Any] = field(default_factory=dict)

@@ -284,7 +284,6 @@ class OffloadConfig:
 
 
 def _is_number(value: object) -> bool:
-    """Whether `value` is a real number in a float's range."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
@@ -295,7 +294,6 @@ def _is_number(value: object) -> bool:
 
 
 def _check_choices(options: Placement | OffloadConfig) -> None:
-    """Raise `ConfigError` if a Literal field has an unknown value."""
     hints = get_type_hints(type(options))
     for each in fields(options):
         value, choices = getattr(options, each.name), get_args(hints[each.name])

@@ -157,7 +157,6 @@ def pcie_links(devices: Path = PCI_DEVICES) -> tuple[PcieLink, ...]:
 
 
 def _number(text: str) -> float:
-    """Parse "16" or "16.0 GT/s PCIe"; 0 for "Unknown" and ""."""
     try:
         return float(text.split(" ")[0])
     except ValueError:

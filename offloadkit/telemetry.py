@@ -190,7 +190,6 @@ def mean_seconds(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and Inf with None, because strict JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -300,7 +300,6 @@ class _Stages:
         self.begin()
 
     def in_order(self) -> tuple[Stage, ...]:
-        """The stages in forward order, without empty ones outside the blocks."""
         return tuple(stage for stage in self._found if stage.block or stage.forward.num_operations)
 
     def begin(self) -> None:

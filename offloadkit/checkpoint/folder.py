@@ -184,7 +184,6 @@ def _run_of(checkpoint: Path) -> str | None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """In the order they were saved; checkpoints without a sequence number first, by step."""
     found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     return sorted(found, key=lambda path: (_sequence(path), int(path.name.removeprefix("checkpoint-"))))
 
@@ -260,7 +259,6 @@ def why_not_whole(checkpoint: Path) -> str | None:
 
 
 def _replaced(folder: Path) -> list[str]:
-    """Names of checkpoints that a killed run was about to replace."""
     try:
         found = read_json(folder / REPLACED)
     except (OSError, ValueError):
@@ -280,7 +278,6 @@ def _why_incomplete(checkpoint: Path) -> str | None:
 
 
 def _names(checkpoint: Path) -> set[str]:
-    """Relative paths of all files except the manifest."""
     return {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()} - {MANIFEST}
 
 
@@ -522,7 +519,6 @@ def _why_changed(checkpoint: Path, name: str, saved: _Saved) -> str | None:
 
 
 def _weights_cut_anew(checkpoint: Path, later: set[str]) -> bool:
-    """Whether the files added `later` contain all weights, split differently."""
     if "model.safetensors" in later:
         return True
     index = checkpoint / "model.safetensors.index.json"
@@ -671,7 +667,6 @@ def _aside(folder: Path) -> Path:
 
 
 def _put_back(folder: Path) -> None:
-    """Restore checkpoints that a killed run had moved aside, unless a complete new one replaced them."""
     for old in folder.glob(".checkpoint-*-old"):
         put_back(old.with_name(old.name.removeprefix(".").removesuffix("-old")))
 

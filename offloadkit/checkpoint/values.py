@@ -74,7 +74,6 @@ def _is_plain(key: Any) -> bool:
 
 
 def _is_whole(text: str) -> bool:
-    """No lone surrogate."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

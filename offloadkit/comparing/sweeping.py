@@ -271,7 +271,6 @@ def _with_rates(row: Row, num_samples: int) -> Row:
 def _timed(
     name: str, works: list[Work], num_samples: int, runs: Runs
 ) -> tuple[list[Row], dict[int, dict[int, Forecast]]]:
-    """Time random weights and tokens. Returns rows, and forecasts by accumulation and batch size."""
     made = forecasts_of(works, runs)
     rows: list[Row] = []
     forecasts: dict[int, dict[int, Forecast]] = {}

@@ -619,7 +619,6 @@ def _options(said: dict[str, Any], auto: list[str], where: str) -> dict[str, Any
 
 
 def _optimizer(said: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return optimizer fields of `OffloadConfig`, with DeepSpeed's defaults."""
     optimizer = _OPTIMIZERS[str(said["optimizer.type"]).lower()]
     params = {key.rpartition(".")[2]: value for key, value in said.items() if key.startswith("optimizer.params.")}
     if not params.get("bias_correction", True):

@@ -176,7 +176,6 @@ def _disturbed(started: float, others: float, num_ranks: int = 1) -> bool:
 
 
 def _sizes(device: torch.device) -> dict[str, Any]:
-    """Fields of `Hardware` that are never cached."""
     ram_total, ram_available = hardware.ram_limit_bytes(), hardware.ram_available_bytes()
     on_gpu = device.type == "cuda"
     vram_free, vram_total = hardware.vram_bytes(device) if on_gpu else (ram_available, ram_total)
@@ -211,7 +210,6 @@ def cache_file() -> Path:
 
 
 def _read_cache() -> dict[str, Any]:
-    """By machine and disk; {} if the file is missing or damaged."""
     try:
         cached = json.loads(cache_file().read_text())
     except (OSError, ValueError):

@@ -51,7 +51,6 @@ class _Mapping:
         self._mapping.madvise(mmap.MADV_DONTNEED, start, num_bytes)
 
     def close(self) -> None:
-        """Close the mapping, or leave it to the remaining views."""
         del self.memory
         with suppress(BufferError):
             self._mapping.close()

@@ -212,7 +212,6 @@ class _Rank:
 
     @property
     def tail(self) -> str:
-        """End of the output received so far."""
         return "".join(self._lines)
 
     def say(self, word: str) -> None:
@@ -233,7 +232,6 @@ class _Rank:
             self._fail(_Failure(_unpacked(what[0]), *what[1:]))
 
     def look(self) -> None:
-        """Detect that the process has ended without a message."""
         status = self._process.poll()
         if status is None or self.has_returned or self.failure is not None:
             return
@@ -256,7 +254,6 @@ class _Rank:
             self._process.wait(_END_SECONDS)
 
     def kill(self) -> None:
-        """Kill the process and its children."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -266,7 +263,6 @@ class _Rank:
             reader.join(timeout=5)
 
     def _read(self, pipe: IO[bytes], name: str | None) -> None:
-        """Forward output to `sys.<name>`; None keeps the last lines."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         line = ""
         with pipe:

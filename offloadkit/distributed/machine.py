@@ -143,7 +143,6 @@ def measured_together(ranks: Group, device: torch.device, folder: str | Path | N
 
 
 def _of_all(ranks: Ranks, own: Sequence[float]) -> NDArray[np.float64]:
-    """All-gather numbers: fp64 [ranks, numbers]."""
     return ranks.agree(np.array(own, dtype=np.float64).view(np.int64)).view(np.float64)
 
 

@@ -324,7 +324,6 @@ class Replanner:
     # ---- choosing the plan ---------------------------------------------------------------------------------------
 
     def _leave_vram(self, error: OutOfVramError, why: str) -> OutOfVramError:
-        """Move to a plan with less VRAM; returns the error to raise."""
         plan, full = with_less_vram(self.plan, self._device, self._ranks), full_gpu(self.plan, self._device)
         error.is_final = True
         if plan is None:

@@ -184,7 +184,6 @@ def in_fresh_process(
 def _started(
     module: str, task_path: Path, row_path: Path, output: IO[bytes] | None, opened: contextlib.ExitStack, cores: int
 ) -> subprocess.Popen[bytes]:
-    """Start the process in a new session. Closing the pipe in `opened` ends the process."""
     # Use the package of this process, and never prompt on a terminal.
     paths = filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")])
     variables = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "DS_SKIP_CUDA_CHECK": "1"}

@@ -75,7 +75,6 @@ def _timed(
     turns = itertools.cycle(range(len(steps)))
 
     def train_step(clock: Clock) -> int:
-        """Train one step and return its index in `steps`."""
         turn = next(turns)
         batches = steps[turn]
         for index, batch in enumerate(batches, start=1):

@@ -306,7 +306,6 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
 
 
 def _only_in_deepspeeds(args: TrainingArguments) -> dict[str, Any]:
-    """Values of `args` for keys of a ds_config.json that `OffloadConfig` lacks."""
     rows = args.per_device_train_batch_size
     found: dict[str, Any] = {"train_micro_batch_size_per_gpu": rows}
     found["train_batch_size"] = rows * args.gradient_accumulation_steps * args.world_size

@@ -176,7 +176,6 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._keep_it(args, state)
 
     def _end(self, args: Any, state: Any, control: Any, *, saves: bool) -> None:
-        """End after SIGTERM or SIGHUP on any rank."""
         here = self.stop.signal
         self.ended_by = signal.SIGTERM if here is None else here[0]
         self.stopped = self._is_cut_short = control.should_training_stop = True

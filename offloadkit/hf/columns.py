@@ -227,7 +227,6 @@ def _exact(names: Collection[str]) -> list[Columns]:
 
 
 def _recognised(names: Collection[str]) -> list[Columns]:
-    """Column sets with other common names, if unambiguous, and plain text."""
     found = []
     inputs, targets = _inputs(names), [name for name in _TARGETS if name in names]
     if inputs and len(targets) == 1:

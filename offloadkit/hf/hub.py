@@ -321,7 +321,6 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _broken_weights(name: str) -> str:
-    """Describe the broken weight file of `name`, a folder or a repository in the hub's cache."""
     folders = [Path(name)] if os.path.isdir(name) else list(_snapshots(name, "model").glob("*"))
     files = [path for folder in folders for end in ("safetensors", "bin") for path in sorted(folder.glob(f"*.{end}"))]
     broken = [path for path in files if why_broken(path)] or files
@@ -349,7 +348,6 @@ def _page(name: str, kind: str) -> str:
 
 
 def _snapshots(name: str, kind: str) -> Path:
-    """Folder of the repository in the hub's cache. It may not exist."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

@@ -67,7 +67,6 @@ def evaluation_rows(trainer: Any) -> int:
 
 
 def _evaluated(trainer: Any) -> list[Any]:
-    """Datasets that are evaluated during training."""
     if str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) == "no":
         return []
     rows = trainer.eval_dataset
@@ -125,7 +124,6 @@ class _Longest(Dataset[Any]):
         return batches
 
     def _columns(self, indices: Iterable[int]) -> Iterable[Any]:
-        """The rows at `indices`; from a `datasets.Dataset` only the measured columns."""
         rows = self.rows
         known = [name for name in _COLUMNS if name in getattr(rows, "column_names", ())]
         if known and hasattr(rows, "select_columns"):

@@ -271,7 +271,6 @@ def _say_whole(name: str) -> None:
 
 
 def _plain(logits: Logits) -> torch.Tensor:
-    """A meta tensor with the logits' shape and dtype."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.empty(1, dtype=logits.dtype, device="meta").expand(logits.shape)
 

@@ -239,7 +239,6 @@ def _decoders() -> dict[str, Preset]:
 
 
 def _short(hub_name: str) -> str:
-    """ "meta-llama/Meta-Llama-3-8B" -> "llama-3-8b"."""
     return hub_name.split("/")[1].lower().removeprefix("meta-")
 
 

@@ -58,7 +58,6 @@ def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> str | None:
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of a config and its nested configs by dotted name."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):

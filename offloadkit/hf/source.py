@@ -345,7 +345,6 @@ def resolve(
 
 
 def _check_decoder(config: Any, of: str, field: str) -> None:
-    """Raise `ModelError` for an encoder-decoder that cannot make decoder inputs from labels."""
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         raise ModelError(
             f"{of} has no decoder_start_token_id, the token that its decoder begins with: set {field} (T5's is its pad "
@@ -372,7 +371,6 @@ def _check_head(model: Any, task: Task, id2label: dict[int, str] | None) -> None
 
 
 def _read_tokenizer(location: str) -> PreTrainedTokenizerBase:
-    """Read a tokenizer and check that it has a vocabulary."""
     from transformers import AutoTokenizer
 
     if os.path.isdir(location):

@@ -277,7 +277,6 @@ def _with_chat_template(run: Tokenizing, batch: _Columns, indices: list[int]) ->
 
 
 def _both_messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> tuple[list[Any], list[Any]]:
-    """Messages of each row's input and of its target."""
     both = []
     for columns, role in ((run.columns, "user"), (Columns("text", (run.columns.target,)), "assistant")):
         name, alone = columns.inputs[0], len(columns.inputs) == 1 and not columns.template
@@ -342,7 +341,6 @@ def _messages_of(value: Any, column: str, row: int) -> list[dict[str, Any]]:
 
 
 def _are_messages(value: Any) -> bool:
-    """Whether a value is a list of messages, not text."""
     value = _parsed(value) if isinstance(value, str) and value.startswith("[{") else value
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 

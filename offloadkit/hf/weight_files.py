@@ -102,7 +102,6 @@ _MOST_A_TENSOR, _MOST_TENSORS = 1_000, 10_000
 
 
 def _num_tensors(path: str) -> int:
-    """Number of tensors in a safetensors file; 0 for a .bin file."""
     from safetensors import safe_open
 
     if not path.endswith(".safetensors"):

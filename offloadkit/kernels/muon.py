@@ -35,7 +35,6 @@ def workspace_bytes(matrix: Matrix) -> int:
 
 
 def _row(matrix: Matrix) -> int:
-    """Elements of a row of the parameter."""
     return matrix.rows if matrix.is_transposed else matrix.columns
 
 

@@ -31,8 +31,6 @@ _PAUSE = 2.0
 
 @dataclass
 class _Bucket:
-    """Consecutive steps."""
-
     lowest: Point
     highest: Point
     number: int

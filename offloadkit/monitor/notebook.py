@@ -66,7 +66,6 @@ class NotebookDisplay:
         _publish(drawn, self._ident, update)
 
     def _note(self, heeded: bool) -> str:
-        """Instructions for stopping, if the button does not suffice."""
         if not heeded:
             return _UNHEEDED
         if self._button is None:
@@ -75,8 +74,6 @@ class NotebookDisplay:
 
 
 class _Button:
-    """Stop button for kernels with subshells."""
-
     def __init__(self, threads: Any, stop: Callable[[], None]) -> None:
         """
         Args:
@@ -103,17 +100,14 @@ class _Button:
         return bool(self._threads.manager.list_subshell())
 
     def open(self) -> None:
-        """Publish the button, on the cell's thread."""
         view = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
         _publish({_VIEW: view, "text/plain": ""}, self._ident)
 
     def say(self, *, stopping: bool, works: bool) -> None:
-        """Update the button's label and state."""
         self._widget.description = "Stopping …" if stopping else "Stop and save"
         self._widget.disabled = stopping or not works
 
     def close(self) -> None:
-        """Remove the button and release its widgets."""
         _publish({"text/html": "", "text/plain": ""}, self._ident, update=True)
         for part in (self._widget.layout, self._widget.style, self._widget):
             part.close()

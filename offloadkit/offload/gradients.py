@@ -497,7 +497,6 @@ class Gradients:
 
     @property
     def _exchanges_now(self) -> bool:
-        """Whether ranks exchange layers in this backward."""
         return self._ranks.size > 1 and (self.ends_window or not self._exchanges_sums)
 
     @property

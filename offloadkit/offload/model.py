@@ -360,7 +360,6 @@ class PlacedModel:
         self.is_whole = True
 
     def _dismantle(self) -> None:
-        """Release everything that layers share, after pending copies."""
         self.is_whole = False
         self.gradients.forget_buffers()
         rings = {state.ring for state in self.states if state.ring is not None}

@@ -70,8 +70,6 @@ class WatchedLayer(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Place:
-    """One watched parameter."""
-
     outside: Outside
     layer: WatchedLayer | None
     """None after the engine is closed."""

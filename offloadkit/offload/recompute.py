@@ -443,7 +443,6 @@ def forget_found(memory: Callable[[torch.Tensor], bool]) -> None:
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors in `values`, also in lists and tuples, except inference tensors, which have no version."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if not value.is_inference():
@@ -522,7 +521,6 @@ class _Environment:
                 generator.set_state(state)
 
     def _present_autocast(self) -> list[tuple[str, bool, torch.dtype, bool]]:
-        """(device type, enabled, dtype, whether casts are cached) for each device type."""
         cached = torch.is_autocast_cache_enabled()
         return [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)

@@ -177,7 +177,6 @@ class StepRecords:
         )
 
     def _memory(self) -> dict[str, dict[str, int]]:
-        """Planned bytes by tier and category, and present use of the process."""
         tiers = {tier: dict(categories) for tier, categories in self.plan.tiers.items()}
         tiers["ram"]["process"] = hardware.process_ram_bytes()
         if self._device.type == "cuda":

@@ -85,8 +85,6 @@ class Update:
 
 
 class _Worker(Thread):
-    """A thread that runs jobs in order until it gets None."""
-
     def __init__(self, name: str, device: torch.device, failed: Callable[[BaseException], None]) -> None:
         super().__init__(name=name, daemon=True)
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -105,7 +103,6 @@ class _Worker(Thread):
             watchdog.progressed()
 
     def has_ended(self, seconds: float) -> bool:
-        """Wait up to `seconds`; returns whether the thread has ended."""
         self.join(seconds)
         return not self.is_alive()
 

@@ -129,7 +129,6 @@ def _warmup_lr(
     warmup_num_steps: int = 1000,
     warmup_type: str = "log",
 ) -> Schedule:
-    """Warm up from the lowest to the highest rate and stay there."""
     highest = [float(group["lr"]) for group in optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
     return _warmed_up(optimizer, warmup_min_lr, highest, warmup_num_steps, warmup_type, lambda _iteration: 1.0)
 
@@ -142,7 +141,6 @@ def _warmup_decay_lr(
     warmup_num_steps: int = 1000,
     warmup_type: str = "log",
 ) -> Schedule:
-    """Warm up from the lowest to the highest rate, then decay linearly to the lowest rate."""
     length = max(1.0, total_num_steps - max(2, warmup_num_steps))
 
     def after(iteration: int) -> float:

@@ -155,7 +155,6 @@ class GroupOptions:
 
 
 def _number(value: Any, name: str) -> float:
-    """Convert an option to float. Raises `ConfigError` if it is not a finite number."""
     is_one = isinstance(value, Real) and not isinstance(value, bool)
     if is_one or (isinstance(value, Tensor) and value.numel() == 1):
         try:

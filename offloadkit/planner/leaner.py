@@ -77,7 +77,6 @@ def _down_the_rungs(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan 
 
 
 def _totals(plan: Plan, placements: Sequence[Placement]) -> dict[str, int]:
-    """Bytes by tier with these placements, with activations as planned."""
     tiers = tier_bytes(plan.layers, placements, plan.accumulation)
     now = tier_bytes(plan.layers, plan.placements, plan.accumulation)
     return {tier: plan.total_bytes(tier) + sum(tiers[tier].values()) - sum(now[tier].values()) for tier in TIERS}

@@ -80,7 +80,6 @@ class _Tried:
         return given
 
     def step(self, counts: Counts) -> float:
-        """Seconds of a step; infinity if nothing fits."""
         fits = self.instead[counts]
         return self._search.phases(fits).step if fits else float("inf")
 
@@ -260,7 +259,6 @@ class Search:
         return found
 
     def _refine(self, counts: Counts, tried: _Tried) -> None:
-        """Move to the best neighbour in `tried` while the step gets faster."""
 
         def best_near() -> Counts:
             return min(tried.add(self._near(counts)), key=tried.step, default=counts)
