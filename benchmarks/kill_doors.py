@@ -27,12 +27,12 @@ from transformers import (
 )
 from transformers import trainer as transformers_trainer
 
+from benchmarks.killed_ranks import newest_step
 from offloadkit import Monitor, OffloadSeq2SeqTrainer, cli, finetune
-from offloadkit.checkpoint.folder import MANIFEST, newest_checkpoint
+from offloadkit.checkpoint.folder import MANIFEST
 from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import world
 from offloadkit.engine.engine import OffloadEngine
-from offloadkit.errors import ConfigError
 
 NUM_STEPS, SAVE_STEPS, EVAL_STEPS = 24, 3, 4
 MICRO_BATCHES = 6
@@ -75,14 +75,6 @@ class Work:
     @property
     def replaces(self) -> bool:
         return self.overwrites or (self.resumes and not self.has_checkpoint and any(self.folder.glob("checkpoint-*")))
-
-
-def newest_step(folder: Path) -> int:
-    """Of the newest whole checkpoint; 0 without one."""
-    try:
-        return int(newest_checkpoint(folder, verify=False).name.removeprefix("checkpoint-"))
-    except ConfigError:
-        return 0
 
 
 def write_inputs(folder: Path) -> None:

@@ -27,16 +27,16 @@ import torch
 from torch import nn
 
 from benchmarks import table
-from benchmarks.kill_doors import newest_step
 from benchmarks.ranks import take_gpu
 from benchmarks.run import ended_by_signals, git_commit
 from benchmarks.same_numbers import sha256
 from benchmarks.table import Row
 from offloadkit import OffloadConfig, OffloadEngine
+from offloadkit.checkpoint.folder import newest_checkpoint
 from offloadkit.config import Placement
 from offloadkit.distributed import world
 from offloadkit.distributed.launch import launch, told
-from offloadkit.errors import RankError
+from offloadkit.errors import ConfigError, RankError
 
 MICRO_BATCHES = 12
 """Per step, of all ranks together."""
@@ -120,6 +120,14 @@ def train(folder: Path, last_step: int | None) -> tuple[str, str]:
 def _rows(number: int) -> torch.Tensor:
     """A micro-batch: fp32 [4, _WIDTH]."""
     return torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest whole checkpoint; 0 without a checkpoint."""
+    try:
+        return int(newest_checkpoint(folder, verify=False).name.removeprefix("checkpoint-"))
+    except ConfigError:
+        return 0
 
 
 def run(

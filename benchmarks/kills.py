@@ -47,6 +47,7 @@ from safetensors.torch import load_file
 
 from benchmarks import kill_doors, table
 from benchmarks.kill_doors import NUM_STEPS, SAVE_STEPS, Work
+from benchmarks.killed_ranks import newest_step
 from benchmarks.run import ROOT, ended_by_signals, git_commit
 from benchmarks.table import Row
 from offloadkit.checkpoint.folder import check_readable
@@ -371,7 +372,7 @@ def _read_fresh(life: Life, folder: Path, logged: int) -> None:
     life.began = int(went_on[1]) if went_on else -1
     with suppress(IndexError, ValueError):  # a line may be cut
         life.step = json.loads(_steps(folder)[logged:][-1])["step"]
-    life.saved = kill_doors.newest_step(folder) or -1
+    life.saved = newest_step(folder) or -1
 
 
 # -- whole trainings

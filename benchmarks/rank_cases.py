@@ -98,7 +98,7 @@ RANK_CASES: dict[str, RankCase] = {
     "t5-3b-1x80": _t5(8, 80, 1),
     "t5-3b-2x80": _t5(8, 80),
     "t5-3b-4x80": _t5(8, 80, 4, traced=True),
-    "t5-3b-4": _t5(8, None, 4, engines=("fsdp2-our-compute", "fsdp2")),
+    "t5-3b-4": _t5(8, None, 4, engines=("fsdp2-our-compute",)),
     "t5-3b-4-deepspeed": _t5(8, None, 4, slow=True, engines=("zero2-offload-200m", "zero3-offload-200m")),
     "llama-8b-4x24": _decoder(4, 24, 4, traced=True, limit=240),
     "llama-8b-1x80": _decoder(4, 80, 1, limit=180),

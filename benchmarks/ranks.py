@@ -21,11 +21,11 @@ All of it on two H200s, in commands of at most ten minutes. Each stops by itself
 
 On four H100s, most important cases first:
 
-    python -m benchmarks ranks llama-8b-1x24 llama-8b-4x24 llama-8b-2x24 t5-3b-1x24 t5-3b-4x24 t5-3b-2x24 t5-3b-4x80 \
-        llama-8b-4x80 llama-8b-4 t5-3b-4 $OUT --seconds 560
-    python -m benchmarks ranks t5-11b-4x80 qwen3-32b-4x80 llama-8b-1x80 llama-8b-2x80 t5-3b-1x80 t5-3b-2x80 \
-        t5-3b-4-deepspeed $OUT --seconds 460
+    python -m benchmarks ranks llama-8b-1x24 llama-8b-4x24 llama-8b-2x24 t5-3b-1x24 t5-3b-4x24 t5-3b-4x80 \
+        llama-8b-4x80 llama-8b-4 t5-3b-4 t5-3b-2x24 $OUT --seconds 560
     python -m benchmarks.killed_ranks --ranks 4 --kills 5 --out ranks.csv
+    python -m benchmarks ranks t5-11b-4x80 qwen3-32b-4x80 t5-3b-4-deepspeed llama-8b-1x80 llama-8b-2x80 t5-3b-1x80 \
+        t5-3b-2x80 $OUT --seconds 460
 
 `--turns 2` measures everything twice; the turns of all cases of a command alternate. The rank processes are children of
 the command: when it ends, however it does, they are gone.
