@@ -31,7 +31,8 @@ from offloadkit.hardware import Hardware, with_disk
 from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of, repeated_blocks, stays_fp32
 from offloadkit.optim.table import DTYPES
 from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage
-from offloadkit.planner.plan import check_fits, why_not
+from offloadkit.planner.plan import check_fits
+from offloadkit.planner.words import why_not
 from offloadkit.python_time import blocks_called
 from offloadkit.tracing import Call, trace_micro_batch
 
@@ -207,8 +208,8 @@ def _plan_for(outline: Outline | None, example: Any, rows_option: str, evaluatio
     if made.fits or work.rows is None or not rows_option:
         return made
     numbers = [1 << power for power in reversed(range((work.rows.batch_size - 1).bit_length()))]
-    fewer = ((f"{rows_option}={number}", outline.work(_with_rows(example, number))) for number in numbers)
-    smaller = tuple((words, replace(less, evaluation=work.evaluation)) for words, less in fewer if less is not None)
+    fewer = (((f"{rows_option}={number}",), outline.work(_with_rows(example, number))) for number in numbers)
+    smaller = tuple((options, replace(less, evaluation=work.evaluation)) for options, less in fewer if less is not None)
     return replace(made, basis=replace(made.basis, smaller=smaller))
 
 

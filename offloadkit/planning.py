@@ -421,16 +421,18 @@ class _TaskOutline:
             batch["decoder_input_ids"] = torch.empty_like(labels)
         return partial(smoother, labels=labels, shift_labels=self.task == "causal")
 
-    def smaller(self, rows: Rows) -> Iterator[tuple[str, MicroBatch]]:
+    def smaller(self, rows: Rows) -> Iterator[tuple[tuple[str, ...], MicroBatch]]:
         """Smaller micro-batches, each with its options in words: first fewer rows, then shorter rows."""
         sizes = [size for size in BATCH_SIZES if size < rows.batch_size]
-        others = [(f"batch_size={size}", replace(rows, batch_size=size)) for size in sizes]
+        others: list[tuple[tuple[str, ...], Rows]]
+        others = [((f"batch_size={size}",), replace(rows, batch_size=size)) for size in sizes]
         if half := rows.input_length // 2:
-            words = "max_input_length={}" if rows.batch_size == 1 else "batch_size=1 and max_input_length={}"
-            others.append((words.format(half), replace(rows, batch_size=1, input_length=half)))
-        for words, other in others:
+            one_row = () if rows.batch_size == 1 else ("batch_size=1",)
+            shorter = replace(rows, batch_size=1, input_length=half)
+            others.append(((*one_row, f"max_input_length={half}"), shorter))
+        for options, other in others:
             if (work := self.work(other)) is not None:
-                yield words, work
+                yield options, work
 
 
 def _outline(

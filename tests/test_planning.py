@@ -33,7 +33,7 @@ from offloadkit.cli import app
 from offloadkit.errors import ConfigError, DoesNotFitError
 from offloadkit.hf.data import num_positions
 from offloadkit.hf.presets import PRESETS
-from offloadkit.planner.plan import nearest_fits
+from offloadkit.planner.remedies import nearest_fits
 from tests.planner.machines import GIB, H200
 
 README = Path(__file__).parent.parent / "README.md"

@@ -11,7 +11,7 @@ from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
 from offloadkit.errors import ConfigError, DoesNotFitError
 from offloadkit.planner import Dtype, Plan
 from offloadkit.planner.layout import activations
-from offloadkit.planner.plan import does_not_fit
+from offloadkit.planner.words import does_not_fit
 from offloadkit.units import format_bytes
 
 BUCKET_ELEMENTS = 200_000_000

@@ -48,7 +48,7 @@ from offloadkit.offload.states import LayerState
 from offloadkit.optim.torch_optimizer import OffloadOptimizer
 from offloadkit.outline import FirstWindow
 from offloadkit.planner import Plan, placed
-from offloadkit.planner.plan import of_rank
+from offloadkit.planner.make import of_rank
 from offloadkit.telemetry import Move, Telemetry
 from offloadkit.units import format_seconds
 

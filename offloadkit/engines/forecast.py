@@ -13,7 +13,7 @@ from offloadkit.engines.timing import LEAST_STEPS
 from offloadkit.engines.work import Work, model_to_plan
 from offloadkit.planner import Plan
 from offloadkit.planner.layout import activations
-from offloadkit.planner.plan import does_not_fit
+from offloadkit.planner.words import does_not_fit
 from offloadkit.planning import plan
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from offloadkit.device import process_memory
 from offloadkit.distributed.ranks import SOLO, Ranks
 from offloadkit.errors import OutOfRamError, OutOfVramError
 from offloadkit.planner import Plan, leaner
-from offloadkit.planner.plan import TIERS
+from offloadkit.planner.prediction import TIERS
 from offloadkit.threads import Thread
 from offloadkit.units import format_bytes
 

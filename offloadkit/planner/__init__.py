@@ -1,9 +1,10 @@
 """The planner: bytes of each kind that a run needs, their places, and the seconds of a step. Pure arithmetic.
 
 `work`: the computation of a micro-batch, as counted by `tracing`. `layout`: bytes of a layer and of a run. `seconds`:
-the time of a step. `phases`: peak memory of reading, saving and closing. `search`: the fastest placements. `plan`: one
-`Plan`, and its words. `ranks`: a machine as one of several ranks has it. `leaner`: another plan for a run short of
-memory. `faster`: another plan for a machine whose rates differ from the plan.
+the time of a step. `phases`: peak memory of reading, saving and closing. `search`: the fastest placements.
+`prediction`: what is computed for a run. `make`: makes it. `words`, `remedies`: say it, and what would be better.
+`plan`: `Plan`, all of these in one. `ranks`: a machine as one of several ranks has it. `leaner`: another plan for a run
+short of memory. `faster`: another plan for a machine whose rates differ from the plan.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from offloadkit.planner.layout import (
     tier_bytes,
 )
 from offloadkit.planner.leaner import leaner
-from offloadkit.planner.plan import Plan, make_plan, placed
+from offloadkit.planner.make import placed
+from offloadkit.planner.plan import Plan, make_plan
 from offloadkit.planner.work import MicroBatch, Pass, Rows, Stage
 
 __all__ = [

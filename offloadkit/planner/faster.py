@@ -14,7 +14,8 @@ from typing import Any
 from offloadkit.config import Placement
 from offloadkit.hardware import CPU_STEP_RATES, Hardware
 from offloadkit.optim.table import DTYPES
-from offloadkit.planner.plan import Plan, replanned, wishes
+from offloadkit.planner.make import replanned, wishes
+from offloadkit.planner.plan import Plan
 from offloadkit.planner.seconds import FEW_CORES, StepModel
 from offloadkit.telemetry import StepRecord
 

@@ -12,7 +12,9 @@ from typing import Literal
 
 from offloadkit.config import Placement
 from offloadkit.planner.layout import is_built, possible, tier_bytes
-from offloadkit.planner.plan import TIERS, Plan, placed, replanned, wishes
+from offloadkit.planner.make import placed, replanned, wishes
+from offloadkit.planner.plan import Plan
+from offloadkit.planner.prediction import TIERS
 from offloadkit.planner.seconds import IN_VRAM
 
 _SMALLER = 7 / 8

@@ -289,7 +289,7 @@ def test_fewer_rows_are_proposed_by_the_doors_own_name_for_them() -> None:
     config = replace(TIGHT, vram=FIXED - LOADED_LATER_BYTES + (8 << 20))
     planned = outline.plan_for(t5(), config, torch.device("cpu"), example, rows_option="batch")
     assert planned is not None
-    assert [words for words, _ in planned.basis.smaller] == [f"batch={size}" for size in (32, 16, 8, 4, 2, 1)]
+    assert [options for options, _ in planned.basis.smaller] == [(f"batch={size}",) for size in (32, 16, 8, 4, 2, 1)]
     assert re.match(r"batch=\d+ would fit", planned.explain())
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from offloadkit.config import OffloadConfig
 from offloadkit.kernels import cpu
-from offloadkit.planner import LayerShape, MicroBatch, Pass, make_plan
-from offloadkit.planner import plan as planning
+from offloadkit.planner import LayerShape, MicroBatch, Pass, make_plan, remedies
 from offloadkit.planner.counts import Counts
 from offloadkit.planner.search import Room, Search
 from tests.planner.machines import GIB, T4, TWO_CORES, shape, stage
@@ -128,7 +127,7 @@ def test_more_ram_is_tried_only_where_some_was_short(monkeypatch: pytest.MonkeyP
     layers, work = unlike_layers()
     budgets = [int(3.7 * GIB), 4 * GIB, 64 * GIB]
     plans = [make_plan(layers, OffloadConfig(vram="3GiB", ram=ram), work=work, hardware=T4) for ram in budgets]
-    assert [planning.is_short_of_ram(made) for made in plans] == [True, True, False]
+    assert [remedies.is_short_of_ram(made) for made in plans] == [True, True, False]
     said = [made.explain() for made in plans]
-    monkeypatch.setattr(planning, "is_short_of_ram", lambda made: True)
+    monkeypatch.setattr(remedies, "is_short_of_ram", lambda made: True)
     assert [made.explain() for made in plans] == said

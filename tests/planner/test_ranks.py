@@ -29,8 +29,8 @@ from offloadkit.planner.fitted import (
     THREAD_SLOWS,
 )
 from offloadkit.planner.layout import communicated_bytes
+from offloadkit.planner.make import of_rank, replanned
 from offloadkit.planner.phases import moved_bytes
-from offloadkit.planner.plan import of_rank, replanned
 from offloadkit.planner.ranks import NETWORK_BYTES_PER_SECOND, for_ranks
 from offloadkit.planner.scaling import grown, scaling_table
 from offloadkit.planner.search import Search

@@ -12,7 +12,7 @@ from offloadkit.config import OffloadConfig, Placement
 from offloadkit.hardware import Hardware
 from offloadkit.planner import MicroBatch, Plan, make_plan
 from offloadkit.planner.fitted import LOADED_LATER_BYTES
-from offloadkit.planner.plan import nearest_fits
+from offloadkit.planner.remedies import nearest_fits
 from offloadkit.units import format_bytes, format_seconds, parse_bytes, rounded_up
 from tests.messages import has_facts
 from tests.planner.machines import GIB, H200, TWO_CORES, shape, stage
@@ -51,30 +51,30 @@ DISK: Any = {"disk_read_bytes_per_second": 1e9, "disk_write_bytes_per_second": 1
 ON_DISK = "optimizer states on disk (OffloadConfig(disk='/disk'), or --disk /disk)"
 
 
-def with_proposals(short: Plan, free_bytes: int, *smaller: str) -> Plan:
+def with_proposals(short: Plan, free_bytes: int, *smaller: tuple[str, ...]) -> Plan:
     """`short`, which may propose a disk and micro-batches that are called smaller, and take as much."""
     machine, work = replace(H200, disk_free_bytes=free_bytes, **DISK), short.basis.work
     assert work is not None
-    works = tuple((words, work) for words in smaller)
+    works = tuple((options, work) for options in smaller)
     return replace(short, basis=replace(short.basis, with_disk=machine, smaller=works))
 
 
 def test_changes_are_tried_together_where_neither_is_enough() -> None:
     """A smaller micro-batch changes nothing here; neither states in fewer bytes nor a small disk is enough."""
     short = plan(vram="2GiB", ram="10GiB")
-    made = with_proposals(short, 6 * GIB, "batch_size=1")
+    made = with_proposals(short, 6 * GIB, ("batch_size=1",))
     words, other = nearest_fits(made, most=1)[0]
     assert words == f"precision='compact' and {ON_DISK}"
     assert other.fits
     assert 0 < other.total_bytes("disk") <= 6 * GIB
-    roomy = with_proposals(short, 600 * GIB, "batch_size=1")
+    roomy = with_proposals(short, 600 * GIB, ("batch_size=1",))
     assert nearest_fits(roomy, most=1)[0][0] == ON_DISK, "one change that is enough is named alone"
 
 
 def test_where_nothing_fits_the_leanest_settings_are_named_with_what_they_need() -> None:
     """Not only more RAM for the present ones: far less is enough on a disk."""
     short = plan(vram="2GiB", ram="200MiB")
-    made = with_proposals(short, 600 * GIB, "batch_size=1", "batch_size=1 and max_input_length=9")
+    made = with_proposals(short, 600 * GIB, ("batch_size=1",), ("batch_size=1", "max_input_length=9"))
     (more, whole), (lean, less), (leanest, least) = nearest_fits(made)
     assert re.fullmatch(r"\S+ GiB of RAM", more)
     assert re.fullmatch(re.escape(f"precision='tiny' and {ON_DISK} with ") + r"\S+ GiB of RAM", lean)

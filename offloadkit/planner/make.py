@@ -1,0 +1,210 @@
+"""Makes the plan of a run: searches the placements, or takes the given ones, and computes what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.hardware import Hardware
+from offloadkit.planner.fitted import CROWDED, FEW_CTAS, LOADED_LATER_BYTES
+from offloadkit.planner.layout import LayerShape, activations, choices, outside_bytes, possible, run_bytes
+from offloadkit.planner.prediction import Basis, Prediction
+from offloadkit.planner.ranks import for_ranks
+from offloadkit.planner.search import Search
+from offloadkit.planner.seconds import StepModel
+from offloadkit.planner.work import MicroBatch
+from offloadkit.units import parse_bytes
+
+P = TypeVar("P", bound=Prediction)
+
+
+def make(kind: type[P], layers: Sequence[LayerShape], basis: Basis) -> P:
+    """The plan of a model cut into `layers`. With several ranks, `layers` and `hardware` are one rank's.
+
+    Every layer gets the config's placement as far as possible. Without one, given `work` and a GPU in `hardware`, the
+    placements with the fastest predicted step within the budgets are searched; otherwise all states are in RAM. The
+    budgets are the config's `vram` and `ram`, or else the free memory.
+
+    If the link was also measured with few NCCL thread blocks, the plan chooses between few and NCCL's own choice
+    (`Hardware.most_ctas`). Few take less VRAM: if a plan fits with few only, few are chosen.
+    """
+    config, work, hardware = basis.config, basis.work, basis.hardware
+    layers = tuple(
+        replace(
+            layer,
+            kind=replace(layer.kind, optimizer=config.optimizer, precision=config.precision),
+            exchanges_sums=config.exchange == "step",
+        )
+        for layer in layers
+    )
+    budgets = _budgets(config, hardware, layers[0].num_ranks)
+    if work is None or hardware is None or not hardware.few_ctas_link_bytes_per_second:
+        return _plan(kind, layers, basis, budgets, _placements(layers, basis, budgets))
+    few, own = (
+        _plan(kind, layers, each, budgets, _placements(layers, each, budgets))
+        for each in (replace(basis, hardware=machine) for machine in _with_ctas(hardware))
+    )
+    assert few.seconds is not None
+    assert own.seconds is not None
+    is_fast = few.seconds.step <= CROWDED * own.seconds.step
+    return few if not own.fits or (few.fits and is_fast) else own
+
+
+def _with_ctas(machine: Hardware) -> tuple[Hardware, Hardware]:
+    """The machine with `FEW_CTAS`, and with NCCL's own choice."""
+    own = replace(machine, few_ctas_link_bytes_per_second=0.0)
+    return replace(own, most_ctas=FEW_CTAS, link_bytes_per_second=machine.few_ctas_link_bytes_per_second), own
+
+
+def placed(plan: P, placements: Sequence[Placement]) -> P:
+    """`plan` with the given placement of each layer, and the bytes and seconds that follow from it."""
+    return _plan(type(plan), plan.layers, plan.basis, plan.budgets, tuple(placements))
+
+
+def of_rank(plan: P, layers: Sequence[LayerShape]) -> P:
+    """The ranks' common `plan` with one rank's `layers`."""
+    return _plan(type(plan), tuple(layers), plan.basis, plan.budgets, plan.placements)
+
+
+def replanned(
+    plan: P, *, work: Any = None, hardware: Hardware | None = None, num_gpus: int | None = None, **changes: Any
+) -> P:
+    """The plan made again, with `changes` in its config (vram, ram, precision, ...), another micro-batch or machine.
+
+    Args:
+        num_gpus: number of GPUs of the same kind with as much VRAM as now; the host's RAM stays the same.
+    """
+    basis, layers = plan.basis, plan.layers
+    config = replace(basis.config, **changes)
+    if num_gpus is not None:
+        layers = tuple(layer.shared_by(num_gpus) for layer in layers)
+        hardware = basis.hardware and for_ranks(basis.hardware, num_gpus)
+    return make(
+        type(plan),
+        layers,
+        Basis(config, basis.frozen, basis.frozen_bytes, work or basis.work, hardware or basis.hardware, basis.assumed),
+    )
+
+
+def exchanged_otherwise(plan: P) -> P:
+    """The plan made again with the other order of gradient exchange between GPUs (`OffloadConfig.exchange`)."""
+    return replanned(plan, exchange="micro_batch" if plan.basis.config.exchange == "step" else "step")
+
+
+def wishes(plan: Prediction, budgets: Mapping[str, float]) -> dict[str, Any]:
+    """`vram` and `ram` of a config that gives each rank of `plan` this many bytes."""
+    return {tier: int(size * (plan.num_on_host if tier == "ram" else 1)) for tier, size in budgets.items()}
+
+
+def is_short_of_ram(plan: Prediction) -> bool:
+    work, hardware = plan.basis.work, plan.basis.hardware
+    assert work is not None
+    assert hardware is not None
+    if plan.basis.config.placement is not None:
+        return False
+    search = _search(plan.layers, plan.basis, work, hardware)
+    return search.is_short_of_ram(*_room(plan.basis.config, plan.budgets, hardware))
+
+
+def _plan(
+    kind: type[P],
+    layers: tuple[LayerShape, ...],
+    basis: Basis,
+    budgets: dict[str, int],
+    placements: tuple[Placement, ...],
+) -> P:
+    config, work, hardware, frozen, frozen_bytes = (
+        basis.config,
+        basis.work,
+        basis.hardware,
+        basis.frozen,
+        basis.frozen_bytes,
+    )
+    held = activations(work, choices(layers, placements, work)) if work else None
+    tiers = run_bytes(
+        layers,
+        placements,
+        config.gradient_accumulation,
+        frozen_bytes=frozen_bytes,
+        held=held,
+        context_bytes=outside_bytes(layers, hardware) if hardware else 0,
+        device_type="cpu" if hardware and hardware.device == "cpu" else "cuda",
+    )
+    model = None
+    if work and hardware:
+        model = StepModel(layers, work, hardware, config.gradient_accumulation, compiled=config.compile_blocks)
+    weights = frozen_bytes + sum(layer.weight_bytes() for layer in layers)
+    checkpoint = weights + sum(sum(layer.state_bytes().values()) for layer in layers)
+    num_trainable = sum(layer.num_parameters for layer in layers)
+    return kind(
+        layers,
+        placements,
+        config.gradient_accumulation,
+        num_trainable + frozen,
+        num_trainable,
+        tiers,
+        checkpoint,
+        2 * checkpoint + weights,
+        budgets,
+        model.seconds(placements) if model else None,
+        model.on_large_gpu() if model else None,
+        layers[0].num_ranks * config.gradient_accumulation * work.num_tokens if work else None,
+        basis,
+    )
+
+
+def _budgets(config: OffloadConfig, hardware: Hardware | None, num_ranks: int) -> dict[str, int]:
+    """Available bytes by tier: the config's budgets, or else the free bytes. Ranks of one host share its RAM evenly.
+
+    The CUDA context's VRAM is part of the budget, since the plan counts it as needed.
+    """
+    found: dict[str, int] = {}
+    if hardware is not None:
+        found = {"ram": hardware.ram_available_bytes, "disk": hardware.disk_free_bytes}
+        if hardware.device != "cpu":
+            found["vram"] = hardware.vram_free_bytes + hardware.vram_context_bytes
+    for tier, wish in (("vram", config.vram), ("ram", config.ram)):
+        if wish is not None:
+            found[tier] = parse_bytes(wish)
+    on_host = hardware.num_ranks if hardware is not None else num_ranks
+    return found | {tier: found[tier] // on_host for tier in ("ram", "disk") if tier in found}
+
+
+def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, int]) -> tuple[Placement, ...]:
+    config, work, hardware = basis.config, basis.work, basis.hardware
+    if config.placement is None and work is not None and hardware is not None and hardware.device != "cpu":
+        return _search(tuple(layers), basis, work, hardware).best(*_room(config, budgets, hardware))
+    placement = config.placement or Placement()
+    if config.activation_checkpointing and placement.activations == "keep":
+        placement = replace(placement, activations="checkpoint")
+    return tuple(possible(placement, layer) for layer in layers)
+
+
+def _search(layers: tuple[LayerShape, ...], basis: Basis, work: MicroBatch, hardware: Hardware) -> Search:
+    config = basis.config
+    how = config.activation_checkpointing, config.compile_blocks
+    return _kept_search(layers, work, hardware, config.gradient_accumulation, basis.frozen_bytes, *how)
+
+
+@lru_cache(maxsize=2)
+def _kept_search(
+    layers: tuple[LayerShape, ...],
+    work: MicroBatch,
+    hardware: Hardware,
+    accumulation: int,
+    frozen_bytes: int,
+    all_recomputed: bool,
+    compiled: bool,
+) -> Search:
+    options: dict[str, Any] = {"all_recomputed": all_recomputed, "compiled": compiled}
+    return Search(layers, work, hardware, accumulation, frozen_bytes=frozen_bytes, **options)
+
+
+def _room(config: OffloadConfig, budgets: Mapping[str, int], hardware: Hardware) -> tuple[int, int, int]:
+    """The search's bytes of VRAM, RAM and disk. With a `vram` budget, some VRAM is held back at first."""
+    held_back = LOADED_LATER_BYTES if config.vram is not None and hardware.vram_context_bytes > 0 else 0
+    disk = budgets["disk"] if hardware.disk_read_bytes_per_second else 0
+    return budgets["vram"] - held_back, budgets["ram"], disk

@@ -1,0 +1,144 @@
+"""`Prediction`: the placements, bytes and seconds of a run, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from offloadkit.config import OffloadConfig, Placement
+from offloadkit.hardware import Hardware
+from offloadkit.planner.layout import LayerShape, communicated_bytes
+from offloadkit.planner.phases import Phase, phases_of
+from offloadkit.planner.seconds import Seconds
+from offloadkit.planner.work import MicroBatch, Rows
+
+TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
+"""The kinds of memory, by the name in messages."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The inputs of a plan, kept to make changed plans."""
+
+    config: OffloadConfig
+    frozen: int
+    """Number of parameters outside the flat layers."""
+    frozen_bytes: int
+    """Bytes of the parameters outside the flat layers, and of buffers."""
+    work: MicroBatch | None
+    hardware: Hardware | None
+    assumed: bool
+    """Whether the machine's rates are assumed, not measured."""
+    chosen: str = ""
+    """The option that keeps this micro-batch if it could depend on the VRAM budget: "batch_size=4"."""
+    smaller: tuple[tuple[tuple[str, ...], MicroBatch], ...] = ()
+    """Smaller micro-batches that the user could choose: (options, its work), such as (("batch_size=2",), ...)."""
+    with_disk: Hardware | None = None
+    """The machine with a folder for states, if the user has named none. The disk's rates are assumed."""
+    held_bytes: int = 0
+    """RAM of a model in memory, until the engine has taken over all of it."""
+
+
+@dataclass(frozen=True, repr=False)
+class Prediction:
+    """The memory of a run and the seconds of its steps, computed from shapes alone.
+
+    With several GPUs all bytes are for one rank, with its equal share of the host's RAM.
+
+    Attributes:
+        tiers: a training step's bytes by tier ("vram", "ram", "disk") and category. Without a micro-batch to plan for,
+            activations and the framework's own memory are not included.
+        budgets: bytes that may be used, by tier; {} for an unknown machine. RAM is this rank's share.
+        seconds: the predicted step. None without a micro-batch or a machine to plan for.
+        large_gpu_seconds: seconds of a step on the same GPU with enough VRAM for everything, or None.
+        num_tokens: positions of one step on all GPUs, padding included.
+        checkpoint_bytes: size of one checkpoint on disk.
+        checkpoint_peak_bytes: peak on disk: two checkpoints, since the old one is deleted after the new one is written,
+            and the trained model.
+        basis: the inputs of the plan.
+    """
+
+    layers: tuple[LayerShape, ...]
+    placements: tuple[Placement, ...]
+    accumulation: int
+    num_parameters: int
+    num_trainable_parameters: int
+    tiers: dict[str, dict[str, int]]
+    checkpoint_bytes: int
+    checkpoint_peak_bytes: int
+    budgets: dict[str, int] = field(compare=False)
+    seconds: Seconds | None = field(compare=False)
+    large_gpu_seconds: float | None = field(compare=False)
+    num_tokens: int | None
+    basis: Basis = field(compare=False)
+
+    def total_bytes(self, tier: str) -> int:
+        """Planned bytes of a tier in training steps."""
+        return sum(self.tiers[tier].values())
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """Peak memory of each phase of a run, from reading the model to closing. Omits the same bytes as `tiers`."""
+        work, held = self.basis.work, self.basis.held_bytes
+        args = self.layers, self.placements, self.accumulation, self.tiers, work
+        return tuple(
+            replace(each, ram=each.ram + held) if each.name == "reading" else each
+            for each in phases_of(*args, on_cpu=self.on_cpu, reads=not held)
+        )
+
+    def needs(self) -> dict[str, int]:
+        """Planned bytes by tier, of the phase that takes the most. Without a GPU, VRAM counts as RAM too.
+
+        Generation is left out, because most runs do not generate. So is a model in memory while it is read, because it
+        is freed layer by layer, or lies in the page cache.
+        """
+        phases, beside = [each for each in self.phases if each.name != "generation"], {"reading": self.basis.held_bytes}
+        vram = max(phase.vram for phase in phases)
+        ram = max(phase.ram - beside.get(phase.name, 0) for phase in phases)
+        return {"vram": vram, "ram": ram, "disk": self.total_bytes("disk")}
+
+    def lacking(self) -> dict[str, int]:
+        """Missing bytes by tier; {} if the plan fits. Without a GPU, VRAM has a budget only if the config gives one."""
+        short = {tier: need - self.budgets[tier] for tier, need in self.needs().items() if tier in self.budgets}
+        return {tier: number for tier, number in short.items() if number > 0}
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan fits the known budgets."""
+        return not self.lacking()
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the plan is for a machine without a GPU."""
+        return self.basis.hardware is not None and self.basis.hardware.device == "cpu"
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs that train together. A run on the CPU counts its ranks."""
+        return self.layers[0].num_ranks
+
+    @property
+    def num_on_host(self) -> int:
+        """Number of ranks that share a host's RAM."""
+        return self.basis.hardware.num_ranks if self.basis.hardware else self.num_gpus
+
+    @cached_property
+    def communicated(self) -> dict[str, int]:
+        """Bytes that a GPU receives from the other GPUs in an optimizer step, by kind: "exchange" of gradients,
+        "gather" of new weights, and "norm". {} with one GPU."""
+        return communicated_bytes(self.layers, self.placements, self.accumulation)
+
+    @property
+    def rows(self) -> Rows | None:
+        """Batch size and lengths of a micro-batch; None without a micro-batch to plan for."""
+        return self.basis.work.rows if self.basis.work else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Positions per second, padding included."""
+        return self.num_tokens / self.seconds.step if self.num_tokens and self.seconds else None
+
+    @property
+    def slowdown(self) -> float | None:
+        """Seconds of a step relative to a GPU that holds everything."""
+        return self.seconds.step / self.large_gpu_seconds if self.seconds and self.large_gpu_seconds else None

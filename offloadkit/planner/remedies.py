@@ -1,0 +1,295 @@
+"""The bottleneck of a plan, and remedies: other plans that are faster, or that fit if this one does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from offloadkit.config import OffloadConfig, Precision
+from offloadkit.optim.table import optimizer_named
+from offloadkit.planner.make import P, exchanged_otherwise, is_short_of_ram, replanned, wishes
+from offloadkit.planner.prediction import TIERS, Prediction
+from offloadkit.planner.ranks import GPUS_PER_HOST
+from offloadkit.planner.seconds import FEW_CORES, cpu_step_rate
+from offloadkit.planner.words import TO_GPU, TO_RAM, of_all, of_tiers, speed, takes, why_not
+from offloadkit.units import format_bytes, rounded_up
+
+_LIMITS = {
+    "GPU": "the GPU's computing",
+    "H2D": f"the bus ({TO_GPU})",
+    "D2H": f"the bus ({TO_RAM})",
+    "disk": "the disk",
+    "launches": "starting the GPU's operations, one after the other, from Python",
+    "link": "the link between the GPUs",
+}
+_BOTH_WAYS = "the bus in both directions"
+_LARGER_BUDGETS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""Larger budgets to try, as multiples of the present budget."""
+_MORE_MICRO_BATCHES = 4
+"""Factor of the larger accumulation that is compared."""
+_MIN_SPEEDUP = 1.05
+"""A change is proposed only if it makes the step at least this many times faster."""
+_MIN_SAVED = 0.01
+"""A change is said to save memory only if it saves more than this fraction of it."""
+_MAX_LACKING = 0.9
+"""A smaller micro-batch is proposed only if it lacks less than this fraction of the bytes that the present one
+lacks."""
+_AS_BUSY = 0.85
+"""Resources with more than this fraction of the busiest resource's time limit the step together with it."""
+_DRAM_BOUND = 0.6
+"""A CPU step above this fraction of the triad's bytes per second is bound by RAM, below it by arithmetic."""
+
+
+def explain(plan: Prediction) -> str:
+    """Sentences with numbers: the bottleneck of the step and remedies, or plans that would fit if this one does not."""
+    return "\n".join([*_limit(plan), *_help(plan)] if plan.fits else _would_fit(plan))
+
+
+def nearest_fits(plan: P, most: int = 4) -> list[tuple[str, P]]:
+    """Up to `most` plans that fit, each with the words for its changes. Smaller changes come first.
+
+    The order: states in fewer bytes, a smaller micro-batch, both; states on disk, alone and with these changes; a
+    larger budget; and last a smaller micro-batch, leaner states and both with a smaller increase of the budget. Two
+    changes are combined if neither is enough.
+    """
+    return list(islice(((words, other) for words, other in _others(plan) if other.fits), most))
+
+
+def _leaner_precisions(config: OffloadConfig) -> tuple[Precision, ...]:
+    order = optimizer_named(config.optimizer).precisions
+    return order[order.index(config.precision) + 1 :]
+
+
+def _others(plan: P) -> Iterator[tuple[str, P]]:
+    basis = plan.basis
+    if basis.hardware is None:
+        return
+    yield from _leaner(plan)
+    how, on_disk = _to_disk(plan)
+    if on_disk:
+        other = replanned(plan, **on_disk)
+        yield how, other
+        if not other.fits:
+            both = _leaner(replace(other, basis=replace(other.basis, smaller=basis.smaller)))
+            yield from ((f"{words} and {how}", each) for words, each in both if each.total_bytes("disk"))
+    for budgets, other in _larger(plan):
+        chosen = basis.chosen if "vram" in plan.lacking() else ""
+        yield f"{chosen} with {budgets}" if chosen else budgets, other
+    for words, lean in _leanest(plan):  # these need the least additional memory
+        if sum(lean.lacking().values()) < _MAX_LACKING * sum(plan.lacking().values()):
+            for budgets, other in _larger(lean):
+                yield f"{words} with {budgets}", other
+
+
+def _to_disk(plan: Prediction) -> tuple[str, dict[str, Any]]:
+    """Words and plan changes for states on the proposed disk; "" and {} without one."""
+    machine = plan.basis.with_disk
+    if machine is None:
+        return "", {}
+    folder = machine.disk_folder
+    words = f"optimizer states on disk (OffloadConfig(disk={folder!r}), or --disk {folder})"
+    return words, {"hardware": machine, "disk": folder}
+
+
+def _leanest(plan: P) -> Iterator[tuple[str, P]]:
+    """The plan with a small micro-batch; if RAM is short, also with the leanest states (on disk if possible), and with
+    both."""
+    smaller = plan.basis.smaller[-2:]
+    for options, work in smaller[: 1 if "ram" in plan.lacking() else 2]:
+        yield " and ".join(options), replanned(plan, work=work)
+    if "ram" not in plan.lacking():
+        return
+    how, changes = _to_disk(plan)
+    leaner = _leaner_precisions(plan.basis.config)[-1:]
+    states = [*(f"precision={precision!r}" for precision in leaner), *([how] if how else [])]
+    if leaner:
+        changes["precision"] = leaner[0]
+    if states:
+        yield " and ".join(states), replanned(plan, **changes)
+        for options, work in smaller[-1:]:
+            *others, last = [*options, *states]
+            yield f"{', '.join(others)} and {last}", replanned(plan, work=work, **changes)
+
+
+def _leaner(plan: P) -> Iterator[tuple[str, P]]:
+    leaner, one_is_enough = _leaner_precisions(plan.basis.config), False
+    for precision in leaner:
+        other = replanned(plan, precision=precision)
+        one_is_enough |= other.fits
+        yield f"precision={precision!r}", other
+    for words, other in _smaller(plan):
+        one_is_enough |= other.fits
+        yield words, other
+    for precision in () if one_is_enough else leaner:
+        for words, other in _smaller(plan, precision=precision):
+            yield f"precision={precision!r} and {words}", other
+
+
+def _smaller(plan: P, **changes: Any) -> Iterator[tuple[str, P]]:
+    for options, work in plan.basis.smaller:
+        other = replanned(plan, work=work, **changes)
+        yield " and ".join(options), other
+        if other.fits:
+            return
+
+
+def _larger(plan: P) -> Iterator[tuple[str, P]]:
+    """The plan with budgets that cover its needs, which are the least possible because the plan does not fit."""
+    needs, hardware = of_all(plan, plan.needs()), plan.basis.hardware
+    lacking: dict[str, Any] = {tier: rounded_up(needs[tier]) for tier in plan.lacking()}
+    budgets = {tier: size for tier, size in lacking.items() if tier != "disk"}
+    if "disk" in lacking and hardware is not None:
+        hardware = replace(hardware, disk_free_bytes=lacking["disk"])
+    if lacking:
+        yield of_tiers(lacking), replanned(plan, hardware=hardware, **budgets)
+
+
+def _would_fit(plan: Prediction) -> Iterator[str]:
+    by_name = {phase.name: phase for phase in plan.phases}
+    if "vram" in plan.lacking() and by_name["evaluation"].vram > by_name["training"].vram:
+        yield "evaluation takes the most VRAM: a smaller per_device_eval_batch_size takes less"
+    for words, other in nearest_fits(plan):
+        needs = of_all(other, other.needs())
+        memory = of_tiers({tier: needs[tier] for tier in _tiers_to_name(plan, other)})
+        said = [*([memory] if memory else []), *speed(other)]
+        yield f"{words} would fit" + (f": {', '.join(said)}" if said else "")
+    more = _with_another_gpu(plan)
+    if more is not None and more.fits:
+        yield f"{more.num_gpus} such GPUs would fit: {', '.join(takes(more))}"
+
+
+def _tiers_to_name(plan: Prediction, other: Prediction) -> list[str]:
+    """VRAM and RAM (without a GPU only RAM), except tiers whose larger budget in `other` is named already."""
+    tiers = ["ram"] if other.on_cpu else ["vram", "ram"]
+    return [tier for tier in tiers if other.budgets.get(tier) == plan.budgets.get(tier)]
+
+
+def _limit(plan: Prediction) -> Iterator[str]:
+    if plan.seconds is None or plan.on_cpu:
+        return
+    busy, step = plan.seconds.busy, plan.seconds.step
+    seconds = {"GPU": busy["forward"] + busy["backward"] + busy["GPU step"]}
+    seconds |= {name: busy[name] for name in ("CPU step", "H2D", "D2H", "disk", "launches", "link") if name in busy}
+    shares = sorted(((name, number / step) for name, number in seconds.items()), key=lambda item: -item[1])
+    longest = shares[0][1]
+    together = {name: share for name, share in shares if share > _AS_BUSY * longest}
+    both_ways = {"H2D", "D2H"} <= together.keys()
+    if both_ways:
+        del together["D2H"]
+    names = [_BOTH_WAYS if both_ways and name == "H2D" else _limiting(plan, name) for name in together]
+    if len(names) == 1:
+        yield f"{names[0]} limits the step: it is busy for {longest:.0%} of it"
+    else:
+        for_so_long = " and ".join(f"{share:.0%}" for share in together.values())
+        yield f"{', '.join(names[:-1])} and {names[-1]} limit the step: they are busy for {for_so_long} of it"
+
+
+def _limiting(plan: Prediction, name: str) -> str:
+    """The bottleneck in words; for the CPU step, whether RAM or arithmetic bounds it."""
+    if name != "CPU step":
+        return _LIMITS[name]
+    assert plan.basis.hardware is not None
+    machine = plan.basis.hardware
+    if machine.num_cores <= FEW_CORES:
+        what = f"{machine.num_cores} cores"
+    else:
+        rate = cpu_step_rate(plan.basis.config.precision, machine)
+        what = "RAM's bandwidth" if rate > _DRAM_BOUND * machine.dram_bytes_per_second else "the cores' arithmetic"
+    return f"the CPU's optimizer step ({what})"
+
+
+def _help(plan: Prediction) -> Iterator[str]:
+    if plan.seconds is None or not plan.fits or plan.on_cpu:
+        return
+    step = plan.seconds.step
+    for tier in ("vram", "ram"):
+        for factor in _LARGER_BUDGETS:
+            other = replanned(plan, **wishes(plan, {tier: plan.budgets[tier] * factor}))
+            assert other.seconds is not None
+            speedup = step / other.seconds.step
+            if other.fits and speedup >= _MIN_SPEEDUP:
+                more = format_bytes(of_all(plan, {tier: other.total_bytes(tier) - plan.total_bytes(tier)})[tier])
+                on_each = " on each GPU" if tier == "vram" and plan.num_gpus > 1 else ""
+                yield f"{more} more {TIERS[tier]}{on_each} would {_changed(plan, other)}: {_faster(other, speedup)}"
+                break
+            if tier == "ram" and not is_short_of_ram(other):
+                break  # larger budgets lead to the same plan
+    if plan.basis.config.precision == "exact" and "compact" in _leaner_precisions(plan.basis.config):
+        other = replanned(plan, precision="compact")
+        assert other.seconds is not None
+        if other.fits and step / other.seconds.step >= _MIN_SPEEDUP:
+            tier = "disk" if plan.total_bytes("disk") else "ram"
+            less = max(0, plan.total_bytes(tier) - other.total_bytes(tier))
+            saved = format_bytes(of_all(plan, {tier: less})[tier])
+            saves = "precision='compact'"
+            if less > _MIN_SAVED * plan.total_bytes(tier):
+                saves += f" would save {saved} of {TIERS[tier]}"
+            yield f"{saves}: {_faster(other, step / other.seconds.step)}"
+    yield from _help_of_gpus(plan)
+
+
+def _help_of_gpus(plan: Prediction) -> Iterator[str]:
+    if plan.seconds is None or plan.tokens_per_second is None:
+        return
+    other = _with_another_gpu(plan)
+    speedup = (other.tokens_per_second or 0.0) / plan.tokens_per_second if other else 0.0
+    if other is not None and other.fits and speedup >= _MIN_SPEEDUP:
+        faster = _faster(other, speedup)
+        memory_and_seconds = ", ".join(takes(other)[:-1])
+        yield f"{other.num_gpus} such GPUs would train {faster} ({memory_and_seconds})"
+    if not plan.communicated:
+        return
+    number = _MORE_MICRO_BATCHES * plan.accumulation
+    rarely = replanned(plan, gradient_accumulation=number)
+    speedup = (rarely.tokens_per_second or 0.0) / plan.tokens_per_second
+    if rarely.fits and speedup >= _MIN_SPEEDUP:
+        now, then = (format_bytes(sum(each.communicated.values()) // each.accumulation) for each in (plan, rarely))
+        faster = _faster(rarely, speedup)
+        yield f"gradient_accumulation={number} would communicate {then} a micro-batch instead of {now}: {faster}"
+    if plan.accumulation > 1:
+        yield _in_the_other_order(plan)
+
+
+def _in_the_other_order(plan: Prediction) -> str:
+    other = exchanged_otherwise(plan)
+    order = other.basis.config.exchange
+    assert other.tokens_per_second is not None
+    assert plan.tokens_per_second is not None
+    if not other.fits:
+        return f"exchange={order!r} {why_not(other)}"
+    now, then = (format_bytes(sum(each.communicated.values())) for each in (plan, other))
+    ratio = other.tokens_per_second / plan.tokens_per_second
+    faster = f"{', '.join(speed(other))}, {ratio:.3g}x as fast"
+    return f"exchange={order!r} would communicate {then} a step instead of {now}: {faster} (it rounds sums otherwise)"
+
+
+def _with_another_gpu(plan: P) -> P | None:
+    """The plan with one more GPU or, beyond `GPUS_PER_HOST`, one more host; None if the GPU is unknown."""
+    if plan.on_cpu or plan.basis.hardware is None or plan.basis.work is None:
+        return None
+    more = 1 if plan.num_gpus < GPUS_PER_HOST else GPUS_PER_HOST
+    return replanned(plan, num_gpus=plan.num_gpus + more)
+
+
+def _faster(other: Prediction, speedup: float) -> str:
+    """ "3,594 tokens/s, 1.07x faster"."""
+    return ", ".join([*speed(other), f"{speedup:.3g}x faster"])
+
+
+def _changed(plan: Prediction, other: Prediction) -> str:
+    def counts(of: Prediction) -> dict[str, int]:
+        wheres = of.placements
+        return {
+            "keep the weights of {} in VRAM": sum(where.weights == "vram" for where in wheres),
+            "keep the optimizer states of {} in VRAM": sum(where.states == "vram" for where in wheres),
+            "keep the optimizer states of {} in RAM": -sum(where.states == "disk" for where in wheres),
+            "keep the activations of {}": sum(where.activations == "keep" for where in wheres),
+            "let the GPU step {} through VRAM": sum(where.states == "ram" and where.step == "gpu" for where in wheres),
+        }
+
+    before = counts(plan)
+    more = {text: number - before[text] for text, number in counts(other).items()}
+    words = [text.format(f"{n} more layer{'s' * (n > 1)}") for text, n in more.items() if n > 0]
+    return " and ".join(words[:2]) or "change the placement"

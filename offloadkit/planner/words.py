@@ -1,0 +1,271 @@
+"""A plan in words: sentences, lines of at most 80 columns, and HTML. Only numbers of the plan are read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from html import escape
+from itertools import groupby
+from textwrap import wrap
+
+from offloadkit.hardware import Hardware
+from offloadkit.optim.table import MOMENTS
+from offloadkit.planner.prediction import TIERS, Prediction
+from offloadkit.units import format_bytes, format_seconds, rounded, rounded_up
+
+_KEPT = "\N{NO-BREAK SPACE}"
+TO_GPU, TO_RAM = "RAM -> GPU", "GPU -> RAM"
+_WHERE = {"vram": "in VRAM", "ram": "in RAM", "disk": "on disk"}
+_STEPPERS = {
+    ("vram", "gpu"): "the GPU",
+    ("ram", "gpu"): "the GPU through VRAM",
+    ("ram", "cpu"): "the CPU",
+    ("disk", "cpu"): "the CPU",
+}
+
+
+def of_tiers(num_bytes: Mapping[str, int]) -> str:
+    """ "1.23 GiB of VRAM and 4.56 GiB of RAM"."""
+    return " and ".join(f"{format_bytes(number)} of {TIERS[tier]}" for tier, number in num_bytes.items())
+
+
+def does_not_fit(lacking: Mapping[str, tuple[int, int]], *, at_least: bool = False) -> str:
+    """ "does not fit: needs 38 GiB of VRAM, has 11 GiB", of {tier: (needs, has)} in bytes."""
+    return f"does not fit: {_needs(lacking, at_least=at_least)}"
+
+
+def _needs(lacking: Mapping[str, tuple[int, int]], *, at_least: bool = False) -> str:
+    least = "at least " if at_least else ""
+    wants = (f"{least}{of_tiers({tier: needs})}, has {format_bytes(has)}" for tier, (needs, has) in lacking.items())
+    return f"needs {', and needs '.join(wants)}"
+
+
+def verdict(plan: Prediction) -> str:
+    """One line: whether the plan fits, on which assumed card or on the CPU; needed and available memory of the worst
+    phase, seconds of a step, tokens/s."""
+    if not plan.fits:
+        fits, rest = "DOES NOT FIT", _lacks(plan)
+    else:
+        fits = "AT LEAST" if plan.num_tokens is None else "FITS" if plan.budgets else "NEEDS"
+        rest = ", ".join(takes(plan))
+    card = "" if plan.basis.hardware is None else plan.basis.hardware.assumed_card
+    card = card or ("on the CPU" if plan.on_cpu else "")
+    return f"{fits}{_on_gpus(plan)} ({card}): {rest}" if card else f"{fits}{_on_gpus(plan)}: {rest}"
+
+
+def one_line(plan: Prediction) -> str:
+    """Parameters, layers, tokens, memory and seconds."""
+    needs = of_tiers({tier: plan.total_bytes(tier) for tier in ("vram", "ram")})
+    parts = [f"{plan.num_parameters:,} parameters in {len(plan.layers)} flat layers", *_tokens(plan), needs]
+    if plan.seconds is not None:
+        parts.append(f"{format_seconds(plan.seconds.step)} a step")
+    return ", ".join(parts if plan.fits else [*parts, "does not fit"])
+
+
+def details(plan: Prediction) -> str:
+    """Lines of at most 80 columns: all placements, a table of bytes, the seconds and each phase's peak."""
+    table = [f"{cells[0]:22}" + "".join(f"{cell:>12}" for cell in cells[1:]) for cells in _rows(plan)]
+    return "\n".join(f"  {line}" for line in [*_placed(plan), *table, *_times(plan), *_by_phase(plan)])
+
+
+def html(plan: Prediction, explanation: str) -> str:
+    """HTML for notebooks, in the page's colours. The details are folded."""
+    header, *rows = _rows(plan)
+    right = ' style="text-align:right"'
+    cells = ["".join(f"<th{right}>{escape(cell)}</th>" for cell in header)]
+    cells += [
+        f"<td>{escape(name)}</td>" + "".join(f"<td{right}>{escape(c)}</td>" for c in rest) for name, *rest in rows
+    ]
+    table = "".join(f"<tr>{row}</tr>" for row in cells)
+    said, placed, below = (
+        "<br>".join(map(escape, lines))
+        for lines in (
+            [*about(plan), *explanation.splitlines()],
+            _placed(plan),
+            [*_times(plan), *_by_phase(plan)],
+        )
+    )
+    folded = f"<summary>where everything lives</summary><p>{placed}</p><table>{table}</table><p>{below}</p>"
+    return f"<div><p><b>{escape(verdict(plan))}</b><br>{said}</p><details>{folded}</details></div>"
+
+
+def why_not(plan: Prediction) -> str:
+    """ "does not fit: needs 38 GiB of VRAM, has 11 GiB". The need is rounded up."""
+    return f"does not fit{_on_gpus(plan)}: {_lacks(plan)}"
+
+
+def _lacks(plan: Prediction) -> str:
+    needs = {tier: rounded_up(size) for tier, size in of_all(plan, plan.needs()).items()}
+    has = of_all(plan, plan.budgets)
+    return _needs({tier: (needs[tier], has[tier]) for tier in plan.lacking()})
+
+
+def _on_gpus(plan: Prediction) -> str:
+    return f" on {plan.num_gpus} GPUs" if plan.num_gpus > 1 else ""
+
+
+def of_all(plan: Prediction, num_bytes: Mapping[str, int]) -> dict[str, int]:
+    """A rank's bytes by tier, as shown to users: VRAM for each GPU, RAM and disk for all ranks of a host."""
+    return {tier: size * (1 if tier == "vram" else plan.num_on_host) for tier, size in num_bytes.items()}
+
+
+def takes(plan: Prediction) -> list[str]:
+    """ "11.2 of 24 GiB VRAM each", "40 of 120 GiB RAM in all", "about 0.31 s a step" and the speed, if known."""
+    memory = [_of_budget(plan, tier, need) for tier, need in _tiers_to_say(plan).items()]
+    seconds = [] if plan.seconds is None else [f"about {format_seconds(plan.seconds.step, digits=2)} a step"]
+    return [*memory, *seconds, *speed(plan)]
+
+
+def _tiers_to_say(plan: Prediction) -> dict[str, int]:
+    """Planned bytes by tier, without VRAM if it is RAM and has no budget, and without an unused disk."""
+    said = {tier: need for tier, need in plan.needs().items() if tier == "ram" or need}
+    return {tier: need for tier, need in said.items() if tier != "vram" or not plan.on_cpu or "vram" in plan.budgets}
+
+
+def _of_budget(plan: Prediction, tier: str, need: int) -> str:
+    """ "7.9 of 8 GiB VRAM": both rounded alike, so that a need that fits never looks larger than its budget."""
+    need = of_all(plan, {tier: need})[tier]
+    budget = of_all(plan, plan.budgets).get(tier)
+    whose = "" if plan.num_gpus == 1 else " each" if tier == "vram" else " in all"
+    if whose == " in all" and plan.num_on_host < plan.num_gpus:
+        whose = " a host"
+    unit, size = ("GiB", 1 << 30) if max(need, budget or 0) >= 1 << 30 else ("MiB", 1 << 20)
+    of = "" if budget is None else f" of {rounded(budget / size, 2)}"
+    return f"{rounded(need / size, 2)}{of} {unit} {TIERS[tier]}{whose}"
+
+
+def speed(plan: Prediction) -> list[str]:
+    """ "3,359 tokens/s", if known."""
+    rate = plan.tokens_per_second
+    return [] if rate is None else [f"{rate:,.0f} tokens/s" if rate >= 99.5 else f"{rounded(rate, 2)} tokens/s"]
+
+
+def about(plan: Prediction) -> list[str]:
+    lines = [*(line for sentence in assumed(plan) for line in _wrapped(sentence)), trained(plan)]
+    if plan.num_tokens is None:
+        lines.append("(activations and the framework's own memory come on top)")
+    if plan.on_cpu:
+        lines.append('(VRAM is RAM there. For another machine: offloadkit plan ... --gpu "RTX 4090")')
+    return lines
+
+
+def assumed(plan: Prediction) -> list[str]:
+    machine = plan.basis.hardware
+    return [] if machine is None else [each for each in (machine.assumed, machine.link_assumed) if each]
+
+
+def trained(plan: Prediction) -> str:
+    frozen = plan.num_parameters - plan.num_trainable_parameters
+    first = f"{plan.num_parameters:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
+    config, kinds = plan.basis.config, dict.fromkeys(layer.dtype for layer in plan.layers)
+    moments = "" if config.precision == "exact" else f", {_optimizer(plan)} moments {config.precision}"
+    return ", ".join([f"{first} in {'+'.join(kinds)}{moments}", *_tokens(plan)])
+
+
+def _optimizer(plan: Prediction) -> str:
+    name = plan.basis.config.optimizer
+    return "Adam" if name == "adamw" else name.capitalize()
+
+
+def _tokens(plan: Prediction) -> list[str]:
+    """ "8 x (512+128) tokens a step", if known; with accumulation "4 x 8 x (512+128) tokens a step", with several GPUs
+    "2 GPUs x 4 x 8 x (512+128) tokens a step"."""
+    if plan.rows is None:
+        return []
+    several = f"{plan.num_gpus} GPUs x " if plan.num_gpus > 1 else ""
+    several += f"{plan.accumulation} x " if plan.accumulation > 1 else ""
+    return [f"{several}{plan.rows} tokens a step"]
+
+
+def _placed(plan: Prediction) -> list[str]:
+    """Lines on placements that differ from a large GPU."""
+    number = len(plan.layers)
+    blocks = sum(layer.in_block for layer in plan.layers)
+
+    def share(count: int, of: int) -> str:
+        return "" if count == of else f" of {count} of {of} layers"
+
+    states: Counter[tuple[str, str]] = Counter((where.states, where.step) for where in plan.placements)
+    lines = [
+        f"optimizer states{share(states[place], number)} {_WHERE[place[0]]}, stepped by {stepper}"
+        for place, stepper in _STEPPERS.items()
+        if states[place]
+    ]
+    kept = sum(where.gradients == "vram" and where.states != "vram" for where in plan.placements)
+    if kept:
+        lines.append(f"gradients{share(kept, number)} kept in VRAM for the step")
+    streamed = sum(where.weights == "ram" for where in plan.placements)
+    placed = zip(plan.layers, plan.placements, strict=True)
+    how = Counter(where.activations for layer, where in placed if layer.in_block)
+    if streamed:
+        lines.append(f"weights{share(streamed, blocks)} in RAM, copied {TO_GPU} for each pass")
+    if how["checkpoint"]:
+        lines.append(f"activations{share(how['checkpoint'], blocks)} recomputed in backward")
+    if how["offload"]:
+        lines.append(f"activations{share(how['offload'], blocks)} recomputed from inputs kept in RAM")
+    return lines
+
+
+def _rows(plan: Prediction) -> list[list[str]]:
+    tiers = [tier for tier in TIERS if plan.total_bytes(tier) or tier != "disk"]
+    rows = [["" if plan.num_gpus == 1 else "of each GPU", *(TIERS[tier] for tier in tiers)]]
+    for category in dict.fromkeys(category for tier in tiers for category in plan.tiers[tier]):
+        cells = [plan.tiers[tier].get(category, 0) for tier in tiers]
+        if any(cells):
+            name = f"{_optimizer(plan)} moments" if category == MOMENTS else category
+            rows.append([name, *(format_bytes(cell) if cell else "-" for cell in cells)])
+    rows.append(["in all", *(format_bytes(plan.total_bytes(tier)) for tier in tiers)])
+    for name, of in (("available", plan.budgets), ("missing", plan.lacking())):
+        if of:
+            rows.append([name, *(format_bytes(of[tier]) if tier in of else "-" for tier in tiers)])
+    return rows
+
+
+def _times(plan: Prediction) -> list[str]:
+    lines = []
+    if plan.seconds is not None and plan.slowdown is not None:
+        slowdown = "" if plan.on_cpu else f", {plan.slowdown:.3g}x a GPU that holds everything"
+        lines.append(", ".join([f"{format_seconds(plan.seconds.step)} a step", *speed(plan)]) + slowdown)
+        busy = {_busy(plan, name): number for name, number in plan.seconds.busy.items() if number}
+        each = (f"{name} {format_seconds(number)}".replace(" ", _KEPT) for name, number in busy.items())
+        lines += [line.replace(_KEPT, " ") for line in _wrapped("busy: " + ", ".join(each))]
+    if plan.communicated:
+        parts = (f"{name} {format_bytes(size)}".replace(" ", _KEPT) for name, size in plan.communicated.items())
+        told = "each GPU receives from the others a step: " + ", ".join(parts)
+        lines += [line.replace(_KEPT, " ") for line in _wrapped(told)]
+    if plan.basis.assumed:
+        lines += _wrapped(f"(not measured: seconds are those of an assumed {_rates(plan.basis.hardware)})")
+    return lines
+
+
+def _busy(plan: Prediction, name: str) -> str:
+    steps = {"GPU step": f"{_optimizer(plan)} on the GPU", "CPU step": f"{_optimizer(plan)} on the CPU"}
+    others = {"H2D": TO_GPU, "D2H": TO_RAM, "launches": "starting operations", "link": "GPU <-> GPU"}
+    return (steps | others).get(name, name)
+
+
+def _rates(machine: Hardware | None) -> str:
+    if machine is None:
+        return "machine"
+    half = "bf16" if machine.supports_bf16 else "fp16"
+    flops = getattr(machine, f"{half}_flops_per_second")
+    return (
+        f"card with {flops / 1e12:.3g} TFLOP/s in {half} and VRAM of "
+        f"{machine.vram_bytes_per_second / 1e9:.3g} GB/s, {machine.h2d_bytes_per_second / 1e9:.3g} GB/s from RAM of "
+        f"{machine.dram_bytes_per_second / 1e9:.3g} GB/s, and {machine.num_cores} cores"
+    )
+
+
+def _by_phase(plan: Prediction) -> Iterator[str]:
+    """Table of the phases' peaks. One line stands for consecutive phases with the same figures."""
+    if plan.num_tokens is None or not plan.fits:
+        return
+    yield "peaks by phase:" if plan.num_gpus == 1 else "peaks by phase, of each GPU and its process:"
+    for cells, some in groupby(plan.phases, lambda phase: (phase.vram, phase.ram)):
+        tiers = {"ram": cells[1]} if plan.on_cpu else {"vram": cells[0], "ram": cells[1]}
+        first, *more = _wrapped(f"{of_tiers(tiers)}: {', '.join(phase.name for phase in some)}")
+        yield from (f"  {first}", *(f"    {line}" for line in more))
+
+
+def _wrapped(text: str) -> list[str]:
+    return wrap(text, 74, break_long_words=False, break_on_hyphens=False)
