@@ -7,13 +7,18 @@ import functools
 import gc
 import json
 from collections.abc import Callable
+from dataclasses import MISSING, fields, replace
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from offloadkit.errors import OffloadkitError, TrainingStoppedError, shown
+from offloadkit.config import OffloadConfig
+from offloadkit.errors import ConfigError, OffloadkitError, TrainingStoppedError, shown
 from offloadkit.files import why_no_name
+from offloadkit.options import FinetuneOptions, field_docs
 from offloadkit.starting import collector_off, is_loaded, say
 from offloadkit.version import __version__
 
@@ -43,23 +48,20 @@ def _root(
 # Otherwise Python's exit scans all objects of torch and transformers, which takes most of a second.
 atexit.register(gc.freeze)
 
-Model = Annotated[str, typer.Argument(help="Preset (t5-3b, llama-3.1-8b, ...), folder, or hub name.")]
-Tokenizer = Annotated[
-    str | None, typer.Option(help="Folder or hub name; 'byte' is one token a byte. Default: the model's own.")
-]
-AutoBatchSize = Annotated[str, typer.Option(help="Rows in a micro-batch, or auto.")]
-InputLength = Annotated[
-    int | None, typer.Option(help="Longest input in tokens. Default: 512 (causal models: 1024), or the model's limit.")
-]
-TargetLength = Annotated[int | None, typer.Option(help="Longest target in tokens. Default: 128.")]
-Accumulation = Annotated[int, typer.Option(help="Micro-batches in one update.")]
-Precision = Annotated[str, typer.Option(help="Optimizer moments: exact (fp32), compact (bf16) or tiny (int8).")]
-Dtype = Annotated[str, typer.Option(help="Working weights: auto, bf16, fp16 or fp32.")]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", help="Say where everything lives, byte by byte and phase by phase.")
-]
-Vram = Annotated[str | None, typer.Option(help="VRAM that may be used, e.g. 8GiB. Default: what is free.")]
-Ram = Annotated[str | None, typer.Option(help="RAM that may be used. Default: what is available.")]
+_HELP = {name: text.split("\n\n")[0].replace("\n", " ") for name, text in field_docs(FinetuneOptions).items()}
+"""Help of the options of `finetune`: the first paragraph of each."""
+
+Model = Annotated[str, typer.Argument(help=_HELP["model"])]
+Tokenizer = Annotated[str | None, typer.Option(help=_HELP["tokenizer"])]
+AutoBatchSize = Annotated[str, typer.Option(help=_HELP["batch_size"])]
+InputLength = Annotated[int | None, typer.Option(help=_HELP["max_input_length"])]
+TargetLength = Annotated[int | None, typer.Option(help=_HELP["max_target_length"])]
+Accumulation = Annotated[int, typer.Option(help=_HELP["gradient_accumulation"])]
+Precision = Annotated[str, typer.Option(help=_HELP["precision"])]
+Dtype = Annotated[str, typer.Option("--dtype", help="Working weights: auto, bf16, fp16 or fp32.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help=_HELP["verbose"])]
+Vram = Annotated[str | None, typer.Option(help=_HELP["vram"])]
+Ram = Annotated[str | None, typer.Option(help=_HELP["ram"])]
 ProcessVram = Annotated[str | None, typer.Option(help="VRAM that each process may use, e.g. 11GiB.")]
 ProcessRam = Annotated[str | None, typer.Option(help="RAM that each process may use.")]
 Disk = Annotated[
@@ -91,7 +93,7 @@ def _command(command: Command) -> Command:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt as error:
-            typer.echo(f"\ninterrupted{_how_to_go_on(Path(kwargs['output'])) if 'resume' in kwargs else ''}", err=True)
+            typer.echo(f"\ninterrupted{error}", err=True)
             raise typer.Exit(130) from error
 
     return app.command()(run)  # type: ignore[return-value]
@@ -99,7 +101,6 @@ def _command(command: Command) -> Command:
 
 def _how_to_go_on(output: Path) -> str:
     from offloadkit.checkpoint.folder import newest_checkpoint
-    from offloadkit.errors import ConfigError
 
     try:
         return f"; --resume goes on from {newest_checkpoint(output, verify=False)}"
@@ -164,7 +165,6 @@ def plan(
 
     With --num-gpus, --vram is that of each GPU and --ram that of a host.
     """
-    from offloadkit.config import OffloadConfig
     from offloadkit.planning import plan as plan_model
 
     config: Any = {"vram": vram, "ram": ram, "precision": precision, "working_dtype": dtype, "disk": disk}
@@ -192,106 +192,112 @@ def _rows(batch_size: str) -> int | Literal["auto"]:
     return int(batch_size)
 
 
+_PYTHON_ONLY = ("init", "callbacks", "compute_metrics", "offload", "training_arguments")
+"""Fields of `FinetuneOptions` that `train` has no option for, or another one."""
+
+
+def _kind(hint: Any) -> Any:
+    """Type of the option for a field: str, such as 8GiB or auto, unless the field has one simple type."""
+    is_union = get_origin(hint) in (Union, UnionType)
+    kinds = [each for each in get_args(hint) if each is not NoneType] if is_union else [hint]
+    is_simple = len(kinds) == 1 and (kinds[0] in (bool, int, float) or get_origin(kinds[0]) is Literal)
+    return kinds[0] if is_simple else str
+
+
+def _takes_finetune_options(command: Command) -> Command:
+    """Declare an option in place of `**options` for each field of `FinetuneOptions`."""
+    types = ("EvalPrediction", "PreTrainedModel", "PreTrainedTokenizerBase", "TrainerCallback")
+    hints = get_type_hints(FinetuneOptions, localns=dict.fromkeys(types, object))  # transformers is not imported
+    declared = []
+    for each in fields(FinetuneOptions):
+        flag = "--output" if each.name == "output_dir" else f"--{each.name.replace('_', '-')}"
+        if each.default is True:
+            flag += f"/--no-{each.name}"
+        about: Any = typer.Option(flag, help=_HELP[each.name])
+        default, kind = each.default, _kind(hints[each.name])
+        if default is MISSING:
+            about, default = typer.Argument(help=_HELP[each.name], show_default=False), None
+        annotation: Any = Annotated[kind if default is not None else kind | None, about]
+        if each.name not in _PYTHON_ONLY:
+            declared.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    own = [each for each in signature(command, eval_str=True).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    command.__signature__ = Signature([*declared, *own])  # type: ignore[attr-defined]
+    return command
+
+
 @_command
+@_takes_finetune_options
 def train(
-    model: Model,
-    dataset: Annotated[str, typer.Argument(help=".jsonl, .json, .csv or .parquet file, or hub name.")],
-    eval_dataset: Annotated[
-        str | None,
-        typer.Option(help="Rows to evaluate on, each epoch and at the end; 0.1 holds out a tenth of DATASET."),
+    *,
+    context: typer.Context,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="YAML file of arguments by their names in Python. Options here override it."),
     ] = None,
-    output: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Folder for model/ and checkpoints.")
-    ] = "offloadkit-output",
-    tokenizer: Tokenizer = None,
-    epochs: Annotated[float, typer.Option(help="Passes over the dataset.")] = 1,
-    max_steps: Annotated[int | None, typer.Option(help="Updates; overrides --epochs.")] = None,
-    batch_size: AutoBatchSize = "auto",
-    max_input_length: InputLength = None,
-    max_target_length: TargetLength = None,
-    gradient_accumulation: Accumulation = 1,
-    learning_rate: Annotated[float | None, typer.Option(help="Default: 1e-4, with random weights 5e-4.")] = None,
-    precision: Precision = "exact",
-    vram: Vram = None,
-    ram: Ram = None,
     disk: Disk = None,
-    dtype: Dtype = "auto",
-    compile_blocks: Annotated[
-        bool, typer.Option("--compile-blocks", help="Faster steps, after a first one that compiles for minutes.")
-    ] = False,
-    grace_seconds: Annotated[
-        float, typer.Option(help="Seconds from SIGTERM or SIGHUP to the end, in which a save must fit.")
-    ] = 25.0,
-    save_minutes: Annotated[float | None, typer.Option(help="Save after so many minutes, too.")] = None,
+    working_dtype: Dtype = "auto",
     on_nonfinite: Annotated[
         Literal["raise", "skip", "rollback"],
         typer.Option(help="NaN or Inf in gradients: end; leave the step out; go back to the last checkpoint."),
     ] = "raise",
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the order of rows, dropout and random weights.")] = 0,
-    num_gpus: Annotated[int | None, typer.Option(help="Train on so many GPUs of this machine. Default: one.")] = None,
-    input_column: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="What is input, if no known name says it.")
-    ] = None,
-    target_column: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="What is target or label, if no known name says it.")
-    ] = None,
-    template: Annotated[
-        str | None, typer.Option(help="Makes the input of several columns, e.g. '{question} {context}'.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier run's model and checkpoints in the output folder.")
-    ] = False,
-    verbose: Verbose = False,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any other training argument of HuggingFace; may be repeated."),
     ] = None,
+    **options: Any,
 ) -> None:
-    """Train MODEL on DATASET with the optimizer in host RAM.
+    """Train MODEL on TRAIN_DATASET with the optimizer in host RAM.
 
     Ctrl-C finishes the current step, saves a checkpoint and exits with 130; --resume continues.
     """
-    from offloadkit.config import OffloadConfig
-
     with collector_off():
         from offloadkit.finetuning import finetune
 
-    config: Any = {"disk": disk, "working_dtype": dtype, "on_nonfinite": on_nonfinite}
-    wishes: Any = {"precision": precision, "vram": vram, "ram": ram, "offload": OffloadConfig(**config)}
-    wishes |= _settings(settings or [])
-    result = finetune(
-        model,
-        dataset,
-        eval_dataset=_share_or_name(eval_dataset),
-        output_dir=output,
-        tokenizer=tokenizer,
-        epochs=epochs,
-        max_steps=max_steps,
-        batch_size=_rows(batch_size),
-        max_input_length=max_input_length,
-        max_target_length=max_target_length,
-        gradient_accumulation=gradient_accumulation,
-        learning_rate=learning_rate,
-        init="random" if random_weights else "pretrained",
-        seed=seed,
-        num_gpus=num_gpus,
-        input_column=input_column,
-        target_column=target_column,
-        template=template,
-        resume=resume,
-        overwrite=overwrite,
-        verbose=verbose,
-        compile_blocks=compile_blocks,
-        grace_seconds=grace_seconds,
-        save_minutes=save_minutes,
-        **wishes,
-    )
+    def given(**values: Any) -> dict[str, Any]:
+        sources = {name: context.get_parameter_source(name) for name in values}
+        return {name: values[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+    options |= {"batch_size": _rows(options["batch_size"]), "eval_dataset": _share_or_name(options["eval_dataset"])}
+    arguments = _read_recipe(recipe) | given(**options) | _settings(settings or [])
+    for name in ("model", "train_dataset"):
+        if name not in arguments:
+            raise typer.BadParameter("pass it, or write it into the recipe", param_hint=name.upper())
+    config = given(disk=disk, working_dtype=working_dtype, on_nonfinite=on_nonfinite)
+    arguments["offload"] = replace(arguments.get("offload", OffloadConfig()), **config)
+    if random_weights:
+        arguments["init"] = "random"
+    try:
+        result = finetune(**arguments)
+    except KeyboardInterrupt:
+        output = Path(arguments.get("output_dir", options["output_dir"]))
+        raise KeyboardInterrupt(_how_to_go_on(output)) from None
     typer.echo(result)
     if result.stopped:
         typer.echo(f"stopped early{_how_to_go_on(result.output_dir)}", err=True)
         raise typer.Exit(130)
+
+
+def _read_recipe(file: Path | None) -> dict[str, Any]:
+    """The arguments in a YAML file. Its section "offload" holds fields of `OffloadConfig`.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not map names to values.
+    """
+    import yaml  # type: ignore[import-untyped, unused-ignore]
+
+    if file is None:
+        return {}
+    try:
+        found = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the recipe {file} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ConfigError(f"the recipe {file} must map arguments of finetune to values, got {shown(found)}")
+    try:
+        return found | {"offload": OffloadConfig(**found.get("offload", {}))}
+    except TypeError as error:
+        raise ConfigError(f"the section offload of the recipe {file} holds fields of OffloadConfig: {error}") from error
 
 
 def _share_or_name(eval_dataset: str | None) -> float | str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from pathlib import Path
@@ -312,3 +312,16 @@ def register_reader(load: Callable[[], Reader]) -> None:
     """Register a function that imports and returns the reader for `OffloadConfig.from_deepspeed`."""
     global _load_reader
     _load_reader = load
+
+
+def check_counts(counts: Mapping[str, Any], *, least: int = 1, optional: Collection[str] = ()) -> None:
+    """Raise `ConfigError` for the first count that is not a whole number >= `least`. `optional` counts may be None."""
+    for name, value in counts.items():
+        left_out = value is None and name in optional
+        if not left_out and (type(value) is not int or not least <= value < 2**31):
+            raise ConfigError(f"{name} must be a whole number >= {least}, got {shown(value)}")
+
+
+def given_size(batch_size: object) -> dict[str, object]:
+    """`batch_size` as a count by name; {} for "auto"."""
+    return {} if isinstance(batch_size, str) and batch_size == "auto" else {"batch_size": batch_size}

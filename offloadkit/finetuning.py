@@ -2,81 +2,13 @@
 
     result = offloadkit.finetune("t5-3b", "pairs.jsonl", eval_dataset="held_out.jsonl")
 
-Arguments of `finetune`:
-
-- `model`: a hub name, preset or folder, or a model, which is trained in place.
-- `train_dataset`, `eval_dataset`: a `datasets.Dataset`, list of dicts, pandas frame, path to
-  .jsonl/.json/.csv/.parquet, or hub name. Columns: input + target (or prompt + completion), text or messages
-  (decoders), text + label (classifiers), or tokenized. Well-known names are recognized (Alpaca, Dolly, ShareGPT: see
-  `hf/columns.py`). Decoders learn only the target of a pair: through the tokenizer's chat template if it has one, else
-  as the input followed by the target and the end token. The evaluation set is evaluated after each epoch and at the
-  end. `eval_dataset=0.1` holds out a tenth of the training rows, independent of `seed`.
-- `input_column`, `target_column`: columns with input and target (or text and label), if their names are not recognized.
-- `template`: builds the input from several columns by `str.format`, such as "{context} Question: {question}".
-- `tokenizer`: None loads the model's own; "byte" makes each byte a token, for models with random weights.
-- `output_dir`: the trained model goes to its folder "model", which `from_pretrained` loads, next to checkpoints.
-- `overwrite`: replace an earlier run in `output_dir`, which is refused without `overwrite` or `resume`. The earlier
-  checkpoints are kept until the first step is done, the earlier model until the new one is written.
-- `epochs`, `max_steps`: length of training; `max_steps` overrides `epochs`.
-- `seed` (or `data_seed`) determines the order of rows. Batches hold rows of nearly equal length, as with HuggingFace's
-  `train_sampling_strategy="group_by_length"`, in random order after the batch with the longest row. If length
-  correlates with the kind of row, each batch has rows of one kind: pass "random" then.
-- `batch_size`: rows in a micro-batch; "auto": see `planning.BATCH_SIZES`.
-- `gradient_accumulation`: micro-batches per update.
-- HuggingFace's names are accepted too: `num_train_epochs`, `per_device_train_batch_size`,
-  `gradient_accumulation_steps`, `lr`.
-- `learning_rate`: None takes `LEARNING_RATES`. The rate warms up over the first 5 % of the steps and decays linearly
-  to 0.
-- `init`: "random" starts from random weights.
-- `max_input_length`, `max_target_length`: in tokens. Defaults are 512 (decoders: 1024) for inputs and 128 for targets.
-  A decoder's input and target share `max_input_length`. Plan and planned seconds are for the longest rows; shorter
-  batches take less. If rows or tokenizer must be downloaded, a plan for the maximum lengths comes before the download
-  and a plan for the longest row after it.
-- When VRAM runs out, training continues with a plan that needs less VRAM, until no such plan is left. The weights are
-  the same as with enough memory.
-- `resume`: continue from the newest complete checkpoint in `output_dir`. Checkpoints are written after each epoch and
-  when training is stopped. Only the newest is kept; `save_total_limit=3` keeps three.
-- `monitor`: show memory, time, slowdown and loss live in a notebook or terminal (see `Monitor`); False shows a progress
-  bar instead. Outside notebooks and terminals, a line is printed at intervals. An interrupt (or the notebook's stop
-  button) finishes the current step, writes a checkpoint, evaluates and saves; a second interrupt stops at once.
-- `baseline`: "measure" first runs a few steps without offloading in a fresh process, with micro-batches of the data's
-  lengths. The monitor compares with it if it fits on the GPU. "predict" compares with the compute time of this run
-  plus a predicted AdamW step in VRAM.
-- `precision` of the optimizer states; `vram` and `ram` limits ("8GiB"; None: free memory); `compile_blocks` for faster
-  steps after a first step of minutes. They override the fields of `offload`, which sets options that
-  `TrainingArguments` lacks.
-- `grace_seconds`: seconds from SIGTERM or SIGHUP (a preempted machine) until the process is killed. The current step
-  finishes and is saved if earlier saves were fast enough; a `TrainingStoppedError` names the checkpoint.
-- `save_minutes`: also save after this many minutes, in addition to `save_strategy`.
-- `offload=OffloadConfig(on_nonfinite="rollback")`: return to the last checkpoint when gradients hold NaN.
-- `callbacks`, `compute_metrics`: as in HuggingFace's Trainer. `FinetuneResult.metrics` includes the values of
-  `compute_metrics` under names that begin with "eval_". `compute_metrics` gets logits, or with
-  `predict_with_generate=True` the tokens that an encoder-decoder generates.
-- `engine`: "deepspeed" trains with DeepSpeed's ZeRO and HuggingFace's own Trainer instead of offloadkit's engine
-  (`pip install offloadkit[deepspeed]`): see docs/from-deepspeed.md. The result's `plan` is then offloadkit's plan for
-  the same run, and `steps` is empty. A model in memory is trained as a copy and gets the weights at the end.
-- `verbose`: print the placement of every byte and the bottleneck of a step, not only whether the plan fits.
-- `training_arguments`: any argument of `transformers.Seq2SeqTrainingArguments`. `save_steps` and `eval_steps` save and
-  evaluate every so many steps instead of after each epoch.
-
-Several GPUs: `num_gpus=2` trains on this machine's first two GPUs, one process per GPU. Functions and classes of the
-notebook or script are pickled by value. Rank 0's output and one monitor are shown here. An interrupt, an error or the
-end of this process ends all processes. The trained model comes back in RAM; a model that was passed in gets its
-weights. State collected in `callbacks` stays in the processes. `use_cpu=True` tries it without GPUs.
-
-Alternatively start a script that calls `finetune` with `torchrun --nproc-per-node 2 script.py`, `accelerate launch` or
-the `deepspeed` launcher. `batch_size` and `gradient_accumulation` are per process. N processes compute the same as one
-with N times the `gradient_accumulation`; without dropout they are bit-identical if `gradient_accumulation` is 1 or with
-`OffloadConfig(exchange="micro_batch")`. Rank 0 prints, shows the monitor and writes; all ranks return the result.
-
-Working weights, gradients and activations are bf16 on a GPU with native bf16, fp16 with a loss scale on other GPUs,
-and fp32 on the CPU. Master weights are always fp32. `bf16=`, `fp16=` or `offload.working_dtype` changes the working
-dtype: `bf16=False` on a GPU with bf16, or `fp16=False` on a GPU without, selects fp32.
+`options.FinetuneOptions` describes the arguments.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -116,13 +48,12 @@ from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.monitor.monitor import Monitor, can_be_drawn
 from offloadkit.offload.layers import flat_layers, is_of
 from offloadkit.offload.unread import is_unread
+from offloadkit.options import LEARNING_RATES, FinetuneOptions, documented_arguments
 from offloadkit.planner import Dtype, Plan
 from offloadkit.planner.phases import differing
 from offloadkit.planning import (
     auto_batch_size,
-    check_counts,
     default_dtype,
-    given_size,
     plan_for_rows,
     plan_source,
     shown_plan,
@@ -145,9 +76,6 @@ if TYPE_CHECKING:
 
     from offloadkit.deepspeed.training import ZeroTrainer
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
-
-LEARNING_RATES = {"pretrained": 1e-4, "random": 5e-4}
-"""Default learning rate by `init`."""
 
 HF_NAMES = {
     "num_train_epochs": "epochs",
@@ -331,7 +259,10 @@ def finetune(
     offload: OffloadConfig | None = None,
     **training_arguments: Any,
 ) -> FinetuneResult:
-    """Fine-tune a HuggingFace model with optimizer states in host RAM. See the top of this module for the arguments.
+    """Fine-tune a HuggingFace model with optimizer states in host RAM.
+
+    When VRAM runs out, training continues with a plan that needs less VRAM, until no such plan is left. The weights are
+    the same as with enough memory.
 
     Raises:
         ConfigError: an argument is invalid, two arguments contradict each other, or `output_dir` holds an earlier run
@@ -345,23 +276,17 @@ def finetune(
             `OffloadConfig(on_nonfinite="rollback")`, three rollbacks came before.
         RankError: a process of `num_gpus` was killed. Errors raised on a rank end all ranks and are raised here.
     """
+    options = FinetuneOptions(**locals())
     if num_gpus is not None:
         check_num_gpus(num_gpus, on_cpu=bool(training_arguments.get("use_cpu")))
     if num_gpus is not None and num_gpus > 1:
-        given = dict(locals())
-        more, _ = given.pop("training_arguments"), given.pop("num_gpus")
-        found: FinetuneResult = on_several_gpus(finetune, num_gpus, given | more)
+        found: FinetuneResult = on_several_gpus(finetune, num_gpus, options.keywords | {"num_gpus": None})
         return found
     from offloadkit.hf.arguments import arguments_of_finetune, check_arguments, engine_config
 
-    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    optional: dict[str, Any] = {"max_steps": max_steps, "gradient_accumulation": gradient_accumulation}
-    optional["per_device_eval_batch_size"] = training_arguments.get("per_device_eval_batch_size")
-    check_counts(given_size(batch_size) | optional, optional=optional)
-    check_counts(lengths, least=2, optional=lengths)  # a token, and the end token
-    switches = {"resume": resume, "overwrite": overwrite, "monitor": monitor}
-    _check(epochs, learning_rate, init, seed, baseline, verbose=verbose, **switches)
-    _check_evaluation(eval_dataset, callbacks, compute_metrics)
+    lengths = options.lengths
+    if baseline == "measure" and world.size() > 1:
+        raise ConfigError("baseline='measure' runs one process: leave it out where several processes train together")
     trained_by = _engine(engine)
     wish = ColumnWish(input_column, target_column, template)
     offload = with_wishes(
@@ -450,6 +375,11 @@ def finetune(
         return trained_by.train(run, plan, checkpoint, output)
 
 
+finetune.__doc__ = inspect.cleandoc(finetune.__doc__ or "").replace(
+    "Raises:", f"{documented_arguments()}\n\nRaises:", 1
+)
+
+
 @contextmanager
 def _claimed(output: Path, earlier: EarlierRun) -> Iterator[None]:
     with ExitStack() as claims:
@@ -481,45 +411,11 @@ def _checkpoint_of_deepspeed(output: Path, source: ModelSource, offload: Offload
     return newest_of_deepspeed(output)
 
 
-def _check(epochs: Any, learning_rate: Any, init: Any, seed: Any, baseline: Any, **switches: Any) -> None:
-    for name, value in (("epochs", epochs), ("learning_rate", learning_rate)):
-        if value is not None and (not isinstance(value, int | float) or not 0 < value < float("inf")):
-            raise ConfigError(f"{name} must be a positive number, got {shown(value)}")
-    if not isinstance(init, str) or init not in LEARNING_RATES:
-        raise ConfigError(f"init must be 'pretrained' or 'random', got {shown(init)}")
-    if not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {shown(seed)}")
-    if not isinstance(baseline, str) or baseline not in ("predict", "measure"):
-        raise ConfigError(f"baseline must be 'predict' or 'measure', got {shown(baseline)}")
-    if baseline == "measure" and world.size() > 1:
-        raise ConfigError("baseline='measure' runs one process: leave it out where several processes train together")
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} must be True or False, got {shown(value)}")
-
-
 def _engine(name: Any) -> _Engine:
     if not isinstance(name, str) or name not in _ENGINES:
         raise ConfigError(f"engine must be 'offloadkit' or 'deepspeed', got {shown(name)}")
     _ENGINES[name].check_installed()
     return _ENGINES[name]
-
-
-def _check_evaluation(eval_dataset: Any, callbacks: Any, compute_metrics: Any) -> None:
-    from transformers import TrainerCallback
-
-    if isinstance(eval_dataset, int | float) and (isinstance(eval_dataset, bool) or not 0 < eval_dataset < 1):
-        what = "rows, or the share of the training rows to hold out, more than 0 and less than 1"
-        raise ConfigError(f"eval_dataset must be {what}; got {shown(eval_dataset)}")
-    if not isinstance(callbacks, list | tuple):
-        raise ConfigError(f"callbacks must be a list of transformers.TrainerCallback, got {shown(callbacks)}")
-    for each in callbacks:
-        if not issubclass(each if isinstance(each, type) else type(each), TrainerCallback):
-            raise ConfigError(f"callbacks must be a list of transformers.TrainerCallback, and {shown(each)} is none")
-    if compute_metrics is not None and not callable(compute_metrics):
-        raise ConfigError(f"compute_metrics must be a function of an EvalPrediction, got {shown(compute_metrics)}")
-    if compute_metrics is not None and eval_dataset is None:
-        raise ConfigError("compute_metrics needs eval_dataset: pass rows, or a share of the training rows such as 0.1")
 
 
 def _returns_a_dict(compute_metrics: Callable[..., Any]) -> Callable[..., Any]:

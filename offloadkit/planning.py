@@ -7,7 +7,7 @@ print(plan)  # whether it fits, and how fast it is; plan.explain() and plan.deta
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from offloadkit import hardware
-from offloadkit.config import OffloadConfig, Precision
+from offloadkit.config import OffloadConfig, Precision, check_counts, given_size
 from offloadkit.device.measure import host_rates, measure
 from offloadkit.distributed.machine import known_links, measured_together, planning_ranks
 from offloadkit.distributed.ranks import Group, Solo
@@ -289,19 +289,6 @@ def default_dtype(*, on_gpu: bool, native_bf16: bool) -> Dtype:
     if not on_gpu:
         return "fp32"
     return "bf16" if native_bf16 else "fp16"
-
-
-def check_counts(counts: Mapping[str, Any], *, least: int = 1, optional: Collection[str] = ()) -> None:
-    """Raise `ConfigError` for the first count that is not a whole number >= `least`. `optional` counts may be None."""
-    for name, value in counts.items():
-        left_out = value is None and name in optional
-        if not left_out and (type(value) is not int or not least <= value < 2**31):
-            raise ConfigError(f"{name} must be a whole number >= {least}, got {shown(value)}")
-
-
-def given_size(batch_size: object) -> dict[str, object]:
-    """`batch_size` as a count by name; {} for "auto"."""
-    return {} if isinstance(batch_size, str) and batch_size == "auto" else {"batch_size": batch_size}
 
 
 def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Hardware, bool]:

@@ -27,7 +27,7 @@ ROWS = [
     {"offload"},
     {"checkpoint"},
     {"engine", "outline", "tracing", "python_time"},
-    {"monitor"},
+    {"monitor", "options"},
     {"hf"},
     {"planning"},
     {"deepspeed"},

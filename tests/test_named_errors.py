@@ -18,6 +18,7 @@ from torch import nn
 import offloadkit
 from offloadkit import OffloadConfig, OffloadEngine, Placement
 from offloadkit.checkpoint.folder import origin_of, write_manifest
+from offloadkit.config import check_counts
 from offloadkit.errors import (
     ConfigError,
     DataError,
@@ -31,7 +32,6 @@ from offloadkit.errors import (
 from offloadkit.hf.hub import check_folder
 from offloadkit.hf.read import load_dataset_like
 from offloadkit.hf.source import resolve
-from offloadkit.planning import check_counts
 from tests.hf.tiny import llama_config, save_config, t5_config
 
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from offloadkit.checkpoint.folder import writable
 from offloadkit.comparing import words
 from offloadkit.comparing.words import LABELS
-from offloadkit.config import OffloadConfig, Precision
+from offloadkit.config import OffloadConfig, Precision, check_counts
 from offloadkit.deepspeed import process as deepspeed_process
 from offloadkit.engines import forecast
 from offloadkit.engines.baseline import forecasts_of
@@ -40,7 +40,6 @@ from offloadkit.engines.runner import Row, Runs, write_whole
 from offloadkit.engines.timing import BY_LEANER_PLAN
 from offloadkit.engines.work import Work, config_of
 from offloadkit.errors import ConfigError, shown
-from offloadkit.planning import check_counts
 from offloadkit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ from offloadkit.checkpoint.folder import written_to
 from offloadkit.engines.baseline import kept_folder
 from offloadkit.engines.work import TINY, config_of
 from offloadkit.errors import ConfigError
-from offloadkit.finetuning import LEARNING_RATES, finetune
+from offloadkit.finetuning import finetune
 from offloadkit.hf.data import load_dataset_like
 from offloadkit.hf.source import resolve
+from offloadkit.options import LEARNING_RATES
 
 SCALINGS: dict[str, Callable[[float], float]] = {"none": lambda ratio: 1.0, "sqrt": math.sqrt, "linear": float}
 """Factor of the learning rate, given the ratio of rows per step to the smallest step's."""

@@ -10,13 +10,12 @@ from typing import Literal
 
 from offloadkit.checkpoint.folder import writable
 from offloadkit.comparing.comparison import budgets_of, progress, summary
-from offloadkit.config import Precision
+from offloadkit.config import Precision, check_counts
 from offloadkit.engines import forecast
 from offloadkit.engines.baseline import forecasts_of, plain_row
 from offloadkit.engines.runner import Row, Runs
 from offloadkit.engines.work import Work, config_of
 from offloadkit.errors import DoesNotFitError, OffloadkitError
-from offloadkit.planning import check_counts
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from offloadkit.checkpoint.folder import writable
 from offloadkit.comparing import learning, words
 from offloadkit.comparing.comparison import budgets_of, progress, save, summary
 from offloadkit.comparing.knee import Knee, fixed_seconds, measured_knee, predicted_knee, reads_weights
-from offloadkit.config import Precision
+from offloadkit.config import Precision, check_counts
 from offloadkit.engines.baseline import config_folder, forecasts_of
 from offloadkit.engines.forecast import Forecast
 from offloadkit.engines.runner import Row, Runs
@@ -44,7 +44,6 @@ from offloadkit.errors import ConfigError, shown
 from offloadkit.hf.columns import ColumnWish
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH
 from offloadkit.hf.quiet import bars_where_live
-from offloadkit.planning import check_counts
 from offloadkit.units import format_bytes
 
 if TYPE_CHECKING:

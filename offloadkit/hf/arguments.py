@@ -26,6 +26,7 @@ from offloadkit.config import OffloadConfig
 from offloadkit.distributed import world
 from offloadkit.errors import ConfigError, cut, shown
 from offloadkit.optim.table import trainer_names
+from offloadkit.options import FinetuneOptions
 from offloadkit.planner import Dtype
 
 logger = logging.get_logger(__name__)
@@ -41,8 +42,6 @@ _DEEPSPEED_KEYS = {
     "gradient_accumulation": "gradient_accumulation_steps",
 }
 """Field of `OffloadConfig` -> key in ds_config.json."""
-_OWN_NAMES = ("epochs", "batch_size", "gradient_accumulation")
-"""Arguments of `finetune` with another name in `TrainingArguments`."""
 _ACCELERATE = {
     "ACCELERATE_USE_FSDP": "offloadkit does the offloading",
     "ACCELERATE_USE_DEEPSPEED": _FROM_DEEPSPEED,
@@ -115,7 +114,8 @@ def arguments_of_finetune(
             continue
         if name in signature(Trainer.__init__).parameters:
             raise ConfigError(f"finetune has no {name}: offloadkit.OffloadTrainer and OffloadSeq2SeqTrainer take it")
-        raise ConfigError(f"no argument {shown(name)}{did_you_mean(name, [*known, *_OWN_NAMES])}")
+        ours = (field.name for field in fields(FinetuneOptions))
+        raise ConfigError(f"no argument {shown(name)}{did_you_mean(name, [*known, *ours])}")
     if given.get("resume_from_checkpoint"):  # the Trainer ignores this argument
         why = "resume=True (--resume) goes on from the newest checkpoint in output_dir"
         raise ConfigError(f"finetune does not take resume_from_checkpoint: {why}")
