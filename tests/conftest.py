@@ -52,8 +52,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported by now out of garbage collections: each engine makes one, and a pass over torch and
+    """Leave the imported modules out of garbage collections: each engine makes one, and a pass over torch and
     transformers takes longer than most tests."""
+    _freeze_modules()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Do the same with the modules that the tests imported since."""
+    if len(sys.modules) >= _frozen_modules + 50:
+        _freeze_modules()
+
+
+_frozen_modules = 0
+
+
+def _freeze_modules() -> None:
+    global _frozen_modules
+    _frozen_modules = len(sys.modules)
     gc.collect()
     gc.freeze()
 

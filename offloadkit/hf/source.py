@@ -361,7 +361,11 @@ def _set_labels(config: PreTrainedConfig, id2label: dict[int, str] | None) -> No
 def _check_head(model: Any, task: Task, id2label: dict[int, str] | None) -> None:
     """Raise `ModelError` if a model in memory has no head for the task, or another number of labels."""
     config: Any = model.config
-    if not isinstance(model, tuple(auto_class_of(config, task)._model_mapping.values())):
+    heads = auto_class_of(config, task)._model_mapping
+    # By name, since `heads.values()` imports all of transformers' models, in seconds.
+    names = {name for each in heads._model_mapping.values() for name in ([each] if isinstance(each, str) else each)}
+    classes = [each for each in type(model).__mro__ if each.__module__.startswith("transformers.models.")]
+    if not (names & {each.__name__ for each in classes} or isinstance(model, tuple(heads._extra_content.values()))):
         raise ModelError(f"a {type(model).__name__} does not do {task!r}: pass a model with that head, or its name")
     if task == "classification" and id2label and config.num_labels != len(id2label):
         raise ModelError(

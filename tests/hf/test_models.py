@@ -24,6 +24,7 @@ from transformers import (
     T5ForConditionalGeneration,
     ViTConfig,
 )
+from transformers.models.auto.auto_factory import _LazyAutoMapping
 
 import offloadkit
 from offloadkit.config import OffloadConfig
@@ -321,8 +322,10 @@ def test_model_instance_is_converted_in_place(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.shared.weight
 
 
-@pytest.mark.slow
-def test_model_instance_with_another_head_is_refused() -> None:
+def test_model_instance_with_another_head_is_refused_and_no_other_model_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_LazyAutoMapping, "values", lambda self: pytest.fail("imports all models"))
     model = AutoModelForSequenceClassification.from_config(tiny.bert_config(num_labels=3))
     with pytest.raises(ModelError, match="does not do 'causal'"):
         tiny.load_model(model, task="causal")
