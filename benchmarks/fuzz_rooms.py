@@ -899,7 +899,7 @@ def _engine_calls(draw: random.Random, scratch: Path, stock: Path) -> Input:
 
     words = {
         "save": ("folder", "path"),
-        "load": ("folder", "checkpoint", "training cannot go on from"),
+        "load": ("folder", "checkpoint", "training cannot resume from"),
         "telemetry": ("log", "telemetry"),
     }
     words |= {"backward": ("loss",), "profile": ("steps",), "move": ("plan",), "evaluation_rows": ("evaluation_rows",)}
@@ -1083,7 +1083,7 @@ def _names(draw: random.Random, scratch: Path, stock: Path) -> Input:
         "dataset",
         "path",
         "checkpoint",
-        "training cannot go on from",
+        "training cannot resume from",
         name[:20] or "''",
     )
     return Input(f"{door}: a name, {how}", words, doors[door])

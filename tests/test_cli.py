@@ -310,12 +310,15 @@ def test_where_nothing_was_measured_the_exit_code_says_so(command: str, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("compare", "t5-tiny", "--engine", "fly"), "no engine 'fly': choose of 'baseline', 'offloadkit', 'deepspeed'"),
+        (
+            ("compare", "t5-tiny", "--engine", "fly"),
+            "no engine 'fly': choose one of 'baseline', 'offloadkit', 'deepspeed'",
+        ),
         (("compare", "no-model"), "no model 'no-model'"),
         (("compare", "t5-tiny", "--batch-size", "0"), "batch_size must be a whole number >= 1, got 0"),
         (("compare", "t5-tiny", "--vram", "much"), "vram: cannot read 'much' as a size"),
-        (("sweep", "t5-tiny", "--batch-sizes", "2,2"), "batch_sizes must be some different whole numbers"),
-        (("sweep", "t5-tiny", "--scale-learning-rate", "cubic"), "scale_learning_rate must be some of 'none'"),
+        (("sweep", "t5-tiny", "--batch-sizes", "2,2"), "batch_sizes must be one or more different whole numbers"),
+        (("sweep", "t5-tiny", "--scale-learning-rate", "cubic"), "scale_learning_rate must be one or more of 'none'"),
         (("sweep", "t5-tiny", "--eval-dataset", "held.jsonl"), "eval_dataset needs a train_dataset"),
     ],
 )

@@ -386,7 +386,7 @@ def test_a_latest_checkpoint_that_is_broken_falls_back_to_the_one_saved_before_i
     content[-1] ^= 1
     states.write_bytes(content)
     assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "b")
-    assert f"going on from b, since a newer one is broken: {states.name} of" in capsys.readouterr().out
+    assert f"resuming from b, because a newer checkpoint is broken: {states.name} of" in capsys.readouterr().out
     assert all(torch.equal(each, saved["b"][name]) for name, each in weights(engine.module).items())
     (tmp_path / "b" / "run.json").unlink()
     assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "z")
@@ -396,7 +396,7 @@ def test_a_latest_checkpoint_that_is_broken_falls_back_to_the_one_saved_before_i
     assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "z")
     (tmp_path / "latest").write_text("z")
     (tmp_path / "z" / "run.json").unlink()
-    with pytest.raises(ModelError, match=r"^run\.json of .*There is none before it that can be read"):
+    with pytest.raises(ModelError, match=r"^run\.json of .*No earlier checkpoint can be read"):
         engine.load_checkpoint(tmp_path)
     engine.destroy()
 

@@ -184,11 +184,11 @@ def test_a_checkpoint_with_a_file_that_was_cut_falls_back_to_the_one_before_and_
     newest = cut(2)
     resumed = finetune(t5(), PAIRS, resume=True, **options).model.state_dict()
     assert all(torch.equal(weight, whole[key]) for key, weight in resumed.items())
-    said = f"going on from checkpoint-1, since a newer one is broken: {name} of the checkpoint {newest.parent} cannot"
+    said = f"because a newer checkpoint is broken: {name} of the checkpoint {newest.parent} cannot"
     assert said in capsys.readouterr().out
     cut(2)
     cut(1)
-    said = rf"{name} of the checkpoint {newest.parent} cannot be read .*none before it that can be read"
+    said = rf"{name} of the checkpoint {newest.parent} cannot be read .*No earlier checkpoint can be read"
     with pytest.raises(ModelError, match=said):
         finetune(t5(), PAIRS, resume=True, **options)
 
@@ -197,7 +197,7 @@ def test_a_checkpoint_with_a_file_that_was_cut_falls_back_to_the_one_before_and_
 @pytest.mark.parametrize(("saved", "now"), [("exact", "tiny"), ("tiny", "exact"), ("exact", "compact")])
 def test_resuming_with_another_precision_says_what_to_go_on_with(saved: str, now: str) -> None:
     finetune(t5(), PAIRS, precision=saved)
-    with pytest.raises(ConfigError, match=rf"run\.json: .*precision='{saved}', this one has '{now}': go on with"):
+    with pytest.raises(ConfigError, match=rf"run\.json: .*precision='{saved}', this run has '{now}': resume with"):
         finetune(t5(), PAIRS, precision=now, resume=True, max_steps=6)
 
 

@@ -258,7 +258,7 @@ def test_resuming_with_another_batch_size_says_what_differs(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "batch_size" in line]
     assert line.startswith(f"batch_size is {rows} now and was 2: ")
     assert happens in line
-    assert line.endswith("batch_size=2 goes on exactly")
+    assert line.endswith("batch_size=2 continues exactly")
 
 
 @pytest.mark.slow

@@ -224,7 +224,7 @@ def test_broken_random_states_are_named_and_nothing_is_changed(
     write_manifest(folder, origin_of(folder))
     with small_engine() as engine:
         before = torch.get_rng_state()
-        with pytest.raises(ModelError, match=r"random\.json holds no random states"):
+        with pytest.raises(ModelError, match=r"random\.json has no valid random states"):
             engine.load_checkpoint(folder)
         assert torch.equal(torch.get_rng_state(), before)
 
@@ -496,9 +496,9 @@ def test_what_is_no_folder_is_left_where_it_is(tmp_path: Path, kind: str) -> Non
     before = os.lstat(path)
     with small_engine() as engine:
         step(engine)
-        with pytest.raises(OutputError, match="exists and is no folder"):
+        with pytest.raises(OutputError, match="exists and is not a folder"):
             engine.save_checkpoint(path)
-        with pytest.raises(ModelError, match=r"cannot go on from /: it has no manifest\.json"):
+        with pytest.raises(ModelError, match=r"cannot resume from /: it has no manifest\.json"):
             engine.load_checkpoint("/")
     assert os.lstat(path).st_ino == before.st_ino
     assert os.lstat(path).st_mode == before.st_mode

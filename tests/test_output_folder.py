@@ -62,7 +62,7 @@ def used() -> Path:
 def test_a_used_folder_is_refused_before_anything_is_done(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("out-2").mkdir()
     before = contents(used)
-    says = r"out holds a trained model .*resume=True \(--resume\).*overwrite=True \(--overwrite\).* such as out-3$"
+    says = r"out contains a trained model .*resume=True \(--resume\).*overwrite=True \(--overwrite\).* such as out-3$"
     with pytest.raises(ConfigError, match=says):
         finetune("no/such-model", "no/such-rows")
     assert contents(used) == before
@@ -72,7 +72,7 @@ def test_a_used_folder_is_refused_before_anything_is_done(used: Path, capsys: py
 def test_checkpoints_alone_make_a_folder_used_and_files_of_others_do_not(used: Path) -> None:
     (used / "model" / "config.json").rename(used / "config.json")
     (used / "model").rmdir()
-    with pytest.raises(ConfigError, match=r"holds checkpoints \(checkpoint-7\) of an earlier run"):
+    with pytest.raises(ConfigError, match=r"contains checkpoints \(checkpoint-7\) of an earlier run"):
         finetune(t5())
     for name in ("checkpoint-1", "checkpoint-7"):
         (used / name).rename(used / f"{name}-of-mine")
@@ -129,13 +129,13 @@ def test_the_folder_is_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_named_model_that_holds_no_model_is_never_replaced(used: Path) -> None:
     (used / "model" / "config.json").rename(used / "model" / "train.py")
-    with pytest.raises(OutputError, match=r"model is no saved model, .*pass another output_dir, such as out-2"):
+    with pytest.raises(OutputError, match=r"model is not a saved model, .*pass another output_dir, such as out-2"):
         finetune(t5(), overwrite=True)
 
 
 def test_a_model_that_a_killed_save_had_set_aside_counts(used: Path) -> None:
     (used / "model").rename(used / ".model-old")
-    with pytest.raises(ConfigError, match="holds a trained model"):
+    with pytest.raises(ConfigError, match="contains a trained model"):
         finetune(t5())
 
 
@@ -164,7 +164,7 @@ def test_resuming_another_models_run_is_refused_before_anything_is_planned(capsy
     capsys.readouterr()
     others = [LlamaForCausalLM(LlamaConfig(**llama_config().to_dict())), t5(d_ff=32), t5(num_heads=4, d_kv=4)]
     for other in others:
-        with pytest.raises(ConfigError, match=r"out/checkpoint-1 is of another model, with .* another output_dir"):
+        with pytest.raises(ConfigError, match=r"out/checkpoint-1 is from another model, with .* another output_dir"):
             finetune(other, resume=True, max_steps=2)
     assert capsys.readouterr().out == ""
     assert contents(Path("out")) == before
@@ -218,9 +218,9 @@ def test_two_trainings_in_one_folder_at_once_are_refused_and_the_first_is_unharm
 
 def test_a_folder_whose_first_save_was_killed_is_begun_anew_with_overwrite(tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"none of them is whole.*overwrite=True \(--overwrite\) to begin anew"):
+    with pytest.raises(ConfigError, match=r"no checkpoint is complete.*overwrite=True \(--overwrite\) to start over"):
         finetune(t5())
-    with pytest.raises(ConfigError, match=r"Pass overwrite=True \(--overwrite\) in the place of resume"):
+    with pytest.raises(ConfigError, match=r"Pass overwrite=True \(--overwrite\) instead of resume"):
         finetune(t5(), resume=True)
     finetune(t5(), overwrite=True)
     assert not Path("out/checkpoint-3").exists()

@@ -83,7 +83,7 @@ def write_arrays(
     end = 0
     for name, array in ordered:
         if array.dtype not in _DTYPE_NAMES:
-            raise ModelError(f"{name!r} is {array.dtype}, which a file of safetensors cannot hold")
+            raise ModelError(f"{name!r} is {array.dtype}, which a safetensors file cannot store")
         start, end = end, end + array.nbytes
         header[name] = {
             "dtype": _DTYPE_NAMES[array.dtype],
@@ -120,7 +120,7 @@ def _array(name: str, entry: Any, first: int, size: int) -> SavedArray:
     offsets, lengths = _whole_numbers(given), _whole_numbers(shape)
     dtype = _DTYPES.get(of) if isinstance(of, str) else None
     if dtype is None or offsets is None or lengths is None or len(offsets) != 2:
-        raise ValueError(f"the entry {shown(name)} of its header has no dtype, shape or data_offsets that are known")
+        raise ValueError(f"the header entry {shown(name)} has no known dtype, shape or data_offsets")
     start, end = first + offsets[0], first + offsets[1]
     if not start <= end <= size or end - start != prod(lengths) * dtype.itemsize:
         raise ValueError(f"{shown(name)} ends at byte {end}, the file at {size}")
@@ -154,7 +154,7 @@ class ArrayFile:
             self.arrays, self.metadata = self._header()
         except (OSError, ValueError, struct.error) as error:
             os.close(self._file)
-            raise ModelError(f"{path} cannot be read ({error}): it is cut or broken") from error
+            raise ModelError(f"{path} cannot be read ({error}): it is truncated or corrupt") from error
         self._staging: torch.Tensor | None = None
         self._readers: ThreadPool | None = None
 
@@ -163,13 +163,13 @@ class ArrayFile:
         (length,) = _HEADER_LENGTH.unpack(os.pread(self._file, _HEADER_LENGTH.size, 0))
         first = _HEADER_LENGTH.size + length
         if first > size or length > files.MOST_JSON_BYTES:
-            raise ValueError(f"its header ends at byte {first}, the file at {size}")
+            raise ValueError(f"its header ends at byte {first}, but the file at {size}")
         header = files.parse_json(os.pread(self._file, length, _HEADER_LENGTH.size))
         if not isinstance(header, dict):
-            raise ValueError("its header is no object")
+            raise ValueError("its header is not a JSON object")
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-            raise ValueError("its __metadata__ is no object of texts")
+            raise ValueError("its __metadata__ is not an object of strings")
         return {name: _array(name, entry, first, size) for name, entry in header.items()}, metadata
 
     def read(self, name: str, into: torch.Tensor, between: Between | None = None, *, first: int = 0) -> None:

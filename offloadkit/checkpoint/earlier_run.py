@@ -69,7 +69,9 @@ def earlier_run(
         OutputError: `model` is no saved model, a link, a mount point or not writable; or another run uses the folder.
     """
     if resume and overwrite:
-        raise ConfigError("resume=True goes on with the run in output_dir and overwrite=True replaces it: pass one")
+        raise ConfigError(
+            "resume=True continues the run in output_dir and overwrite=True replaces it: pass one of them"
+        )
     path = path_of(folder, "output_dir")
     if not os.fspath(folder):
         return EarlierRun([])  # `writable` refuses it
@@ -81,7 +83,7 @@ def earlier_run(
     for model in models:
         if not (model / "config.json").is_file() and not (model.is_dir() and not any(model.iterdir())):
             raise OutputError(
-                f"{model} is no saved model, and training would replace it: pass another output_dir, such as "
+                f"{model} is not a saved model, and training would replace it: pass another output_dir, such as "
                 f"{_free_beside(path)}"
             )
     if resume:
@@ -91,14 +93,15 @@ def earlier_run(
     checkpoints = sorted(found for found in named if found.is_dir())
     if (models or checkpoints) and not overwrite:
         there = "a trained model" if models else f"checkpoints ({checkpoints[-1].name})"
-        goes_on = "pass resume=True (--resume) to go on with it, overwrite=True (--overwrite) to replace it"
+        goes_on = "pass resume=True (--resume) to continue it, overwrite=True (--overwrite) to replace it"
         if not models and all(why_not_whole(each) is not None for each in checkpoints):
             goes_on = (
-                "none of them is whole, so no run can go on from them: pass overwrite=True (--overwrite) to begin anew"
+                "no checkpoint is complete, so the run cannot be resumed: pass overwrite=True (--overwrite) to start "
+                "over"
             )
         raise ConfigError(
-            f"the output folder {path} holds {there} of an earlier run: {goes_on}, or another output_dir (--output), "
-            f"such as {_free_beside(path)}"
+            f"the output folder {path} contains {there} of an earlier run: {goes_on}, or another output_dir "
+            f"(--output), such as {_free_beside(path)}"
         )
     for used in in_use:
         name = os.fspath(used) if isinstance(used, str | os.PathLike) else ""
@@ -108,7 +111,7 @@ def earlier_run(
             if read is not None and read.is_relative_to(checkpoint.resolve()):
                 raise ConfigError(
                     f"this run reads {used}, which overwrite=True would remove: pass another output_dir, such as "
-                    f"{_free_beside(path)}, or resume=True to go on from the newest checkpoint"
+                    f"{_free_beside(path)}, or resume=True to continue from the newest checkpoint"
                 )
     return EarlierRun(checkpoints)
 

@@ -98,8 +98,9 @@ def check_saving(folder: Path) -> None:
         if not is_written:
             raise _not_writable(folder, error) from error
         raise OutputError(
-            f"the output folder {folder} renames no folders ({error.strerror or error}), and without it a kill while "
-            "saving would lose checkpoints: pass another output_dir, on a local disk, and copy it from there"
+            f"the output folder {folder} does not support renaming folders ({error.strerror or error}), so a kill "
+            "while saving would lose checkpoints: pass another output_dir, on a local disk, and copy the results from "
+            "there"
         ) from error
     finally:
         if probe is not None:
@@ -130,13 +131,13 @@ def newest_checkpoint(folder: Path, *, verify: bool = True, recut: bool = False)
     if whole and not verify:
         return whole[-1]
     if whole:
-        then = "begin anew in another output_dir, or with overwrite=True (--overwrite). save_total_limit=2 keeps two"
+        then = "start over in another output_dir, or with overwrite=True (--overwrite). save_total_limit=2 keeps two"
         return _first_readable(whole[::-1], then, recut=recut)
     skipped = "".join(f"; {path.name} {why}" for path, why in skipped_checkpoints(folder))
-    anew = "Pass overwrite=True (--overwrite) in the place of resume" if skipped else "Leave resume out"
+    anew = "Pass overwrite=True (--overwrite) instead of resume" if skipped else "Leave resume out"
     raise ConfigError(
         f"No valid checkpoint found in output directory {folder}: there is no complete checkpoint to resume from. "
-        f"{anew} to begin anew; a run writes checkpoints with save_strategy='epoch' (the default) or 'steps'{skipped}"
+        f"{anew} to start over; a run writes checkpoints with save_strategy='epoch' (the default) or 'steps'{skipped}"
     )
 
 
@@ -151,7 +152,7 @@ def readable_or_before(checkpoint: Path) -> Path:
     last = _sequence(checkpoint)
     before = [path for path in others if path.name[0] != "." and (not last or _sequence(path) < last)]
     found = [checkpoint, *sorted((path for path in before if why_not_whole(path) is None), key=_sequence, reverse=True)]
-    return _first_readable(found, "load one that lies elsewhere, or begin anew")
+    return _first_readable(found, "load a checkpoint from another folder, or start over")
 
 
 def _first_readable(checkpoints: Sequence[Path], then: str, *, recut: bool = False) -> Path:
@@ -168,11 +169,11 @@ def _first_readable(checkpoints: Sequence[Path], then: str, *, recut: bool = Fal
         why = _why_unreadable(checkpoint, recut=recut)
         if why is None:
             for newer in broken:
-                print(f"going on from {checkpoint.name}, since a newer one is broken: {newer}", flush=True)
+                print(f"resuming from {checkpoint.name}, because a newer checkpoint is broken: {newer}", flush=True)
             return checkpoint
         broken.append(why)
-    of_others = f" ({others[0]} is of another run)" if others else ""
-    raise ModelError(f"{broken[0]}. There is none before it that can be read{of_others}: {then}")
+    of_others = f" ({others[0]} belongs to another run)" if others else ""
+    raise ModelError(f"{broken[0]}. No earlier checkpoint can be read{of_others}: {then}")
 
 
 def _run_of(checkpoint: Path) -> str | None:
@@ -250,12 +251,12 @@ def why_not_whole(checkpoint: Path) -> str | None:
     if checkpoint.name in _replaced(checkpoint.parent):
         return "was to be replaced (overwrite=True) by a run that was killed before its first step"
     if (checkpoint / MANIFEST).is_file():
-        alone = None if any(checkpoint.glob("states-*")) else "holds weights alone, without optimizer states"
+        alone = None if any(checkpoint.glob("states-*")) else "has only weights, no optimizer states"
         return _why_incomplete(checkpoint) or alone
     # transformers' Trainer writes trainer_state.json last.
     if (checkpoint / "trainer_state.json").is_file() and (checkpoint / "optimizer.pt").is_file():
         return None
-    return f"has no {MANIFEST}, so it was not written completely"
+    return f"has no {MANIFEST}, so its writing was interrupted"
 
 
 def _replaced(folder: Path) -> list[str]:
@@ -381,7 +382,7 @@ def _manifest(checkpoint: Path) -> _Manifest | str:
             return _Manifest(parse_origin(found), int(found["sequence"]), files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         pass
-    return f"has a {MANIFEST} that is missing, cut or broken"
+    return f"has a {MANIFEST} that is missing, truncated or corrupt"
 
 
 def origin_of(checkpoint: Path) -> Origin:
@@ -427,7 +428,7 @@ def check_readable(checkpoint: Path, *, recut: bool = False, weights_alone: bool
     """
     why = _why_unreadable(checkpoint, recut=recut)
     if why is None and not weights_alone and (lacks := why_not_whole(checkpoint)) is not None:
-        why = f"training cannot go on from {checkpoint}: it {lacks}"
+        why = f"training cannot resume from {checkpoint}: it {lacks}"
     if why is not None:
         raise ModelError(f"{why}. {_what_then(checkpoint)}")
 
@@ -435,10 +436,10 @@ def check_readable(checkpoint: Path, *, recut: bool = False, weights_alone: bool
 def _why_unreadable(checkpoint: Path, *, recut: bool) -> str | None:
     """Why the checkpoint is unreadable, or None. Raises `ModelError` if the user must decide what to do."""
     if not checkpoint.is_dir():
-        raise ModelError(f"Can't find a valid checkpoint at {checkpoint}: it is no folder")
+        raise ModelError(f"Can't find a valid checkpoint at {checkpoint}: it is not a folder")
     has_manifest = (checkpoint / MANIFEST).is_file()
     if not has_manifest and (why := why_not_whole(checkpoint)) is not None:  # do not list an unrelated folder
-        return f"training cannot go on from {checkpoint}: it {why}"
+        return f"training cannot resume from {checkpoint}: it {why}"
     names, saved, origin = _names(checkpoint), {}, None
     if has_manifest:
         manifest = _manifest(checkpoint)
@@ -447,9 +448,9 @@ def _why_unreadable(checkpoint: Path, *, recut: bool) -> str | None:
         saved, origin = manifest.files, manifest.origin
     if (cut_anew := bool(saved) and _weights_cut_anew(checkpoint, names - saved.keys())) and not recut:
         raise ModelError(
-            f"the weights in {checkpoint} were cut into other files after it was written, so nothing says that they "
-            "are those of its optimizer states: put the files of the run back, or pass "
-            "offload=OffloadConfig(resume_incomplete=True) to go on with them"
+            f"the weights in {checkpoint} were split into other files after it was written, so they may not match its "
+            "optimizer states: restore the run's files, or pass offload=OffloadConfig(resume_incomplete=True) to "
+            "resume with these weights"
         )
     seen = [(name, os.stat(checkpoint / name)) for name in sorted({*names, *([MANIFEST] if saved else [])})]
     times = [(name, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for name, each in seen]
@@ -468,13 +469,13 @@ def _first_of_another(checkpoint: Path, names: set[str], origin: Origin) -> str 
         if file != name:
             named = f"{cut(str(file))} ({cut(str(said))})"
             return (
-                f"{name} of the checkpoint {checkpoint} was written as {named}: files of ranks were exchanged, "
-                "or copied under other names"
+                f"{name} of the checkpoint {checkpoint} was written as {named}: files of ranks were swapped, or copied "
+                "under other names"
             )
         if said != origin:
             return (
-                f"{name} of the checkpoint {checkpoint} is of {said}, and {MANIFEST} of {origin}: files of two "
-                "checkpoints were mixed"
+                f"{name} of the checkpoint {checkpoint} was written by {said}, but {MANIFEST} by {origin}: files of "
+                "two checkpoints were mixed"
             )
     return None
 
@@ -495,11 +496,14 @@ def _first_broken(checkpoint: Path, names: set[str], saved: dict[str, _Saved], *
         elif name in saved:
             why = _why_changed(checkpoint, name, saved[name]) or why_broken(checkpoint / name)
         elif saved and not is_cut_anew:
-            why = "it was put there later" if _NAMES_READ.fullmatch(name) else None
+            why = "it was added later" if _NAMES_READ.fullmatch(name) else None
         else:
             why = why_broken(checkpoint / name)
         if why is not None:
-            return f"{name} of the checkpoint {checkpoint} cannot be read ({why}): it is cut, broken or of another run"
+            return (
+                f"{name} of the checkpoint {checkpoint} cannot be read ({why}): it is truncated, corrupt or from "
+                "another run"
+            )
     return None
 
 
@@ -507,7 +511,7 @@ def _why_changed(checkpoint: Path, name: str, saved: _Saved) -> str | None:
     path = checkpoint / name
     try:
         if (size := path.stat().st_size) != saved.size:
-            return f"it has {size} bytes, {saved.size} were written"
+            return f"it has {size} bytes, but {saved.size} were written"
         found = checksums(path, name)
     except OSError as error:
         return error.strerror or str(error)
@@ -515,7 +519,7 @@ def _why_changed(checkpoint: Path, name: str, saved: _Saved) -> str | None:
     if not differing and len(found) == len(saved.checksums):
         return None
     at = differing[0] if differing else 0
-    return f"its bytes from {at * PIECE_BYTES:,} on are not those that were written"
+    return f"its bytes from {at * PIECE_BYTES:,} on differ from those written"
 
 
 def _weights_cut_anew(checkpoint: Path, later: set[str]) -> bool:
@@ -532,8 +536,8 @@ def _weights_cut_anew(checkpoint: Path, later: set[str]) -> bool:
 def _what_then(checkpoint: Path) -> str:
     others = [other.name for other in _complete_checkpoints(checkpoint.parent) if other != checkpoint]
     if not others:
-        return "There is no other one beside it"
-    return f"Delete the folder {checkpoint}; resume=True (--resume) then goes on from {others[-1]}"
+        return "There is no other checkpoint in its folder"
+    return f"Delete the folder {checkpoint}; resume=True (--resume) then continues from {others[-1]}"
 
 
 def why_broken(path: Path) -> str | None:
@@ -559,9 +563,9 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         found = read_json(path)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}): it is cut or broken") from error
+        raise ModelError(f"{path} cannot be read ({error}): it is truncated or corrupt") from error
     if not isinstance(found, dict):
-        raise ModelError(f"{path} holds {shown(found)}, and an object is needed: it is broken")
+        raise ModelError(f"{path} contains {shown(found)}, but an object is needed: it is corrupt")
     return found
 
 
@@ -587,8 +591,8 @@ def check_room(folder: Path, num_bytes: int, what: str) -> None:
     """
     if (free := free_bytes(folder)) < num_bytes:
         raise OutputError(
-            f"{what} in {folder} takes {num_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free there: make "
-            "room, or pass another output_dir"
+            f"{what} in {folder} takes {num_bytes / 2**30:.2f} GiB, but only {free / 2**30:.2f} GiB are free there: "
+            "make room, or pass another output_dir"
         )
 
 
@@ -699,10 +703,10 @@ def put_in_place(folder: Path, save: Callable[[Path], None], marker: str = "") -
         OutputError: the disk is full, `folder` is not a folder, or it lacks `marker`. `folder` is unchanged then.
     """
     if os.path.lexists(folder) and not folder.is_dir():  # root could rename /dev/null
-        raise OutputError(f"{folder} exists and is no folder: pass the name of a new folder")
+        raise OutputError(f"{folder} exists and is not a folder: pass the name of a new folder")
     if marker and folder.is_dir() and any(folder.iterdir()) and not (folder / marker).is_file():
         raise OutputError(
-            f"{folder} holds other files and no {marker}, so it is no checkpoint: pass the name of a new folder"
+            f"{folder} contains other files and no {marker}, so it is not a checkpoint: pass the name of a new folder"
         )
     new, old = _new(folder), _aside(folder)
     try:

@@ -100,7 +100,7 @@ class Saves:
         folder, name = checkpoint.parent.resolve(), checkpoint.name
         if folder in self._held and name in self._held[folder][2]:
             return
-        then = "Save into another folder, or wait until that run has ended"
+        then = "Save to another folder, or wait until that run has ended"
         other = _writer_of(folder, lambda each: each == name or (folder, each) in self._gone_on_from)
         if other is not None:
             raise _claimed(checkpoint, other, then=then)
@@ -250,15 +250,15 @@ def _is_there(descriptor: int, path: Path) -> bool:
 @contextmanager
 def _heartbeat(path: Path, holder: dict[str, Any]) -> Iterator[None]:
     if before := _content(path):
-        print(
-            f"{path.parent} has no file locks: waiting to see whether another run is there", file=sys.stderr, flush=True
-        )
+        print(f"{path.parent} has no file locks: checking whether another run uses it", file=sys.stderr, flush=True)
         for _ in range(3):
             time.sleep(HEARTBEAT_SECONDS)
             if _content(path) not in (before, b""):
                 raise _claimed(path.parent, _read(path))
     else:
-        print(f"{path.parent} has no file locks: a file in it says that this run is alive", file=sys.stderr, flush=True)
+        print(
+            f"{path.parent} has no file locks: a file in it shows that this run is alive", file=sys.stderr, flush=True
+        )
     with written_to(path.parent):
         _write(path, holder | {"beat": 0})
     ended = threading.Event()

@@ -72,9 +72,9 @@ class Adding:
         if self.num_sums == now.num_sums:
             return None
         return (
-            f"gradients were added by {self}, and are added by {now} now: in another order, so the weights differ in "
-            f"their last bits from those of one run. {self} go on bit for bit; with exchange='micro_batch' from the "
-            "beginning, any number of ranks does"
+            f"gradients were summed by {self} before and are summed by {now} now, in another order, so the last bits "
+            f"of the weights differ from an uninterrupted run. {self} continue bit for bit; with "
+            "exchange='micro_batch' from the start, so does any number of ranks"
         )
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ class RunNumbers:
         if why is None and (type(done := values["counts"]["num_updates"]) is not int or done < 0):
             why = f"num_updates is {shown(done)}, and a whole number >= 0 is needed"
         if why is not None:
-            raise ModelError(f"{path} cannot be read ({why}): it is cut or broken")
+            raise ModelError(f"{path} cannot be read ({why}): it is truncated or corrupt")
         for at, group in enumerate(values["groups"]):
             try:
                 GroupOptions.of(group["options"])
@@ -162,16 +162,16 @@ class RunNumbers:
         for name, own in self.facts.items():
             if facts.get(name, own) != own:
                 raise ConfigError(
-                    f"{path}: the run was saved with {name}={facts[name]!r}, this one has {own!r}: go on with "
+                    f"{path}: the run was saved with {name}={facts[name]!r}, this run has {own!r}: resume with "
                     f"OffloadConfig({name}={facts[name]!r})"
                 )
         saved.check(self.states, self.ranges, self.shapes)
         if len(groups) != len(self.groups):
-            raise ModelError(f"{path}: the saved run has {len(groups)} parameter groups, this one {len(self.groups)}")
+            raise ModelError(f"{path}: the saved run has {len(groups)} parameter groups, this run {len(self.groups)}")
         for at, (theirs, group) in enumerate(zip(members, self.groups, strict=True)):
             if set(theirs) != set(group["parameters"]):
                 other = sorted(set(theirs) ^ set(group["parameters"]))[0]
-                raise ModelError(f"{path}: parameter group {at} of the saved run differs from this one's in {other!r}")
+                raise ModelError(f"{path}: parameter group {at} of the saved run and of this run differ in {other!r}")
         return values
 
     def load_states(self, saved: SavedStates) -> None:
@@ -271,7 +271,7 @@ def load_run(
     check_run(folder, ranks)
     if not (folder / WEIGHT_FILE).is_file():
         raise ModelError(
-            f"{folder} holds no {WEIGHT_FILE}: a Trainer has written it. Resume it with the Trainer, or with finetune"
+            f"{folder} has no {WEIGHT_FILE}: a Trainer wrote it. Resume it with the Trainer, or with finetune"
         )
     with SavedStates(folder) as saved, ArrayFile(folder / WEIGHT_FILE) as weights:
         values = numbers.check(folder, saved)
@@ -294,7 +294,9 @@ def check_scheduler(folder: Path, values: dict[str, Any], own: dict[str, Any]) -
         ModelError: the saved state has a different structure.
     """
     if values.get("scheduler") is None:
-        raise ConfigError(f"{folder} holds no scheduler: it was saved without one. Leave scheduler= out")
+        raise ConfigError(
+            f"{folder} has no scheduler state, because the run was saved without a scheduler. Leave out scheduler="
+        )
     saved = values["scheduler"]
     comparable = dict(own)
     if isinstance(saved, dict) and isinstance(functions := saved.get("lr_lambdas"), list):
@@ -303,10 +305,10 @@ def check_scheduler(folder: Path, values: dict[str, Any], own: dict[str, Any]) -
     why = why_unlike(saved, comparable, "scheduler")
     for name, value in own.items() if why is None else ():
         if isinstance(value, list) and name in saved and len(saved[name]) != len(value):
-            why = f"{name} of its scheduler has {len(saved[name])} values, this run's {len(value)}"
+            why = f"{name} of its scheduler has {len(saved[name])} values, but this run's has {len(value)}"
     if why is not None:
         raise ModelError(
-            f"{folder / RUN_FILE} cannot be read ({why}): it is broken, or of a run with another scheduler"
+            f"{folder / RUN_FILE} cannot be read ({why}): it is corrupt, or from a run with another scheduler"
         )
 
 

@@ -22,7 +22,7 @@ from offloadkit.checkpoint.values import why_unlike
 from offloadkit.errors import ConfigError, ModelError
 
 STATE_FILES = "states-*-of-*.safetensors"
-_RESUME_ALIKE = "go on with the optimizer, the precision and the working dtype that the run was saved with"
+_RESUME_ALIKE = "resume with the optimizer, precision and working dtype that the run was saved with"
 
 States = Mapping[str, Mapping[str, torch.Tensor]]
 """Live arrays by parameter name and array name, as in `OffloadEngine.state_dict()["optimizer"]`."""
@@ -105,7 +105,9 @@ class SavedStates:
     def _open(self, folder: Path) -> None:
         paths = sorted(folder.glob(STATE_FILES))
         if not paths:
-            raise ModelError(f"{folder} holds no optimizer states ({STATE_FILES}): it is no checkpoint to go on from")
+            raise ModelError(
+                f"{folder} has no optimizer states ({STATE_FILES}): it is not a checkpoint that can be resumed"
+            )
         self._where = paths[0]
         ranks: list[int] = []
         num_ranks = len(paths)
@@ -129,9 +131,11 @@ class SavedStates:
                     if not isinstance(self._shapes.get(parameter), list):
                         raise ValueError(f"it has no shape of {parameter!r}")
             except ValueError as error:
-                raise ModelError(f"{path} cannot be read: its ranges are broken or missing ({error})") from error
+                raise ModelError(f"{path} cannot be read: its ranges are corrupt or missing ({error})") from error
         if sorted(ranks) != list(range(num_ranks)):
-            raise ModelError(f"{folder} holds the states of ranks {sorted(ranks)}, of {num_ranks}: copy all its files")
+            raise ModelError(
+                f"{folder} has only the states of ranks {sorted(ranks)}, out of {num_ranks}: copy all its files"
+            )
         for parameter, arrays in self._ranges.items():
             for name, places in arrays.items():
                 places.sort(key=lambda place: place.start)
@@ -139,8 +143,8 @@ class SavedStates:
                 starts = [*(place.start for place in places), places[0].of]
                 if list(ends) != starts:
                     raise ModelError(
-                        f"{places[0].file.path}: the ranges of {name} of {parameter!r} do not make its {places[0].of} "
-                        "elements: a file of another checkpoint is among them"
+                        f"{places[0].file.path}: the ranges of {name} of {parameter!r} do not add up to its "
+                        f"{places[0].of} elements: one file comes from another checkpoint"
                     )
 
     def check(self, states: States, ranges: Ranges, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -155,33 +159,33 @@ class SavedStates:
             if missing:
                 listed = ", ".join(map(repr, sorted(missing)[:5]))
                 raise ModelError(
-                    f"{where} is of another model: {len(missing)} of its trained parameters are {what}, such as "
+                    f"{where} is from another model: {len(missing)} of its trained parameters are {what}, such as "
                     f"{listed}. Resume with the model of that run"
                 )
         for parameter, state in states.items():
             if tuple(self._shapes[parameter]) != tuple(shapes[parameter]):
                 raise ModelError(
-                    f"{where}: saved {parameter!r} has shape {tuple(self._shapes[parameter])}, this model's has "
+                    f"{where}: saved {parameter!r} has shape {tuple(self._shapes[parameter])}, but this model's has "
                     f"{tuple(shapes[parameter])}. Resume with the model of that run"
                 )
             saved = self._ranges[parameter]
             if saved.keys() != state.keys():
                 theirs, ours = (", ".join(sorted(arrays.keys() - {"step"})) for arrays in (saved, state))
                 raise ConfigError(
-                    f"{where}: the saved run keeps {theirs} of {parameter!r}, this run {ours}: {_RESUME_ALIKE}"
+                    f"{where}: the saved run keeps {theirs} of {parameter!r}, but this run {ours}: {_RESUME_ALIKE}"
                 )
             for name, array in state.items():
                 for place in saved[name]:
                     dtype = place.file.arrays[place.key].dtype
                     if dtype != array.dtype:
                         raise ConfigError(
-                            f"{place.file.path}: saved {name} of {parameter!r} is {dtype}, this run's is "
+                            f"{place.file.path}: saved {name} of {parameter!r} is {dtype}, but this run's is "
                             f"{array.dtype}: {_RESUME_ALIKE}"
                         )
                     if place.of != ranges[parameter][name][1]:
                         raise ModelError(
-                            f"{place.file.path}: saved {name} of {parameter!r} has {place.of} elements, this run's "
-                            f"{ranges[parameter][name][1]}"
+                            f"{place.file.path}: saved {name} of {parameter!r} has {place.of} elements, but this run's "
+                            f"has {ranges[parameter][name][1]}"
                         )
 
     def load(self, states: States, ranges: Ranges, between: Between) -> None:

@@ -60,8 +60,8 @@ def as_json(value: Any, name: str) -> Any:
         case np.ndarray() if value.dtype.kind in "biuf":
             return {"$array": [value.dtype.str, list(value.shape), value.tobytes().hex()]}
     raise ConfigError(
-        f"{name} is a {type(value).__name__}, which a checkpoint cannot store: it holds numbers, texts, lists, dicts "
-        "and tensors. Leave it out, or store what it is made of, such as vars(args) for a Namespace"
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot store: it can store numbers, strings, lists, "
+        "dicts and tensors. Leave it out, or store its content, such as vars(args) for a Namespace"
     )
 
 
@@ -110,7 +110,7 @@ def from_json(value: Any) -> Any:
         case "$array":
             name, shape, memory = content
             return np.frombuffer(bytes.fromhex(memory), dtype=np.dtype(name)).reshape(shape).copy()
-    raise ValueError(f"{shown(kind)} is no kind of value that is known")
+    raise ValueError(f"{shown(kind)} is not a known kind of value")
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
@@ -129,8 +129,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
             raise
         except (RecursionError, ValueError) as error:
             raise ConfigError(
-                f"{name} cannot be stored: its lists and dicts are nested deeper than {files.DEEPEST_JSON}. Store it "
-                "flatter"
+                f"{name} cannot be stored: its lists and dicts are nested deeper than {files.DEEPEST_JSON}. Flatten it"
             ) from error
     text = json.dumps(found, allow_nan=False)
     with written_beside(path) as file:
@@ -149,7 +148,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError("it holds no object")
         return found
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise ModelError(f"{path} cannot be read ({error}): it is missing, cut or broken") from error
+        raise ModelError(f"{path} cannot be read ({error}): it is missing, truncated or corrupt") from error
 
 
 _KINDS: tuple[tuple[Any, str], ...] = (
@@ -217,7 +216,7 @@ def check_random_states(states: dict[str, Any], path: Path) -> None:
             raise TypeError("'cuda' is no tensor")
     except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
         raise ModelError(
-            f"{path} holds no random states ({type(error).__name__}: {cut(str(error))}): it is cut or broken"
+            f"{path} has no valid random states ({type(error).__name__}: {cut(str(error))}): it is truncated or corrupt"
         ) from error
 
 

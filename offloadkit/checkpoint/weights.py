@@ -40,20 +40,20 @@ def check_weights(file: ArrayFile, weights: Mapping[str, Any]) -> None:
     if differing:
         only = "this model" if differing[0] in own else "the checkpoint"
         raise ModelError(
-            f"{file.path} is of another model: {len(differing)} names of weights differ; {differing[0]!r} is in "
+            f"{file.path} is from another model: {len(differing)} names of weights differ; {differing[0]!r} is in "
             f"{only} only. Resume with the model of that run"
         )
     for name, tensor in own.items():
         saved = file.arrays[name]
         if saved.shape != tuple(tensor.shape):
             raise ModelError(
-                f"{file.path}: saved {name!r} has shape {saved.shape}, this model's has {tuple(tensor.shape)}. Resume "
-                "with the model of that run"
+                f"{file.path}: saved {name!r} has shape {saved.shape}, but this model's has {tuple(tensor.shape)}. "
+                "Resume with the model of that run"
             )
         if saved.dtype != tensor.dtype:
             raise ConfigError(
-                f"{file.path}: saved {name!r} is {saved.dtype}, this model's is {tensor.dtype}: go on with the working "
-                "dtype that the run was saved with"
+                f"{file.path}: saved {name!r} is {saved.dtype}, but this model's is {tensor.dtype}: resume with the "
+                "working dtype that the run was saved with"
             )
 
 
@@ -79,8 +79,8 @@ def _distinct(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
             raise ModelError(
-                f"{name!r} in the module's state_dict() is a {type(tensor).__name__}: a checkpoint holds tensors. Keep "
-                "it in a buffer, or save it yourself"
+                f"{name!r} in the module's state_dict() is a {type(tensor).__name__}: a checkpoint can store only "
+                "tensors. Keep it in a buffer, or save it yourself"
             )
         place = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
         if tensor.numel() == 0 or place not in seen:

@@ -207,10 +207,10 @@ def _check_names(models: Any, engines: Any) -> None:
     for name, given, example in (("models", models, "('t5-base', 't5-3b')"), ("engines", engines, str(ENGINES))):
         some = isinstance(given, Sequence) and all(isinstance(each, str) for each in given)
         if isinstance(given, str) or not some or not given or len(set(given)) < len(given):
-            raise ConfigError(f"{name} must be some different names, such as {example}; got {shown(given)}")
+            raise ConfigError(f"{name} must be one or more different names, such as {example}; got {shown(given)}")
     for engine in engines:
         if engine not in ENGINES:
-            raise ConfigError(f"no engine {shown(engine)}: choose of {', '.join(map(repr, ENGINES))}")
+            raise ConfigError(f"no engine {shown(engine)}: choose one of {', '.join(map(repr, ENGINES))}")
     for model in models:
         config_of(model)
 
@@ -260,9 +260,9 @@ def _remarks(work: Work, rows: Sequence[Row], *, on_cpu: bool) -> Iterator[str]:
     for row in rows:
         if row["status"] == "measured" and work.vram is not None and row["vram_bytes"] > work.vram:
             over, who = format_bytes(row["vram_bytes"] - work.vram), f"{row['model']}, {LABELS[row['engine']]}"
-            yield f"{who}: {over} over the limit, held by CUDA's libraries beside torch."
+            yield f"{who}: {over} over the limit, used by CUDA's libraries outside torch."
     if on_cpu and work.vram is not None:
-        yield f"There is no GPU here for {format_bytes(work.vram)} of VRAM to limit."
+        yield f"There is no GPU here, so the limit of {format_bytes(work.vram)} of VRAM has no effect."
     if on_cpu:
         yield 'Without a GPU, "all on the GPU" is plain training on the CPU.'
 

@@ -106,7 +106,7 @@ def check_arguments(arguments: dict[str, Any], of_sweep: Iterable[str]) -> None:
             json.dumps(value)
         except TypeError as error:
             raise ConfigError(
-                f"{name}={value!r} goes to another process and must be numbers, text, lists and dicts of these"
+                f"{name}={value!r} goes to another process, so it must consist of numbers, strings, lists and dicts"
             ) from error
 
 

@@ -240,7 +240,7 @@ def _check_sizes(batch_sizes: Any, accumulations: Any) -> None:
         fine = all(type(number) is int and 0 < number < 2**31 for number in numbers)
         if not numbers or not fine or len(set(numbers)) < len(numbers):
             said = shown(given)
-            raise ConfigError(f"{name} must be some different whole numbers >= 1, such as (1, 2, 4); got {said}")
+            raise ConfigError(f"{name} must be one or more different whole numbers >= 1, such as (1, 2, 4); got {said}")
 
 
 def _check_learning(
@@ -249,7 +249,7 @@ def _check_learning(
     known = isinstance(scalings, Sequence) and not isinstance(scalings, str) and len(scalings) > 0
     if not known or any(not isinstance(scaling, str) or scaling not in learning.SCALINGS for scaling in scalings):
         choices, said = ", ".join(map(repr, learning.SCALINGS)), shown(scalings)
-        raise ConfigError(f"scale_learning_rate must be some of {choices}, such as ('none', 'sqrt'); got {said}")
+        raise ConfigError(f"scale_learning_rate must be one or more of {choices}, such as ('none', 'sqrt'); got {said}")
     learning.check_arguments(others, inspect.signature(sweep).parameters)
     of_learning = {"eval_dataset": held_out, "learning_rate": learning_rate, "tokenizer": tokenizer, **others}
     given = [name for name, value in of_learning.items() if value is not None]

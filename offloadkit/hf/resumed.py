@@ -51,7 +51,7 @@ def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> str | None:
     for name, (value, own) in sizes.items():
         if value != own:
             raise ConfigError(
-                f"{checkpoint} is of another model, with {name} {value}, and this one has {own}: resume with the "
+                f"{checkpoint} is from another model, with {name} {value}, but this model has {own}: resume with the "
                 "model of that run, or pass another output_dir"
             )
     return f"the config in {checkpoint} differs from this model's: {', '.join(differing)}" if differing else None
@@ -76,9 +76,9 @@ def other_rows(checkpoint: Path, batch_size: int, accumulation: int, num_ranks: 
     if before in (None, batch_size):
         return _other_micro_batches(checkpoint, accumulation, num_ranks)
     return (
-        f"batch_size is {batch_size} now and was {before}: steps are counted on, at {batch_size} rows each, so some "
-        f"rows are {'seen again' if batch_size < before else 'left out'}, and the weights not those of one run; "
-        f"batch_size={before} goes on exactly"
+        f"batch_size is {batch_size} now and was {before}: the number of steps continues, at {batch_size} rows each, "
+        f"so some rows are {'seen again' if batch_size < before else 'left out'}, and the weights differ from an "
+        f"uninterrupted run; batch_size={before} continues exactly"
     )
 
 
@@ -86,7 +86,7 @@ def _saved_count(path: Path, name: str) -> int | None:
     """A whole number >= 1 from a JSON file, or None. Raises `ModelError` for another value."""
     count = read_object(path).get(name)
     if count is not None and (type(count) is not int or count < 1):
-        raise ModelError(f"{path}: {name} is {shown(count)}, and a whole number is needed: it is broken")
+        raise ModelError(f"{path}: {name} is {shown(count)}, but a whole number is needed: it is corrupt")
     return count
 
 
@@ -97,12 +97,13 @@ def _other_micro_batches(checkpoint: Path, accumulation: int, num_ranks: int) ->
     ranks = len(list(checkpoint.glob("states-*")))
     if of_each is None or ranks == 0 or of_each * ranks == accumulation * num_ranks:
         return None
-    exactly = f"{of_each * ranks} in all go on exactly"
+    exactly = f"{of_each * ranks} in all continue exactly"
     if of_each * ranks % num_ranks == 0:
-        exactly = f"gradient_accumulation={of_each * ranks // num_ranks} goes on exactly"
+        exactly = f"gradient_accumulation={of_each * ranks // num_ranks} continues exactly"
     return (
-        f"an update has {accumulation * num_ranks} micro-batches of all ranks now and had {of_each * ranks}: steps are "
-        f"counted on, so some rows are seen again or left out, and the weights not those of one run; {exactly}"
+        f"an update has {accumulation * num_ranks} micro-batches of all ranks now and had {of_each * ranks}: the "
+        "number of steps continues, so some rows are seen again or left out, and the weights differ from an "
+        f"uninterrupted run; {exactly}"
     )
 
 
@@ -123,6 +124,6 @@ def check_trainer_state(path: Path) -> None:
         why = f"transformers knows no {shown(unknown[0])}"
     for name in ("global_step", "max_steps"):
         if why is None and (type(number := said.get(name)) is not int or number < 0):
-            why = f"{name} is {shown(number)}, and a whole number is needed"
+            why = f"{name} is {shown(number)}, but a whole number is needed"
     if why is not None:
-        raise ModelError(f"{path} cannot be read ({why}): it is cut or broken")
+        raise ModelError(f"{path} cannot be read ({why}): it is truncated or corrupt")

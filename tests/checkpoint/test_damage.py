@@ -77,8 +77,8 @@ def test_a_file_of_another_step_is_refused_by_its_name(saved: tuple[Path, Path],
     copy = shutil.copytree(saved[1], tmp_path / "copy")
     shutil.copy(saved[0] / name, copy / name)
     said = refused(copy)
-    assert said.startswith(f"{name} of the checkpoint {copy} is of run ")
-    assert "attempt 1, after 1 updates, and manifest.json of run" in said
+    assert said.startswith(f"{name} of the checkpoint {copy} was written by run ")
+    assert "attempt 1, after 1 updates, but manifest.json by run" in said
     assert "attempt 1, after 2 updates: files of two checkpoints were mixed" in said
 
 
@@ -118,7 +118,7 @@ def test_a_file_of_another_attempt_at_the_same_update_is_refused_by_both(
         shutil.copy(other / "run.json", copy / "run.json")
         said = refused(copy)
         assert said.startswith(
-            f"run.json of the checkpoint {copy} is of {folders.origin_of(other)}, and manifest.json of "
+            f"run.json of the checkpoint {copy} was written by {folders.origin_of(other)}, but manifest.json by "
         )
         shutil.rmtree(copy)
 
@@ -151,10 +151,10 @@ def test_a_broken_checkpoint_falls_back_within_its_run(saved: tuple[Path, Path],
         step(run)
         run.save_checkpoint(tmp_path / "three")
         (tmp_path / "three" / "weights.safetensors").write_bytes(b"")
-        with pytest.raises(ModelError, match=r"There is none before it that can be read \(two is of another run\)"):
+        with pytest.raises(ModelError, match=r"No earlier checkpoint can be read \(two belongs to another run\)"):
             folders.readable_or_before(tmp_path / "three")
         (tmp_path / "three" / "manifest.json").write_bytes(b"")
-        with pytest.raises(ModelError, match=r"There is none before it that can be read \(two is of another run\)"):
+        with pytest.raises(ModelError, match=r"No earlier checkpoint can be read \(two belongs to another run\)"):
             folders.readable_or_before(tmp_path / "three")
         (tmp_path / "two" / "weights.safetensors").write_bytes(b"")
         assert folders.readable_or_before(tmp_path / "two") == tmp_path / "one"

@@ -47,7 +47,7 @@ def test_every_door_works_on_such_a_drive_or_names_it_and_loses_nothing_that_was
         if "sync" in said["mode"] or "locks" in said["mode"]:
             assert not said["error"], said
         elif "rename" in said["mode"]:
-            assert "renames no folders" in said["text"], said
+            assert "does not support renaming folders" in said["text"], said
             assert not said["saved"]
         elif said["after"] == 0:
             assert "cannot be written (" in said["text"], said
@@ -68,9 +68,9 @@ def test_a_folder_that_renames_no_folders_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr(Path, "rename", failing(code))
-    with pytest.raises(OutputError, match=r"run renames no folders \(.*local disk"):
+    with pytest.raises(OutputError, match=r"run does not support renaming folders \(.*local disk"):
         writable(tmp_path / "run")
-    with pytest.raises(OutputError, match="renames no folders"):
+    with pytest.raises(OutputError, match="does not support renaming folders"):
         Saves().claim(tmp_path / "run" / "mine")
     assert not any((tmp_path / "run").iterdir())
 

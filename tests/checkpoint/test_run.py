@@ -183,7 +183,7 @@ def test_states_of_several_ranks_are_read_as_one(saved: Path, tmp_path: Path) ->
     write_manifest(copy, origin_of(copy))
     with (
         OffloadEngine(model(), options(tmp_path, precision="tiny")) as engine,
-        pytest.raises(ModelError, match=r"ranks \[0\], of 2"),
+        pytest.raises(ModelError, match=r"ranks \[0\], out of 2"),
     ):
         engine.load_checkpoint(copy)
 
@@ -211,8 +211,8 @@ STATES = "states-00000-of-00001.safetensors"
 
 
 BROKEN = [
-    (unfinished, r"saved: it has no manifest\.json, so it was not written completely"),
-    (cut(STATES), rf"^{STATES} of the checkpoint .* bytes, \d+ were written"),
+    (unfinished, r"saved: it has no manifest\.json, so its writing was interrupted"),
+    (cut(STATES), rf"^{STATES} of the checkpoint .* bytes, but \d+ were written"),
     (cut("weights.safetensors"), r"^weights\.safetensors of the checkpoint "),
     (cut("random.json"), r"^random\.json of the checkpoint "),
     (cut("manifest.json"), r"^manifest\.json of the checkpoint "),
@@ -249,14 +249,18 @@ def test_one_rank_takes_the_random_states_of_rank_0(tmp_path: Path) -> None:
     ("changes", "error", "message"),
     [
         ({"optimizer": "lion", "precision": "exact"}, ConfigError, r"run\.json: .*optimizer='adamw'.*'lion'"),
-        ({"precision": "exact"}, ConfigError, r"run\.json: .*precision='tiny', this one has 'exact'"),
-        ({"seed": 5}, ConfigError, r"run\.json: .* seed=0, this one has 5"),
-        ({"working_dtype": "fp32"}, ConfigError, rf"{STATES}: the saved run keeps .*remainder of 'unused', this run"),
+        ({"precision": "exact"}, ConfigError, r"run\.json: .*precision='tiny', this run has 'exact'"),
+        ({"seed": 5}, ConfigError, r"run\.json: .* seed=0, this run has 5"),
+        (
+            {"working_dtype": "fp32"},
+            ConfigError,
+            rf"{STATES}: the saved run keeps .*remainder of 'unused', but this run",
+        ),
         ({"working_dtype": "fp16"}, ConfigError, rf"{STATES}: saved remainder of 'unused' is torch\.int16"),
-        ({"depth": 2}, ModelError, rf"{STATES} is of another model: 4 .* not saved, such as 'blocks\.1\.down"),
-        ({"depth": 0}, ModelError, rf"{STATES} is of another model: 4 .* not in this model, such as 'blocks\.0"),
+        ({"depth": 2}, ModelError, rf"{STATES} is from another model: 4 .* not saved, such as 'blocks\.1\.down"),
+        ({"depth": 0}, ModelError, rf"{STATES} is from another model: 4 .* not in this model, such as 'blocks\.0"),
         ({"hidden": 34}, ModelError, rf"{STATES}: saved 'blocks\.0\.up\.weight' has shape \(33, 9\), .* \(34, 9\)"),
-        ({"groups": 2}, ModelError, r"run\.json: the saved run has 1 parameter groups, this one 2"),
+        ({"groups": 2}, ModelError, r"run\.json: the saved run has 1 parameter groups, this run 2"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -325,14 +329,14 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_and_foreign_files_are_ne
         assert engine.load_checkpoint(tmp_path / "saved") == 1
         with pytest.raises(ConfigError, match=r"position\['loader'\] is a function, which a checkpoint cannot store"):
             engine.save_checkpoint(tmp_path / "saved", position={"loader": full})
-        with pytest.raises(ConfigError, match="holds no scheduler"):
+        with pytest.raises(ConfigError, match="has no scheduler"):
             engine.load_checkpoint(tmp_path / "saved", scheduler=decay(engine))
         engine.save_checkpoint(tmp_path / "saved", position=3)
         assert engine.load_checkpoint(tmp_path / "saved") == 3
-        with pytest.raises(OutputError, match=r"mine holds other files and no manifest\.json"):
+        with pytest.raises(OutputError, match=r"mine contains other files and no manifest\.json"):
             engine.save_checkpoint(tmp_path / "mine")
         os.mkfifo(tmp_path / "pipe")  # as /dev/null, which root could rename
-        with pytest.raises(OutputError, match="pipe exists and is no folder"):
+        with pytest.raises(OutputError, match="pipe exists and is not a folder"):
             engine.save_checkpoint(tmp_path / "pipe")
         assert (tmp_path / "pipe").is_fifo()
         (tmp_path / "pipe").unlink()

@@ -55,7 +55,7 @@ def test_what_is_no_data_is_named_and_what_is_unknown_is_refused(tmp_path: Path)
         write_json(tmp_path / "run.json", {"scheduler": {"lambdas": [None, lambda step: step]}})
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "run.json").write_text('{"code": {"$pickle": "gASV"}}')
-    with pytest.raises(ModelError, match=r"run\.json cannot be read \('\$pickle' is no kind"):
+    with pytest.raises(ModelError, match=r"run\.json cannot be read \('\$pickle' is not a known kind"):
         read_json(tmp_path / "run.json")
 
 

@@ -57,7 +57,7 @@ def test_each_engine_runs_in_a_process_of_its_own_and_its_row_is_kept(
     assert "[3/3] t5-tiny, DeepSpeed ... deepspeed is not installed" in capsys.readouterr().out
 
     answers(never)
-    assert "There is no GPU here for 1 GiB of VRAM to limit." in str(result)
+    assert "There is no GPU here, so the limit of 1 GiB of VRAM has no effect." in str(result)
     again = compare(("t5-tiny",), **TINY, vram="1GiB", output_dir=tmp_path)
     assert [row.get("step_seconds") for row in again.rows] == [row.get("step_seconds") for row in result.rows]
     with pytest.raises(AssertionError, match="run again"):
@@ -115,7 +115,7 @@ def test_memory_past_the_limit_is_remarked_on(tmp_path: Path, answers: Answers) 
     over = {**FIGURES, "vram_bytes": 11 * GIB + (100 << 20)}
     answers(lambda task: forecasts(task) if task["mode"] == "plan" else over)
     result = compare(("t5-3b",), ("offloadkit",), vram="11GiB", output_dir=tmp_path)
-    assert "t5-3b, offloadkit: 100 MiB over the limit, held by CUDA's libraries beside torch." in str(result)
+    assert "t5-3b, offloadkit: 100 MiB over the limit, used by CUDA's libraries outside torch." in str(result)
 
 
 def test_what_arithmetic_shows_not_to_fit_is_not_run(tmp_path: Path, answers: Answers) -> None:
@@ -169,10 +169,10 @@ def test_a_plan_that_fails_is_the_reason_of_its_model_alone(tmp_path: Path, answ
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"models": "t5-base"}, "models must be some different names"),
-        ({"models": ()}, "models must be some different names"),
-        ({"engines": ("gpu",)}, "no engine 'gpu': choose of 'baseline', 'offloadkit', 'deepspeed'"),
-        ({"engines": ("baseline", "baseline")}, "engines must be some different names"),
+        ({"models": "t5-base"}, "models must be one or more different names"),
+        ({"models": ()}, "models must be one or more different names"),
+        ({"engines": ("gpu",)}, "no engine 'gpu': choose one of 'baseline', 'offloadkit', 'deepspeed'"),
+        ({"engines": ("baseline", "baseline")}, "engines must be one or more different names"),
         ({"num_samples": 0}, "num_samples must be a whole number >= 1, got 0"),
         ({"batch_size": 1.5}, "batch_size must be a whole number >= 1, got 1.5"),
         ({"vram": "much"}, "cannot read 'much' as a size"),

@@ -181,10 +181,10 @@ def test_learning_rates_are_scaled_from_the_smallest_step() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"batch_sizes": (1, 1)}, "batch_sizes must be some different whole numbers"),
-        ({"batch_sizes": 4}, "batch_sizes must be some different whole numbers"),
-        ({"gradient_accumulation": (0,)}, "gradient_accumulation must be some different whole numbers"),
-        ({"scale_learning_rate": ("log",)}, "scale_learning_rate must be some of 'none', 'sqrt', 'linear'"),
+        ({"batch_sizes": (1, 1)}, "batch_sizes must be one or more different whole numbers"),
+        ({"batch_sizes": 4}, "batch_sizes must be one or more different whole numbers"),
+        ({"gradient_accumulation": (0,)}, "gradient_accumulation must be one or more different whole numbers"),
+        ({"scale_learning_rate": ("log",)}, "scale_learning_rate must be one or more of 'none', 'sqrt', 'linear'"),
         ({"scale_learning_rate": ("sqrt",)}, "scale_learning_rate needs a train_dataset"),
         ({"batchsizes": (1, 2)}, "sweep has no argument 'batchsizes'; did you mean 'batch_sizes'?"),
         ({"train_dataset": PAIRS, "warmup_step": 3}, "no argument 'warmup_step'; did you mean 'warmup_steps'?"),

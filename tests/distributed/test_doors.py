@@ -125,8 +125,8 @@ def test_going_on_with_fewer_micro_batches_in_all_says_so(tmp_path: Path) -> Non
         (tmp_path / f"states-{rank}-of-3.safetensors").touch()
     assert other_rows(tmp_path, 2, 6, 1) is other_rows(tmp_path, 2, 2, 3) is None
     assert "3 micro-batches of all ranks now and had 6" in (warning := str(other_rows(tmp_path, 2, 1, 3)))
-    assert warning.endswith("gradient_accumulation=2 goes on exactly")
-    assert str(other_rows(tmp_path, 2, 2, 4)).endswith("6 in all go on exactly")
+    assert warning.endswith("gradient_accumulation=2 continues exactly")
+    assert str(other_rows(tmp_path, 2, 2, 4)).endswith("6 in all continue exactly")
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def resumed(folder: Path, **options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(steps=1, first_step=1, resume=folder, **options)
-    return [str(each.message) for each in caught if "gradients were added" in str(each.message)]
+    return [str(each.message) for each in caught if "gradients were summed" in str(each.message)]
 
 
 @pytest.mark.slow

@@ -76,7 +76,9 @@ def test_each_file_of_ours_says_whose_it_is_and_one_of_another_step_or_run_is_na
             shutil.copy(other / name, copy / name)
             with pytest.raises(ModelError, match="files of two checkpoints were mixed") as raised:
                 check_readable(copy)
-            said = f"{name} of the checkpoint {copy} is of {folders.origin_of(other)}, and manifest.json of {own}"
+            said = (
+                f"{name} of the checkpoint {copy} was written by {folders.origin_of(other)}, but manifest.json by {own}"
+            )
             assert str(raised.value).startswith(said)
             shutil.rmtree(copy)
 
@@ -149,7 +151,7 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(whole: Any, tmp_path
 def test_a_checkpoint_that_was_not_finished_is_skipped_and_refused_by_name(whole: Any, tmp_path: Path) -> None:
     shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "checkpoint-3" / "manifest.json").unlink()
-    with pytest.raises(ModelError, match=r"checkpoint-3: it has no manifest.*goes on from checkpoint-2"):
+    with pytest.raises(ModelError, match=r"checkpoint-3: it has no manifest.*continues from checkpoint-2"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert [path.name for path, _ in skipped_checkpoints(tmp_path)] == ["checkpoint-3"]
     resumed = trainer(tmp_path)
@@ -175,7 +177,7 @@ def test_weights_cut_into_other_files_later_are_refused_unless_asked_and_a_missi
         save_file({name: tensors[name]}, file.with_name(shard), metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": shards}
     file.with_name("model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"were cut into other files.*resume_incomplete=True"):
+    with pytest.raises(ModelError, match=r"were split into other files.*resume_incomplete=True"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
     args = arguments(tmp_path, **OPTIONS)
     offload = OffloadConfig(resume_incomplete=True)
@@ -207,20 +209,20 @@ def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monke
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-@pytest.mark.parametrize("broken", ["flipped", "of another step", "missing", "manifest", "put there later"])
+@pytest.mark.parametrize("broken", ["flipped", "of another step", "missing", "manifest", "added later"])
 def test_a_broken_checkpoint_falls_back_to_the_one_before_with_a_line(
     broken: str, whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
     before, newest = tmp_path / "checkpoint-2", tmp_path / "checkpoint-3"
-    name = {"manifest": "manifest.json", "put there later": "random-00001.json"}.get(broken, "model.safetensors")
+    name = {"manifest": "manifest.json", "added later": "random-00001.json"}.get(broken, "model.safetensors")
     if broken in ("flipped", "manifest"):
         content = bytearray((newest / name).read_bytes())
         content[-9] ^= 1
         (newest / name).write_bytes(content)
     elif broken == "of another step":
         shutil.copy(before / name, newest / name)
-    elif broken == "put there later":
+    elif broken == "added later":
         shutil.copy(before / "random.json", newest / name)
     else:
         (newest / name).unlink()
@@ -230,9 +232,9 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before_with_a_line(
     if broken in ("missing", "manifest"):  # they do not count, without reading any file
         assert newest_checkpoint(tmp_path) == newest, "it was written anew"
     else:
-        why = "was written as random.json" if broken == "put there later" else "cannot be read"
+        why = "was written as random.json" if broken == "added later" else "cannot be read"
         assert f"{name} of the checkpoint {newest} {why}" in (said := capsys.readouterr().out)
-        assert "going on from checkpoint-2, since a newer one is broken: " in said
+        assert "resuming from checkpoint-2, because a newer checkpoint is broken: " in said
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
     check_readable(newest)
 
@@ -261,7 +263,7 @@ def test_a_best_model_that_is_broken_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_weights_alone_are_not_gone_on_from(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=1, save_only_model=True).train()
-    with pytest.raises(ModelError, match="checkpoint-1: it holds weights alone, without optimizer states"):
+    with pytest.raises(ModelError, match="checkpoint-1: it has only weights, no optimizer states"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 

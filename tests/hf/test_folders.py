@@ -78,9 +78,7 @@ def test_a_run_that_fell_back_is_newer_than_the_broken_one_and_what_is_broken_is
         newest = checkpoint(tmp_path, step)
     (newest / "run.json").write_text("[]")
     assert newest_checkpoint(tmp_path).name == "checkpoint-20"
-    says = (
-        r"going on from checkpoint-20, since a newer one is broken: run\.json of the checkpoint .*checkpoint-30 cannot"
-    )
+    says = r"resuming from checkpoint-20, because a newer checkpoint is broken: run\.json of .*checkpoint-30 cannot"
     assert re.match(says, capsys.readouterr().out)
     newest = checkpoint(tmp_path, 25)
     assert newest_checkpoint(tmp_path) == newest
@@ -95,7 +93,7 @@ def test_a_run_that_fell_back_is_newer_than_the_broken_one_and_what_is_broken_is
 def test_when_no_checkpoint_can_be_read_the_line_says_that_there_is_none_before(tmp_path: Path) -> None:
     (checkpoint(tmp_path, 10) / "trainer_state.json").write_text("[]")
     with pytest.raises(
-        ModelError, match=r"^trainer_state\.json of .*There is none before it that can be read: .*save_total_limit=2"
+        ModelError, match=r"^trainer_state\.json of .*No earlier checkpoint can be read: .*save_total_limit=2"
     ):
         newest_checkpoint(tmp_path)
 
@@ -176,7 +174,7 @@ def test_a_save_that_fails_in_its_last_moment_leaves_the_earlier_model(
 
 def test_a_pipe_is_not_replaced_by_a_model(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model")  # as /dev/null, which root could rename
-    with pytest.raises(OutputError, match="model exists and is no folder"):
+    with pytest.raises(OutputError, match="model exists and is not a folder"):
         put_in_place(tmp_path / "model", lambda new: (new / "weights").write_text("new") and None)
     assert (tmp_path / "model").is_fifo()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -228,9 +226,9 @@ def one_step_trainer(folder: Path, max_steps: int = 1) -> OffloadTrainer:
 @pytest.mark.parametrize(
     ("config", "difference"),
     [
-        (llama_config(), "model_type t5, and this one has llama"),
-        (t5_config(num_layers=3), "num_hidden_layers 2, and this one has 3"),
-        (t5_config(d_model=32), "hidden_size 24, and this one has 32"),
+        (llama_config(), "model_type t5, but this model has llama"),
+        (t5_config(num_layers=3), "num_hidden_layers 2, but this model has 3"),
+        (t5_config(d_model=32), "hidden_size 24, but this model has 32"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, config: Any, difference: str) -> None:

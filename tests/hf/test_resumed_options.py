@@ -130,7 +130,7 @@ def test_a_resumed_trainer_names_keys_of_the_config_that_differ_and_refuses_othe
     trained(other, tmp_path / "checkpoint-1")
     assert "dropout_rate 0.1 (now 0.3). The run goes on with this model's" in capsys.readouterr().out
     larger = T5ForConditionalGeneration(T5Config(**{**t5().config.to_dict(), "num_heads": 4}))
-    with pytest.raises(ConfigError, match="of another model, with num_attention_heads 2, and this one has 4"):
+    with pytest.raises(ConfigError, match="from another model, with num_attention_heads 2, but this model has 4"):
         OffloadSeq2SeqTrainer(model=larger, args=args, train_dataset=seq2seq_rows()).train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-1")
         )
