@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from offloadkit.engines.work import Work
+from offloadkit.doors.engines.work import Work
 from offloadkit.hf.presets import PRESETS
 
 if TYPE_CHECKING:

@@ -27,11 +27,11 @@ from torch import nn
 
 from benchmarks import table
 from benchmarks.run import git_commit
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import world
 from offloadkit.distributed.launch import launch
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf.quiet import progress_bars
 
 DAMAGES = ("flip", "cut", "remove", "add", "of another run", "of another step", "of another rank", "blocks exchanged")

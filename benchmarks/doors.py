@@ -27,13 +27,13 @@ from offloadkit import (
     OffloadTrainer,
     OffloadTrainerMixin,
     finetune,
-    hardware,
 )
 from offloadkit.device.process_memory import DeviceMemory
-from offloadkit.engines.work import SHORTEST_SHARE, Work, plain_model
+from offloadkit.doors.engines.work import SHORTEST_SHARE, Work, plain_model
+from offloadkit.facts import hardware
+from offloadkit.facts.telemetry import Telemetry
 from offloadkit.optim.table import DTYPES
 from offloadkit.planner import Plan
-from offloadkit.telemetry import Telemetry
 
 Row = dict[str, Any]
 _LEAST, _MOST = 32, 126
@@ -61,7 +61,7 @@ def folder_of(work: Work) -> Path:
 
 
 def measured(work: Work, engine: str) -> Row:
-    """What one door took, as `offloadkit.engines.worker.measured` gives it, and what the plan said."""
+    """What one door took, as `offloadkit.doors.engines.worker.measured` gives it, and what the plan said."""
     device = hardware.default_device()
     vram = DeviceMemory(device)
     telemetry = Telemetry()

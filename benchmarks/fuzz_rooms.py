@@ -306,11 +306,11 @@ def import_all() -> None:
         T5ForConditionalGeneration,
     )
 
-    import offloadkit.cli
-    import offloadkit.comparing.slowdown
-    import offloadkit.comparing.sweeping
     import offloadkit.deepspeed.engine
-    import offloadkit.finetuning
+    import offloadkit.doors.cli
+    import offloadkit.doors.comparing.slowdown
+    import offloadkit.doors.comparing.sweeping
+    import offloadkit.doors.finetuning
     import offloadkit.hf.trainer  # noqa: F401
 
     torch.set_num_threads(1)
@@ -836,7 +836,7 @@ def _measuring(draw: random.Random, scratch: Path, stock: Path) -> Input:
     import inspect
 
     import offloadkit
-    from offloadkit.engines import runner
+    from offloadkit.doors.engines import runner
 
     door = draw.choice(["compare", "sweep", "measure_slowdown"])
     function = getattr(offloadkit, door)
@@ -965,8 +965,8 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
 def _command_line(draw: random.Random, scratch: Path, stock: Path) -> Input:
     import typer.testing
 
-    from offloadkit.cli import app
-    from offloadkit.engines import runner
+    from offloadkit.doors.cli import app
+    from offloadkit.doors.engines import runner
     from offloadkit.hf.arguments import argument_names
     from offloadkit.hf.trainer import OffloadTrainerMixin
 
@@ -1029,7 +1029,8 @@ def _command_line(draw: random.Random, scratch: Path, stock: Path) -> Input:
 
 def _names(draw: random.Random, scratch: Path, stock: Path) -> Input:
     import offloadkit
-    from offloadkit import OffloadConfig, Placement, Telemetry, doctor
+    from offloadkit import OffloadConfig, Placement, Telemetry
+    from offloadkit.doors import doctor
 
     name, how = wild_name(draw, str(scratch))
     given: Any = Path(name) if draw.random() < 0.3 else name

@@ -28,11 +28,12 @@ from transformers import (
 from transformers import trainer as transformers_trainer
 
 from benchmarks.killed_ranks import newest_step
-from offloadkit import Monitor, OffloadSeq2SeqTrainer, cli, finetune
+from offloadkit import Monitor, OffloadSeq2SeqTrainer, finetune
 from offloadkit.checkpoint.folder import MANIFEST
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import world
+from offloadkit.doors import cli
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts.config import OffloadConfig, Placement
 
 NUM_STEPS, SAVE_STEPS, EVAL_STEPS = 24, 3, 4
 MICRO_BATCHES = 6

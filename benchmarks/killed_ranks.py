@@ -33,10 +33,10 @@ from benchmarks.same_numbers import sha256
 from benchmarks.table import Row
 from offloadkit import OffloadConfig, OffloadEngine
 from offloadkit.checkpoint.folder import newest_checkpoint
-from offloadkit.config import Placement
 from offloadkit.distributed import world
 from offloadkit.distributed.launch import launch, told
 from offloadkit.errors import ConfigError, RankError
+from offloadkit.facts.config import Placement
 
 MICRO_BATCHES = 12
 """Per step, of all ranks together."""

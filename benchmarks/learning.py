@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
 def _in_table(summary: Row, commit: str) -> table.Row:
     """A summary as a row of the one table: the case is the task, the engine a precision or dtype."""
-    from offloadkit import hardware
+    from offloadkit.facts import hardware
 
     machine = hardware.describe_machine(hardware.default_device())
     kind = "precision" if "precision" in summary else "dtype"

@@ -69,7 +69,7 @@ def train(recipe: Recipe, trial: Trial) -> Row:
     import torch
 
     import offloadkit
-    from offloadkit.config import OffloadConfig, Placement
+    from offloadkit.facts.config import OffloadConfig, Placement
 
     offload = OffloadConfig(
         precision=trial.precision,  # type: ignore[arg-type]
@@ -116,11 +116,11 @@ def by_tenths(losses: Sequence[float]) -> list[float]:
 
 
 def demo(trial: Trial) -> Recipe:
-    """The demo's model and recipe (offloadkit/demo/run.py); more held-out dates, for a finer figure."""
+    """The demo's model and recipe (offloadkit/doors/demo/run.py); more held-out dates, for a finer figure."""
     from transformers import ByT5Tokenizer
 
-    from offloadkit.demo import run
-    from offloadkit.demo.dates import date_pairs
+    from offloadkit.doors.demo import run
+    from offloadkit.doors.demo.dates import date_pairs
 
     num_train, num_held_out = (1000, 32) if trial.tiny else (run.NUM_TRAIN, 2048)
     steps = trial.steps or (60 if trial.tiny else run.NUM_STEPS)

@@ -9,9 +9,9 @@ import torch
 
 from offloadkit.deepspeed.process import building
 from offloadkit.device.process_memory import VramCap
-from offloadkit.engines import worker
-from offloadkit.engines.engine import LEARNING_RATE, Engine, EngineFactory
-from offloadkit.engines.work import Batch, Work, plain_model
+from offloadkit.doors.engines import worker
+from offloadkit.doors.engines.engine import LEARNING_RATE, Engine, EngineFactory
+from offloadkit.doors.engines.work import Batch, Work, plain_model
 from offloadkit.errors import ConfigError
 from offloadkit.planner import Dtype
 

@@ -16,8 +16,8 @@ from benchmarks import table
 from benchmarks.cases import CASES, ENGINES, Case, config_of
 from benchmarks.run import git_commit, of_case
 from benchmarks.table import Row
-from offloadkit.config import OffloadConfig, Placement
-from offloadkit.hardware import Hardware
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.hardware import Hardware
 from offloadkit.planner import LayerShape, MicroBatch, make_plan
 from offloadkit.planner.search import Counts, Search
 
@@ -145,11 +145,11 @@ def layers_and_work(
         rows, tokens, targets: of the micro-batch; targets 0: the model has no decoder of its own.
         norms, attention: whether our kernels run them; older rows were measured without.
     """
+    from offloadkit.engine.tracing import trace_micro_batch
     from offloadkit.hf.load import auto_class_of, infer_task
     from offloadkit.hf.loss import compute_loss_in_chunks
     from offloadkit.hf.patches import fuse_attention, fuse_norms
     from offloadkit.offload.layers import flat_layers
-    from offloadkit.tracing import trace_micro_batch
 
     config = config_of(model)
     config.use_cache = False

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.same_numbers import be_deterministic, sha256
 from offloadkit.device.process_memory import VramCap
-from offloadkit.engines.deepspeed import Zero2, Zero3
-from offloadkit.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, Engine, EngineFactory
-from offloadkit.engines.ours import Offloadkit
-from offloadkit.engines.work import Batch, Work, plain_model, random_steps
+from offloadkit.doors.engines.deepspeed import Zero2, Zero3
+from offloadkit.doors.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, Engine, EngineFactory
+from offloadkit.doors.engines.ours import Offloadkit
+from offloadkit.doors.engines.work import Batch, Work, plain_model, random_steps
 from offloadkit.offload.layers import repeated_blocks
 from offloadkit.planner import Dtype
 

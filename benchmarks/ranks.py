@@ -54,7 +54,7 @@ from benchmarks.rank_cases import RANK_CASES, RANK_ENGINES, RankCase
 from benchmarks.run import STEPS, WARMUP, ended_by_signals, git_commit, row_of
 from benchmarks.table import Row
 from offloadkit.distributed.launch import launch, told
-from offloadkit.engines.work import Work
+from offloadkit.doors.engines.work import Work
 
 Raw = dict[str, Any]
 
@@ -283,7 +283,7 @@ def measure_rank(work: dict[str, Any], engine: str, binds: bool, traced: bool) -
     try:
         return _measure_rank(given, engine, binds, traced)
     except Exception as error:
-        from offloadkit.engines.worker import why
+        from offloadkit.doors.engines.worker import why
 
         raise NotMeasuredError(why(error, given.vram)) from error
 
@@ -291,12 +291,13 @@ def measure_rank(work: dict[str, Any], engine: str, binds: bool, traced: bool) -
 def _measure_rank(work: Work, engine_name: str, binds: bool, traced: bool) -> Raw:
     from benchmarks import rank_trace
     from benchmarks.rank_engines import ENGINES, Received
-    from offloadkit import __version__, hardware
+    from offloadkit import __version__
     from offloadkit.device.process_memory import DeviceMemory, forget_peak, let_segments_grow
     from offloadkit.distributed import world
-    from offloadkit.engines.runner import version
-    from offloadkit.engines.timing import timed_steps
-    from offloadkit.engines.work import num_tokens, random_steps
+    from offloadkit.doors.engines.runner import version
+    from offloadkit.doors.engines.timing import timed_steps
+    from offloadkit.doors.engines.work import num_tokens, random_steps
+    from offloadkit.facts import hardware
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
@@ -377,8 +378,8 @@ _START_SECONDS, _PINNED_PER_SECOND = 45.0, 2e9
 
 def planned(cases: Sequence[str] = ()) -> Iterator[str]:
     """A line for each case: what the plan says of ours on H100s by their data sheet, and how long a turn may take."""
+    from offloadkit.doors.planning import plan
     from offloadkit.planner.cards import card_named
-    from offloadkit.planning import plan
 
     card = card_named("H100")
     most = int(card.usable_gib * 2**30) - SPARE_BYTES

@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks import table
 from benchmarks.cases import CASES, ENGINES, Case, EngineSetup, config_of
 from benchmarks.table import BY_WIDTH, Row
-from offloadkit.engines.timing import BY_LEANER_PLAN
-from offloadkit.engines.work import RAGGED_STEPS, Work
+from offloadkit.doors.engines.timing import BY_LEANER_PLAN
+from offloadkit.doors.engines.work import RAGGED_STEPS, Work
 
 ROOT = Path(__file__).parent.parent
 WARMUP, STEPS = 6, 6
@@ -95,7 +95,7 @@ def _measured(
 def _write_weights(work: Work, timeout: float) -> None:
     """The doors read a model's weights from a folder; they are written once, by a process of their own."""
     from benchmarks.doors import folder_of
-    from offloadkit.engines.runner import in_fresh_process
+    from offloadkit.doors.engines.runner import in_fresh_process
 
     folder = folder_of(work)
     if not folder.exists():
@@ -106,8 +106,8 @@ def _write_weights(work: Work, timeout: float) -> None:
 def in_fresh_process(
     work: Work, case: Case, setup: EngineSetup, timeout: float, device: str | None, verbose: bool
 ) -> dict[str, Any]:
-    from offloadkit import hardware
-    from offloadkit.engines.runner import in_fresh_process
+    from offloadkit.doors.engines.runner import in_fresh_process
+    from offloadkit.facts import hardware
 
     task = {
         "mode": "measure",
@@ -131,8 +131,9 @@ def measure_here(task: dict[str, Any]) -> dict[str, Any]:
 
     if task["device"] == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from offloadkit import __version__, hardware
-    from offloadkit.engines.runner import version
+    from offloadkit import __version__
+    from offloadkit.doors.engines.runner import version
+    from offloadkit.facts import hardware
 
     work, name = Work(**task["work"]), task["engine"]
     if name.startswith("offloadkit-"):
@@ -141,7 +142,7 @@ def measure_here(task: dict[str, Any]) -> dict[str, Any]:
         row = doors.measured(work, name)
     else:
         from benchmarks.peer_engines import ENGINES as FACTORIES
-        from offloadkit.engines import worker
+        from offloadkit.doors.engines import worker
 
         row = worker.measured(work, FACTORIES[name])
     machine = dict(hardware.describe_machine(hardware.default_device()))

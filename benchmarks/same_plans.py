@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.plans import layers_and_work
 from benchmarks.scaling import GIB, host
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.errors import ConfigError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.kernels import cpu
 from offloadkit.planner import LayerShape, MicroBatch, Plan, make, make_plan, placed, possible
 from offloadkit.planner.ranks import for_ranks

@@ -27,14 +27,15 @@ import torch.distributed as dist
 from benchmarks import table
 from benchmarks.cases import config_of
 from benchmarks.run import git_commit
-from offloadkit import __version__, hardware
+from offloadkit import __version__
 from offloadkit.deepspeed.process import prepare
 from offloadkit.device.process_memory import DeviceMemory, let_segments_grow
 from offloadkit.distributed import world
-from offloadkit.engines.runner import version
-from offloadkit.engines.timing import Clock
-from offloadkit.engines.work import Work, plain_model, random_steps
-from offloadkit.units import parse_bytes
+from offloadkit.doors.engines.runner import version
+from offloadkit.doors.engines.timing import Clock
+from offloadkit.doors.engines.work import Work, plain_model, random_steps
+from offloadkit.facts import hardware
+from offloadkit.facts.units import parse_bytes
 
 PACKAGES = ("deepspeed", "offloadkit")
 ROWS, INPUTS, TARGETS = 8, 512, 128

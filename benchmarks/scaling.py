@@ -12,12 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from offloadkit.config import OffloadConfig
-from offloadkit.hardware import Hardware
+from offloadkit.doors.planning import ASSUMED_CARD
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.hardware import Hardware
 from offloadkit.planner import LayerShape, MicroBatch, Plan, make_plan
 from offloadkit.planner.cards import card_named
 from offloadkit.planner.scaling import scaling_table
-from offloadkit.planning import ASSUMED_CARD
 
 PAGE = Path(__file__).parent.parent / "docs" / "several-gpus.md"
 GIB = 1 << 30

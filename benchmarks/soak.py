@@ -21,8 +21,8 @@ from torch import nn
 
 from benchmarks import table
 from benchmarks.run import git_commit
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts.config import OffloadConfig, Placement
 
 SAMPLES = 200
 """Of the RSS, over all steps."""

@@ -32,12 +32,12 @@ CPU, FIRST = "CPU", "first turn"
 """Names in a row's `figures`: CPU seconds of the last turn, and all seconds of the first one. The others are phases."""
 MARK = "start: "
 PHASES = {
-    "offloadkit.planning:measure": "measure the machine",
-    "offloadkit.finetuning:auto_batch_size": "plan",
-    "offloadkit.finetuning:shown_plan": "plan",
-    "offloadkit.finetuning:plan_for_rows": "plan",
-    "offloadkit.finetuning:prepare_both": "tokenize",
-    "offloadkit.finetuning:TrainingRun._load": "open the model",
+    "offloadkit.doors.planning:measure": "measure the machine",
+    "offloadkit.doors.finetuning:auto_batch_size": "plan",
+    "offloadkit.doors.finetuning:shown_plan": "plan",
+    "offloadkit.doors.finetuning:plan_for_rows": "plan",
+    "offloadkit.doors.finetuning:prepare_both": "tokenize",
+    "offloadkit.doors.finetuning:TrainingRun._load": "open the model",
     "offloadkit.device.host_memory:allocate": "populate and pin RAM",
     "offloadkit.hf.load:InitialWeights.materialise": "draw weights",
     "offloadkit.hf.weight_files:WeightFiles.materialise": "map files",
@@ -171,8 +171,9 @@ def _machine(device: str | None) -> Row:
     """The columns that say where it was measured."""
     import torch
 
-    from offloadkit import __version__, hardware
-    from offloadkit.engines.runner import version
+    from offloadkit import __version__
+    from offloadkit.doors.engines.runner import version
+    from offloadkit.facts import hardware
 
     here = torch.device("cpu") if device == "cpu" else hardware.default_device()
     found = table.of_machine(hardware.describe_machine(here))
@@ -192,8 +193,8 @@ def _prepare(task: dict[str, Any]) -> None:
     import torch
 
     from benchmarks.cases import config_of
-    from offloadkit import hardware
-    from offloadkit.engines.work import Work, plain_model
+    from offloadkit.doors.engines.work import Work, plain_model
+    from offloadkit.facts import hardware
 
     folder, config = Path(task["folder"]), config_of(task["prepare"])
     config.save_pretrained(folder)
@@ -220,7 +221,7 @@ def measure_here(task: dict[str, Any]) -> dict[str, float]:
     """The seconds of one start in this process, by phase, from when the process was asked for."""
     from offloadkit import finetune
 
-    finetuning = import_module("offloadkit.finetuning")
+    finetuning = import_module("offloadkit.doors.finetuning")
     watch = Stopwatch()
     with finetuning._libraries():
         pass

@@ -8,55 +8,55 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from offloadkit.changes import Change, register
-from offloadkit.config import Reader, register_reader
-from offloadkit.starting import collector_off, is_loaded, say
-from offloadkit.version import __version__
+from offloadkit.facts.changes import Change, register
+from offloadkit.facts.config import Reader, register_reader
+from offloadkit.facts.starting import collector_off, is_loaded, say
+from offloadkit.facts.version import __version__
 
 if TYPE_CHECKING:
-    from offloadkit.comparing.comparison import Comparison, compare
-    from offloadkit.comparing.slowdown import Slowdown, measure_slowdown
-    from offloadkit.comparing.sweeping import Sweep, sweep
-    from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
     from offloadkit.deepspeed.engine import add_config_arguments, init_distributed, initialize
     from offloadkit.deepspeed.training import deepspeed_arguments
+    from offloadkit.doors.comparing.comparison import Comparison, compare
+    from offloadkit.doors.comparing.slowdown import Slowdown, measure_slowdown
+    from offloadkit.doors.comparing.sweeping import Sweep, sweep
+    from offloadkit.doors.finetuning import FinetuneResult, finetune
+    from offloadkit.doors.planning import plan
     from offloadkit.engine.engine import OffloadEngine
     from offloadkit.errors import OffloadkitError
-    from offloadkit.finetuning import FinetuneResult, finetune
+    from offloadkit.facts.config import DynamicLossScale, OffloadConfig, Placement
+    from offloadkit.facts.telemetry import StepRecord, Telemetry
     from offloadkit.hf.source import from_pretrained
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer, OffloadTrainerMixin
     from offloadkit.monitor.monitor import Monitor
     from offloadkit.offload.profiling import breakdown
-    from offloadkit.planning import plan
-    from offloadkit.telemetry import StepRecord, Telemetry
 
 _HOME = {
-    "Comparison": "comparing.comparison",
-    "DynamicLossScale": "config",
-    "FinetuneResult": "finetuning",
+    "Comparison": "doors.comparing.comparison",
+    "DynamicLossScale": "facts.config",
+    "FinetuneResult": "doors.finetuning",
     "Monitor": "monitor.monitor",
-    "OffloadConfig": "config",
+    "OffloadConfig": "facts.config",
     "OffloadEngine": "engine.engine",
     "OffloadSeq2SeqTrainer": "hf.trainer",
     "OffloadTrainer": "hf.trainer",
     "OffloadTrainerMixin": "hf.trainer",
     "OffloadkitError": "errors",
-    "Placement": "config",
-    "Slowdown": "comparing.slowdown",
-    "StepRecord": "telemetry",
-    "Sweep": "comparing.sweeping",
-    "Telemetry": "telemetry",
+    "Placement": "facts.config",
+    "Slowdown": "doors.comparing.slowdown",
+    "StepRecord": "facts.telemetry",
+    "Sweep": "doors.comparing.sweeping",
+    "Telemetry": "facts.telemetry",
     "add_config_arguments": "deepspeed.engine",
     "breakdown": "offload.profiling",
-    "compare": "comparing.comparison",
+    "compare": "doors.comparing.comparison",
     "deepspeed_arguments": "deepspeed.training",
-    "finetune": "finetuning",
+    "finetune": "doors.finetuning",
     "from_pretrained": "hf.source",
     "init_distributed": "deepspeed.engine",
     "initialize": "deepspeed.engine",
-    "measure_slowdown": "comparing.slowdown",
-    "plan": "planning",
-    "sweep": "comparing.sweeping",
+    "measure_slowdown": "doors.comparing.slowdown",
+    "plan": "doors.planning",
+    "sweep": "doors.comparing.sweeping",
 }
 """Modules of the public names. No module has the name of a public function, so that neither hides the other."""
 

@@ -1,5 +1,5 @@
 """`python -m offloadkit`: the command line."""
 
-from offloadkit.cli import app
+from offloadkit.doors.cli import app
 
 app(prog_name="offloadkit")

@@ -188,7 +188,7 @@ def ours(model: Any, files: list[Path], tokenizer: Any, folder: Path, options: a
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     import offloadkit
-    from offloadkit import hardware
+    from offloadkit.facts import hardware
 
     arguments = training_arguments(options)
     own = {"per_device_train_batch_size": "batch_size", "max_steps": "max_steps", "learning_rate": "learning_rate"}

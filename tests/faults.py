@@ -51,15 +51,15 @@ EQUIVALENT: dict[str, str] = {
 """By a fault's key: why no test can see it. It still counts among those drawn, and is not replaced by another."""
 
 CHANGES = "tests/offload/test_state_ring.py::test_layers_may_change_the_processor_before_every_step"
-STEP = ["tests/optim", "tests/kernels", "tests/offload/test_rounded_states.py", "tests/test_fp16.py", CHANGES]
+STEP = ["tests/optim", "tests/kernels", "tests/offload/test_rounded_states.py", "tests/engine/test_fp16.py", CHANGES]
 ENGINE = [
-    "tests/test_engine_waits.py", "tests/test_engine_errors.py", "tests/test_engine_life.py", "tests/device",
-    "tests/test_fp16.py", "tests/test_engine.py", "tests/offload", "tests/test_synchronisation.py",
-    "tests/test_bare_loop.py", "tests/test_rollback.py",
+    "tests/engine/test_engine_waits.py", "tests/engine/test_engine_errors.py", "tests/engine/test_engine_life.py",
+    "tests/device", "tests/engine/test_fp16.py", "tests/engine/test_engine.py", "tests/offload",
+    "tests/engine/test_synchronisation.py", "tests/engine/test_bare_loop.py", "tests/engine/test_rollback.py",
 ]  # fmt: skip
 ALSO_SLOW = ["-m", "slow or not slow"]  # the kernels in Triton's interpreter
 SAVE = [
-    "tests/checkpoint", "tests/test_output_folder.py", "tests/hf/test_checkpoints.py", "tests/hf/test_folders.py",
+    "tests/checkpoint", "tests/doors/test_output_folder.py", "tests/hf/test_checkpoints.py", "tests/hf/test_folders.py",
     "tests/hf/test_resumed_options.py",
 ]  # fmt: skip
 TRAINER = [
@@ -70,7 +70,9 @@ TRAINER = [
 ]
 DATA = [*(f"tests/hf/test_{of}.py" for of in ("read_data", "columns", "data", "ragged"))]
 LOAD = [*(f"tests/hf/test_{of}.py" for of in ("loading", "loading_engine", "from_pretrained", "source", "hub"))]
-PLAN = ["tests/planner", "tests/test_planning.py", "tests/test_tracing.py", "tests/offload/test_placements.py"]
+PLAN = [
+    "tests/planner", "tests/doors/test_planning.py", "tests/engine/test_tracing.py", "tests/offload/test_placements.py",
+]  # fmt: skip
 TESTS: dict[str, list[str]] = {
     "optim": STEP,
     "offload": ENGINE,
@@ -89,13 +91,13 @@ TESTS: dict[str, list[str]] = {
     "hf/saving.py": ["tests/hf/test_folders.py", "tests/hf/test_checkpoints.py", *LOAD],
     "hf/trainer.py": [*TRAINER, *SAVE, "tests/hf/test_doors.py"],
     "optim/table.py": [*STEP, *PLAN],
-    "optim/torch_optimizer.py": ["tests/optim", "tests/test_engine_life.py", "tests/test_engine.py"],
+    "optim/torch_optimizer.py": ["tests/optim", "tests/engine/test_engine_life.py", "tests/engine/test_engine.py"],
     "offload/compile.py": ["tests/offload/test_compile.py"],
-    "offload/records.py": ["tests/offload/test_timings.py", "tests/test_telemetry.py", *ENGINE],
+    "offload/records.py": ["tests/offload/test_timings.py", "tests/facts/test_telemetry.py", *ENGINE],
     "offload/profiling.py": ["tests/offload/test_profiling.py"],
     "offload/shortage.py": [*(f"tests/offload/test_{of}.py" for of in ("ram_watch", "shortage", "making_room"))],
     "planner/leaner.py": ["tests/planner/test_leaner.py", "tests/offload/test_making_room.py"],
-    "offload/layers.py": [*ENGINE, "tests/planner/test_plan.py", "tests/test_planning.py"],
+    "offload/layers.py": [*ENGINE, "tests/planner/test_plan.py", "tests/doors/test_planning.py"],
     "planner/layout.py": [*PLAN, "tests/optim/test_table.py", CHANGES],
     "kernels/cpu_plan.h": ["tests/planner"],
     "kernels/attention.py": ["tests/hf/test_fused_attention.py"],

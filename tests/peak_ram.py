@@ -35,7 +35,7 @@ def save(folder: str) -> None:
 def train(folder: str) -> None:
     """Print what a few steps of `finetune` were planned to take and took, in bytes; then by phase, [planned, took]."""
     import offloadkit
-    from offloadkit import hardware
+    from offloadkit.facts import hardware
 
     result = offloadkit.finetune(
         Path(folder) / "checkpoint",
@@ -64,8 +64,9 @@ def checkpoint(folder: str) -> None:
     import torch
     from torch import nn
 
-    from offloadkit import OffloadConfig, OffloadEngine, Placement, hardware
+    from offloadkit import OffloadConfig, OffloadEngine, Placement
     from offloadkit.checkpoint import arrays
+    from offloadkit.facts import hardware
 
     arrays.PIECE_BYTES = 2**20
     added = []
@@ -89,7 +90,7 @@ def head(way: str) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from offloadkit import hardware
+    from offloadkit.facts import hardware
     from offloadkit.hf.loss import compute_loss_in_chunks
 
     torch.manual_seed(0)

@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import torch
 
-from offloadkit import files
 from offloadkit.checkpoint.folder import written_beside
 from offloadkit.errors import ModelError, shown
-from offloadkit.threads import ThreadPool
+from offloadkit.facts import files
+from offloadkit.facts.threads import ThreadPool
 
 PIECE_BYTES = 64 * 2**20
 PART_BYTES, _NUM_READERS = 8 * 2**20, 8

@@ -13,7 +13,7 @@ from pathlib import Path
 from offloadkit.checkpoint.folder import REPLACED, remove_checkpoint, why_not_whole, written_beside, written_to
 from offloadkit.checkpoint.one_run import CLAIM, one_run
 from offloadkit.errors import ConfigError, OutputError
-from offloadkit.files import path_of, why_no_name
+from offloadkit.facts.files import path_of, why_no_name
 
 
 @dataclass

@@ -26,8 +26,8 @@ from safetensors import SafetensorError, safe_open
 
 from offloadkit.checkpoint.origin import Origin, parse_origin, said_by
 from offloadkit.errors import ConfigError, ModelError, OffloadkitError, OutputError, cut, shown
-from offloadkit.files import path_of, read_json, why_not_plain
-from offloadkit.threads import ThreadPool
+from offloadkit.facts.files import path_of, read_json, why_not_plain
+from offloadkit.facts.threads import ThreadPool
 
 MANIFEST = "manifest.json"
 REPLACED = ".offloadkit-replaced.json"

@@ -26,7 +26,7 @@ from typing import Any
 
 from offloadkit.checkpoint.folder import check_saving, lost_with_runtime, written_beside, written_to
 from offloadkit.errors import OutputError
-from offloadkit.threads import Thread
+from offloadkit.facts.threads import Thread
 
 CLAIM = ".offloadkit-run.json"
 _SAVES = ".offloadkit-saves-{}.json"

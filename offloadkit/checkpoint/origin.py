@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from offloadkit.files import parse_json, read_json
+from offloadkit.facts.files import parse_json, read_json
 
 ORIGIN = "origin"
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from offloadkit import files
 from offloadkit.checkpoint.arrays import ArrayFile, Between, write_arrays
 from offloadkit.checkpoint.origin import Origin
 from offloadkit.checkpoint.values import why_unlike
 from offloadkit.errors import ConfigError, ModelError
+from offloadkit.facts import files
 
 STATE_FILES = "states-*-of-*.safetensors"
 _RESUME_ALIKE = "resume with the optimizer, precision and working dtype that the run was saved with"

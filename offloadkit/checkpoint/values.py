@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from offloadkit import files
 from offloadkit.checkpoint.folder import written_beside
 from offloadkit.errors import ConfigError, ModelError, cut, shown
+from offloadkit.facts import files
 
 
 def as_json(value: Any, name: str) -> Any:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
 from offloadkit.errors import ConfigError, shown
-from offloadkit.files import path_of, read_json
+from offloadkit.facts.config import DynamicLossScale, OffloadConfig, Placement
+from offloadkit.facts.files import path_of, read_json
 
 logger = logging.getLogger(__name__)
 

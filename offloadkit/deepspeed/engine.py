@@ -42,9 +42,9 @@ from offloadkit.deepspeed.config import DeepSpeedConfig, offload_config, read_de
 from offloadkit.distributed import world
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, ModelError, RolledBackError
+from offloadkit.facts.telemetry import StepRecord
 from offloadkit.offload.layers import listed_groups
 from offloadkit.optim.schedules import schedule_named
-from offloadkit.telemetry import StepRecord
 
 logger = logging.getLogger(__name__)
 

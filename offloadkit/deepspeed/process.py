@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from offloadkit import hardware
 from offloadkit.errors import ConfigError
+from offloadkit.facts import hardware
 
 GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NOT_INSTALLED = "deepspeed is not installed: pip install 'offloadkit[deepspeed]'"

@@ -13,13 +13,13 @@ from transformers import Seq2SeqTrainer, TrainingArguments
 from transformers.integrations import deepspeed as of_transformers
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from offloadkit.changes import configs_of
 from offloadkit.checkpoint.folder import put_in_place
-from offloadkit.config import OffloadConfig
 from offloadkit.deepspeed.process import check_installed, prepare
 from offloadkit.deepspeed.zero import BUCKET_ELEMENTS, ds_config, forecast_line, zero_for
 from offloadkit.distributed import world
 from offloadkit.errors import ConfigError
+from offloadkit.facts.changes import configs_of
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.arguments import engine_config
 from offloadkit.hf.dealing import tell_epochs
 from offloadkit.hf.loss import num_targets, on_device, with_a_target

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import frexp, log2
 from typing import Any, Literal
 
-from offloadkit.config import DynamicLossScale, OffloadConfig, Placement
 from offloadkit.errors import ConfigError, DoesNotFitError
+from offloadkit.facts.config import DynamicLossScale, OffloadConfig, Placement
+from offloadkit.facts.units import format_bytes
 from offloadkit.planner import Dtype, Plan
 from offloadkit.planner.layout import activations
 from offloadkit.planner.words import does_not_fit
-from offloadkit.units import format_bytes
 
 BUCKET_ELEMENTS = 200_000_000
 """Elements per gradient bucket. DeepSpeed's default of 500 million takes 2 GB of VRAM for any model size."""

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from offloadkit.errors import OffloadkitError, OutOfRamError
-from offloadkit.hardware import ram_available_bytes
+from offloadkit.facts.hardware import ram_available_bytes
+from offloadkit.facts.threads import ThreadPool
+from offloadkit.facts.units import format_bytes
 from offloadkit.kernels import cpu
 from offloadkit.optim.table import aligned
-from offloadkit.threads import ThreadPool
-from offloadkit.units import format_bytes
 
 _cuda: Any = torch.cuda  # typed in some releases of torch only
 _NUM_PINNING_THREADS = 8

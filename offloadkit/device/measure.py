@@ -27,17 +27,17 @@ import psutil
 import torch
 from torch import Tensor
 
-from offloadkit import hardware
-from offloadkit.config import Precision
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.state_file import unnamed_file
 from offloadkit.device.streams import CopyStream, Event
 from offloadkit.errors import OutputError
-from offloadkit.files import path_of
-from offloadkit.hardware import Hardware
+from offloadkit.facts import hardware
+from offloadkit.facts.config import Precision
+from offloadkit.facts.files import path_of
+from offloadkit.facts.hardware import Hardware
+from offloadkit.facts.threads import ThreadPool
 from offloadkit.kernels import cpu
 from offloadkit.optim.table import DTYPES, FlatState, Segment, state_table
-from offloadkit.threads import ThreadPool
 
 _VERSION = 6
 """Raise it when the measurements change, to invalidate cached rates."""

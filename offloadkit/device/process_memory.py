@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import psutil
 import torch
 
-from offloadkit import hardware
-from offloadkit.planner.fitted import LOADED_LATER_BYTES
-from offloadkit.telemetry import Peaks
+from offloadkit.facts import hardware
+from offloadkit.facts.fitted import LOADED_LATER_BYTES
+from offloadkit.facts.telemetry import Peaks
 
 _cuda: Any = torch.cuda  # typed in some releases of torch only
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -25,8 +25,8 @@ import torch
 from offloadkit.device import watchdog
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.errors import OutputError
+from offloadkit.facts.threads import ThreadPool
 from offloadkit.optim.table import aligned
-from offloadkit.threads import ThreadPool
 
 NETWORK_MOUNTS = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre", "afs"}
 RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offloadkit.errors import HangError
-from offloadkit.units import format_seconds
+from offloadkit.facts.units import format_seconds
 
 LIMIT_SECONDS = 1800.0
 """Limit without progress: longer than compiling or a slow disk takes. The timeout of the ranks is added."""

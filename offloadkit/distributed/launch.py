@@ -36,9 +36,9 @@ import torch
 import torch.distributed as dist
 
 from offloadkit.errors import ConfigError, RankError, TrainingStoppedError
-from offloadkit.hardware import num_cores
-from offloadkit.stopping import forwarded
-from offloadkit.threads import Thread
+from offloadkit.facts.hardware import num_cores
+from offloadkit.facts.stopping import forwarded
+from offloadkit.facts.threads import Thread
 
 Link = connection.Connection
 

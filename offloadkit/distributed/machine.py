@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from offloadkit import hardware
 from offloadkit.device.measure import is_measured, kept, measure
 from offloadkit.distributed.ranks import Group, Ranks, Solo, host, joined_ranks
-from offloadkit.hardware import Hardware, is_bus
+from offloadkit.facts import hardware
+from offloadkit.facts.fitted import FEW_CTAS
+from offloadkit.facts.hardware import Hardware, is_bus
 from offloadkit.kernels import cpu
 from offloadkit.optim.norm import NORM_BLOCK
-from offloadkit.planner.fitted import FEW_CTAS
 
 _SENT_BYTES = {"cuda": 256 << 20, "cpu": 2 << 20}
 """Bytes that a rank sends to measure the link, spread over all ranks."""

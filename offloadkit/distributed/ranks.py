@@ -36,14 +36,14 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from offloadkit import hardware
 from offloadkit.device import watchdog
 from offloadkit.device.host_memory import file_in_ram
 from offloadkit.device.streams import CopyStream
 from offloadkit.distributed.stepped import Stepped, SteppedLayers
 from offloadkit.distributed.watch import Watch
 from offloadkit.errors import ConfigError, RankError
-from offloadkit.planner.fitted import NCCL_BYTES
+from offloadkit.facts import hardware
+from offloadkit.facts.fitted import NCCL_BYTES
 
 _T = TypeVar("_T")
 

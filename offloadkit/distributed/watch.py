@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offloadkit.threads import Thread
+from offloadkit.facts.threads import Thread
 
 _FOREVER = timedelta(days=365)
 GRACE_SECONDS = 5.0

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadkit.config import OffloadConfig
 from offloadkit.errors import EngineStateError, ModelError, forget_last_error, shown
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.optim.table import DTYPES
 
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()

@@ -27,15 +27,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offloadkit import hardware
-from offloadkit.changes import changed
 from offloadkit.checkpoint.folder import origin_from, written_to
 from offloadkit.checkpoint.one_run import Saves
 from offloadkit.checkpoint.origin import Origin
 from offloadkit.checkpoint.run import Adding, RunNumbers, check_scheduler, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
 from offloadkit.checkpoint.values import why_unlike
-from offloadkit.config import OffloadConfig
 from offloadkit.device import watchdog
 from offloadkit.device.process_memory import VramCap, forget_peak, phase
 from offloadkit.distributed import world
@@ -43,6 +40,7 @@ from offloadkit.distributed.machine import shared_cores
 from offloadkit.distributed.ranks import Group, joined_ranks
 from offloadkit.engine.checks import check_free, check_not_wrapped, engine_closed, engine_opened
 from offloadkit.engine.loop import TrainingLoop
+from offloadkit.engine.outline import FirstWindow, chooses, plan_for, proposing_disk
 from offloadkit.engine.replanner import Replanner, connect, own_part
 from offloadkit.errors import (
     ConfigError,
@@ -54,7 +52,12 @@ from offloadkit.errors import (
     RolledBackError,
     shown,
 )
-from offloadkit.files import path_of
+from offloadkit.facts import hardware
+from offloadkit.facts.changes import changed
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.files import path_of
+from offloadkit.facts.telemetry import Telemetry
+from offloadkit.facts.units import parse_bytes
 from offloadkit.offload.layers import (
     FlatLayer,
     check_is_plan,
@@ -80,11 +83,8 @@ from offloadkit.offload.weights import forked
 from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import GroupOptions
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, changed_options, check_states
-from offloadkit.outline import FirstWindow, chooses, plan_for, proposing_disk
 from offloadkit.planner import Plan
 from offloadkit.planner.plan import check_fits
-from offloadkit.telemetry import Telemetry
-from offloadkit.units import parse_bytes
 
 logger = logging.getLogger(__name__)
 

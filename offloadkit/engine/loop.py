@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadkit.config import OffloadConfig
 from offloadkit.device import watchdog
 from offloadkit.device.streams import record_compute
 from offloadkit.distributed.ranks import Ranks
 from offloadkit.errors import EngineStateError, ModelError, RankError
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.offload.layers import UntrainedParameters
 from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.profiling import Profile

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from offloadkit.checkpoint.values import random_states, set_random_states
-from offloadkit.config import OffloadConfig
 from offloadkit.device.process_memory import VramCap, forget_peak
 from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.engine.loop import TrainingLoop
+from offloadkit.engine.outline import FirstWindow
 from offloadkit.errors import (
     EngineStateError,
     OffloadkitError,
@@ -31,6 +31,9 @@ from offloadkit.errors import (
     OutOfVramError,
     RepeatWindowError,
 )
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.telemetry import Move, Telemetry
+from offloadkit.facts.units import format_seconds
 from offloadkit.offload.buffers import Buffers
 from offloadkit.offload.layers import FlatLayer
 from offloadkit.offload.rate_watch import RateWatch
@@ -46,11 +49,8 @@ from offloadkit.offload.shortage import (
 )
 from offloadkit.offload.states import LayerState
 from offloadkit.optim.torch_optimizer import OffloadOptimizer
-from offloadkit.outline import FirstWindow
 from offloadkit.planner import Plan, placed
 from offloadkit.planner.make import of_rank
-from offloadkit.telemetry import Move, Telemetry
-from offloadkit.units import format_seconds
 
 logger = logging.getLogger(__name__)
 

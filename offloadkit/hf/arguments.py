@@ -21,12 +21,12 @@ from transformers.integrations import integration_utils
 from transformers.training_args import trainer_log_levels
 from transformers.utils import logging
 
-from offloadkit import hardware
-from offloadkit.config import OffloadConfig
 from offloadkit.distributed import world
 from offloadkit.errors import ConfigError, cut, shown
+from offloadkit.facts import hardware
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.hf.options import FinetuneOptions
 from offloadkit.optim.table import trainer_names
-from offloadkit.options import FinetuneOptions
 from offloadkit.planner import Dtype
 
 logger = logging.get_logger(__name__)

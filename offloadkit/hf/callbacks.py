@@ -12,9 +12,9 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
+from offloadkit.facts.stopping import Stop
 from offloadkit.hf.quiet import is_live, progress_bars
 from offloadkit.monitor.monitor import Monitor
-from offloadkit.stopping import Stop
 
 
 class AfterAStep(TrainerCallback):  # type: ignore[misc, unused-ignore]

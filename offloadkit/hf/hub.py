@@ -23,7 +23,7 @@ from offloadkit.errors import (
     cut,
     shown,
 )
-from offloadkit.files import read_json, why_no_name, why_not_plain
+from offloadkit.facts.files import read_json, why_no_name, why_not_plain
 from offloadkit.hf.presets import PRESETS
 
 _CONNECTION_CLASSES = {"TransportError", "LocalEntryNotFoundError", "XetDownloadError", "ChunkedEncodingError"}

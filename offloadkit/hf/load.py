@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offloadkit import hardware
 from offloadkit.errors import ConfigError, ModelError
+from offloadkit.facts import hardware
+from offloadkit.facts.threads import ThreadPool
 from offloadkit.hf.hub import readable_hub_errors, where_to_look
 from offloadkit.hf.quiet import no_conversion_service, no_tying_advice, progress_bars
 from offloadkit.hf.weight_files import ByteBar, ConversionNeededError, read_lazily
 from offloadkit.offload.outside import unwatched
 from offloadkit.offload.unread import become, leave_unread, make_real
-from offloadkit.threads import ThreadPool
 
 _Draw = Callable[[], object]
 _FILLS = (torch.ops.aten.normal_, torch.ops.aten.uniform_, torch.ops.aten.zero_, torch.ops.aten.fill_)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from offloadkit.changes import claim
+from offloadkit.facts.changes import claim
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

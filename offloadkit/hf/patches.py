@@ -1,6 +1,6 @@
 """Changes to how transformers' models compute during training, by model family (`FAMILIES`).
 
-`offloadkit.changes` calls `patched` when an engine is built or a micro-batch is traced for a plan. For every family,
+`facts.changes` calls `patched` when an engine is built or a micro-batch is traced for a plan. For every family,
 the loss over a large vocabulary is computed in chunks from fp32 logits, and masks do not synchronise with the GPU
 (`masks.py`). The engine itself switches off key-value caches in training (`changes.py`).
 """
@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offloadkit.changes import claim, configs_of, unclaimed
-from offloadkit.config import OffloadConfig
+from offloadkit.facts.changes import claim, configs_of, unclaimed
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
 from offloadkit.hf.masks import added_mask, ask_nothing
 from offloadkit.kernels import attention as attention_kernel

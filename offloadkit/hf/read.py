@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from offloadkit.errors import DataError, cut, shown
-from offloadkit.files import check_depth, parse_json, why_no_name, why_not_plain
+from offloadkit.facts.files import check_depth, parse_json, why_no_name, why_not_plain
 from offloadkit.hf.columns import CONVERSATIONS, TEXTS, columns_to_read
 from offloadkit.hf.hub import causes, hub_answers, readable_hub_errors, unreachable
 from offloadkit.hf.quiet import no_loader_messages

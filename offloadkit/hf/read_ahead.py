@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from offloadkit.hardware import ram_available_bytes
-from offloadkit.threads import Thread
+from offloadkit.facts.hardware import ram_available_bytes
+from offloadkit.facts.threads import Thread
 
 BLOCK_BYTES = 16 << 20
 _NUM_THREADS = 4

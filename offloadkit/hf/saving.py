@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadkit.changes import claim, unclaimed
 from offloadkit.checkpoint.arrays import ArrayFile, can_hold, write_arrays
 from offloadkit.checkpoint.folder import written_beside
 from offloadkit.checkpoint.weights import load_weights
+from offloadkit.facts.changes import claim, unclaimed
 from offloadkit.offload.unread import become, leave_unread, sources
 
 

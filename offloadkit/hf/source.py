@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import torch
 from torch import nn
 
+from offloadkit.engine.outline import without_memory
 from offloadkit.errors import ConfigError, ModelError, ModelNotFoundError, shown
+from offloadkit.facts.starting import collector_off
 from offloadkit.hf.hub import MOST_LABELS, check_files, check_folder, locate, readable_hub_errors, where_to_look
 from offloadkit.hf.load import (
     Task,
@@ -34,8 +36,6 @@ from offloadkit.hf.presets import PRESETS
 from offloadkit.hf.quiet import progress_bars
 from offloadkit.hf.read_ahead import read_ahead
 from offloadkit.offload.unread import is_unread
-from offloadkit.outline import without_memory
-from offloadkit.starting import collector_off
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any, cast
 
 from offloadkit.errors import DataError, shown
-from offloadkit.files import parse_json
+from offloadkit.facts.files import parse_json
 from offloadkit.hf.columns import Columns, strings
 
 if TYPE_CHECKING:

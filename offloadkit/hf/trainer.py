@@ -70,12 +70,12 @@ from offloadkit.checkpoint.origin import Origin
 from offloadkit.checkpoint.run import read_random, write_random
 from offloadkit.checkpoint.values import as_json, random_states, set_random_states
 from offloadkit.checkpoint.weights import num_bytes_of
-from offloadkit.config import OffloadConfig
 from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
 from offloadkit.distributed.ranks import SOLO, Ranks
 from offloadkit.engine.checks import check_not_wrapped, is_trained
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.engine.outline import chooses, plan_for, proposing_disk
 from offloadkit.engine.replanner import Window
 from offloadkit.errors import (
     ConfigError,
@@ -89,7 +89,11 @@ from offloadkit.errors import (
     cut,
     shown,
 )
-from offloadkit.files import path_of
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.files import path_of
+from offloadkit.facts.stopping import Stop
+from offloadkit.facts.telemetry import STEPS_FILE, Telemetry
+from offloadkit.facts.units import parse_bytes
 from offloadkit.hf.arguments import check_arguments, check_optim, engine_config, left_to_the_engine
 from offloadkit.hf.callbacks import StopsWhenAsked
 from offloadkit.hf.dealing import TARGETS, Counted, DealtBatches, GatheredRows, deal, without_targets
@@ -103,12 +107,8 @@ from offloadkit.hf.ragged import OrderOfSeed, ResumableOrder
 from offloadkit.hf.resumed import check_same_model, check_trainer_state
 from offloadkit.hf.saving import arguments_as_data, load_in_pieces, read_later, saved_in_pieces
 from offloadkit.offload.unread import is_unread, make_real
-from offloadkit.outline import chooses, plan_for, proposing_disk
 from offloadkit.planner import Plan
 from offloadkit.planner.plan import check_fits
-from offloadkit.stopping import Stop
-from offloadkit.telemetry import STEPS_FILE, Telemetry
-from offloadkit.units import parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn

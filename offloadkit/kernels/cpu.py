@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offloadkit import hardware
 from offloadkit.errors import warn_once
+from offloadkit.facts import hardware
 from offloadkit.optim.reference import split_master, step_reference
 from offloadkit.optim.table import OPTIMIZERS, FlatState, Segment, check_state
 

@@ -11,12 +11,12 @@ from typing import Literal, Self
 
 import torch
 
-from offloadkit import hardware
 from offloadkit.device.measure import vram_rate
+from offloadkit.facts import hardware
+from offloadkit.facts.fitted import KERNEL_SECONDS, STEP_EFFICIENCY
+from offloadkit.facts.telemetry import StepRecord
 from offloadkit.planner import Plan
-from offloadkit.planner.fitted import KERNEL_SECONDS, STEP_EFFICIENCY
 from offloadkit.planner.layout import CATEGORIES
-from offloadkit.telemetry import StepRecord
 
 Point = tuple[int, float]
 """A step and its loss."""

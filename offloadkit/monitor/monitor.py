@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, Self
 
 from offloadkit.errors import ConfigError
+from offloadkit.facts.stopping import Stop
+from offloadkit.facts.telemetry import StepRecord, Telemetry
+from offloadkit.facts.threads import Thread
 from offloadkit.monitor.figures import Figures, History, Machine, State
 from offloadkit.monitor.figures import figures as compute_figures
 from offloadkit.monitor.notebook import NotebookDisplay, running_shell
 from offloadkit.planner import Plan
-from offloadkit.stopping import Stop
-from offloadkit.telemetry import StepRecord, Telemetry
-from offloadkit.threads import Thread
 
 DISPLAYS = ("auto", "notebook", "terminal", "none")
 _SHORTEST, _LONGEST = 0.25, 0.5

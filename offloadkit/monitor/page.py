@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from offloadkit.facts.units import format_bytes, format_seconds
 from offloadkit.monitor import words
 from offloadkit.monitor.figures import OTHER, Figures, Memory, Parts
 from offloadkit.monitor.words import BLUE, colour, ink_on
-from offloadkit.units import format_bytes, format_seconds
 
 WIDTH = 600
 _LEFT = 84

@@ -10,10 +10,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from offloadkit.facts.units import format_bytes, format_seconds
 from offloadkit.monitor import words
 from offloadkit.monitor.figures import Figures, Memory
 from offloadkit.monitor.words import colour, ink_on
-from offloadkit.units import format_bytes, format_seconds
 
 _NAME = 6
 _PLANNED, _BUDGET, _FAR = "▲", "┃", "→"

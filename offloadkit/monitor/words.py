@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from offloadkit.facts.units import format_bytes, format_seconds
 from offloadkit.monitor.figures import Figures, Memory, RankFigures
-from offloadkit.units import format_bytes, format_seconds
 
 STATES = {
     "waiting": "waiting for the first step",

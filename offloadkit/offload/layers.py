@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError, ModelError, shown
-from offloadkit.hardware import Hardware
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.hardware import Hardware
 from offloadkit.optim.norm import NORM_BLOCK
 from offloadkit.optim.table import DTYPES, Dtype, LayerKind, StateTable
 from offloadkit.planner import LayerShape, MicroBatch, Plan, make_plan

@@ -18,8 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from offloadkit.changes import caching_configs, without_caches
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import host_memory
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.process_memory import let_segments_grow
@@ -28,7 +26,9 @@ from offloadkit.device.streams import BusyTime, Waits
 from offloadkit.distributed.ranks import Group, Ranks, Solo
 from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import ConfigError, EngineStateError
-from offloadkit.hardware import process_ram_bytes, trim_heap
+from offloadkit.facts.changes import caching_configs, without_caches
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.hardware import process_ram_bytes, trim_heap
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, ParameterView

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from offloadkit.changes import without_claims
+from offloadkit.facts.changes import without_claims
 from offloadkit.offload.recompute import SWITCHES
 
 _NAME = "__getstate__"

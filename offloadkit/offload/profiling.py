@@ -26,10 +26,10 @@ from offloadkit.device.trace import Range
 from offloadkit.distributed.machine import measured_by
 from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.errors import ConfigError, OutputError, shown
-from offloadkit.hardware import Hardware
+from offloadkit.facts.hardware import Hardware
+from offloadkit.facts.telemetry import StepRecord, Telemetry
+from offloadkit.facts.units import format_seconds
 from offloadkit.planner.seconds import both_ways
-from offloadkit.telemetry import StepRecord, Telemetry
-from offloadkit.units import format_seconds
 
 UPDATE, BACKWARD = "update and forward", "backward"
 

@@ -7,14 +7,14 @@ from statistics import median
 
 import numpy as np
 
-from offloadkit.config import Placement
 from offloadkit.distributed.ranks import SOLO, Ranks
-from offloadkit.hardware import Hardware
+from offloadkit.facts.config import Placement
+from offloadkit.facts.hardware import Hardware
+from offloadkit.facts.telemetry import StepRecord
+from offloadkit.facts.units import format_seconds
 from offloadkit.offload.shortage import of_all
 from offloadkit.planner import Plan
 from offloadkit.planner.faster import COMPUTE, MIN_GAIN, PYTHON, Rate, corrected, faster, judged
-from offloadkit.telemetry import StepRecord
-from offloadkit.units import format_seconds
 
 WARM_UP = 8
 """Steps after a start or a move that are ignored, because kernels compile and the CPU/GPU balance settles."""

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadkit import hardware
 from offloadkit.device import trace
 from offloadkit.device.streams import BusyTime, Event, record_compute, seconds_of_any
 from offloadkit.errors import NonFiniteGradientError
+from offloadkit.facts import hardware
+from offloadkit.facts.telemetry import StepRecord, Telemetry
 from offloadkit.offload.update import Update
 from offloadkit.planner import Plan
-from offloadkit.telemetry import StepRecord, Telemetry
 
 LOOK = "Look at the data and the loss of that step, lower the learning rate"
 """Advice about NaN; the message continues it."""

@@ -14,15 +14,15 @@ from typing import Literal
 import numpy as np
 import torch
 
-from offloadkit import hardware
-from offloadkit.config import Placement
 from offloadkit.device import process_memory
 from offloadkit.distributed.ranks import SOLO, Ranks
 from offloadkit.errors import OutOfRamError, OutOfVramError
+from offloadkit.facts import hardware
+from offloadkit.facts.config import Placement
+from offloadkit.facts.threads import Thread
+from offloadkit.facts.units import format_bytes
 from offloadkit.planner import Plan, leaner
 from offloadkit.planner.prediction import TIERS
-from offloadkit.threads import Thread
-from offloadkit.units import format_bytes
 
 POLL_SECONDS = 0.2
 TOLERANCE = 1.02

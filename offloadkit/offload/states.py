@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device.host_memory import HostSlab, SharedSlab
 from offloadkit.device.state_file import Region
 from offloadkit.device.streams import CopyStream, Event, Waits
 from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import ModelError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.kernels.dispatch import optimizer_step, split_into
 from offloadkit.offload.gradients import LayerGradient, runs
 from offloadkit.offload.layers import FlatLayer, ParameterView

@@ -26,13 +26,13 @@ from offloadkit.device import trace, watchdog
 from offloadkit.device.streams import BusyTime, CopyStream, Event
 from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
 from offloadkit.errors import ThreadLimitError
+from offloadkit.facts.threads import Thread
 from offloadkit.offload.gradients import LayerGradient, compute_host_sums
 from offloadkit.offload.states import LayerState, Posting
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.norm import sum_in_order
 from offloadkit.optim.table import GroupOptions
 from offloadkit.planner import NUM_STATE_BUFFERS
-from offloadkit.threads import Thread
 
 LayerUpdate = tuple[LayerState, set[int], PendingUpdate]
 """A layer, the indices of its views that have a gradient, and the update that forward waits for."""

@@ -19,7 +19,7 @@ from torch.utils import dlpack
 from offloadkit.device import trace, watchdog
 from offloadkit.device.streams import Event, Waits
 from offloadkit.errors import EngineStateError
-from offloadkit.hardware import trim_heap
+from offloadkit.facts.hardware import trim_heap
 from offloadkit.offload.layers import FlatLayer, ParameterView, stays_fp32
 from offloadkit.offload.outside import Outside, moved_or_cast, set_data, unwatched
 from offloadkit.optim.table import DTYPES, Dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from offloadkit.config import DynamicLossScale
+from offloadkit.facts.config import DynamicLossScale
 
 
 class LossScale:

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from offloadkit.config import Precision
 from offloadkit.errors import ConfigError, shown
+from offloadkit.facts.config import Precision
 from offloadkit.optim import moments
 from offloadkit.optim.adamw import adamw_scalars, adamw_update
 from offloadkit.optim.lion import lion_scalars, lion_update

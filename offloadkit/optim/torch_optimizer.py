@@ -10,8 +10,8 @@ from weakref import ref
 import torch
 from torch import nn
 
-from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, RepeatWindowError
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import check_options, optimizer_named
 

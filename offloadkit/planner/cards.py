@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from offloadkit.errors import ConfigError, shown
-from offloadkit.planner.fitted import (
+from offloadkit.facts.fitted import (
     BOTH_WAYS_EFFICIENCY,
     BUS_EFFICIENCY,
     FP32_EFFICIENCY,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from offloadkit.config import Placement
+from offloadkit.facts.config import Placement
 from offloadkit.planner.layout import (
     ALLOCATOR_BYTES,
     FRAMEWORK_RAM_BYTES,

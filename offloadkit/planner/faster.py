@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any
 
-from offloadkit.config import Placement
-from offloadkit.hardware import CPU_STEP_RATES, Hardware
+from offloadkit.facts.config import Placement
+from offloadkit.facts.hardware import CPU_STEP_RATES, Hardware
+from offloadkit.facts.telemetry import StepRecord
 from offloadkit.optim.table import DTYPES
 from offloadkit.planner.make import replanned, wishes
 from offloadkit.planner.plan import Plan
 from offloadkit.planner.seconds import FEW_CORES, StepModel
-from offloadkit.telemetry import StepRecord
 
 TOLERANCE = 1.25
 """A rate within this factor of the planned rate counts as planned. CPU steps on H200s took 0.95 to 1.15 times the

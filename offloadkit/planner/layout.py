@@ -9,10 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from offloadkit.config import Placement
-from offloadkit.hardware import Hardware
+from offloadkit.facts.config import Placement
+from offloadkit.facts.fitted import NCCL_BYTES, NCCL_FEW_BYTES
+from offloadkit.facts.hardware import Hardware
 from offloadkit.optim.table import MASTER_WEIGHTS, MOMENTS, Dtype, LayerKind, StateTable, aligned
-from offloadkit.planner.fitted import NCCL_BYTES, NCCL_FEW_BYTES
 from offloadkit.planner.work import MicroBatch
 
 NUM_GRADIENT_BUCKETS = 2

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from offloadkit.config import Placement
+from offloadkit.facts.config import Placement
 from offloadkit.planner.layout import is_built, possible, tier_bytes
 from offloadkit.planner.make import placed, replanned, wishes
 from offloadkit.planner.plan import Plan

@@ -7,16 +7,16 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from offloadkit.config import OffloadConfig, Placement
-from offloadkit.hardware import Hardware
-from offloadkit.planner.fitted import CROWDED, FEW_CTAS, LOADED_LATER_BYTES
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.fitted import CROWDED, FEW_CTAS, LOADED_LATER_BYTES
+from offloadkit.facts.hardware import Hardware
+from offloadkit.facts.units import parse_bytes
 from offloadkit.planner.layout import LayerShape, activations, choices, outside_bytes, possible, run_bytes
 from offloadkit.planner.prediction import Basis, Prediction
 from offloadkit.planner.ranks import for_ranks
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import StepModel
 from offloadkit.planner.work import MicroBatch
-from offloadkit.units import parse_bytes
 
 P = TypeVar("P", bound=Prediction)
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from offloadkit.config import Placement
+from offloadkit.facts.config import Placement
+from offloadkit.facts.units import format_bytes
 from offloadkit.planner.layout import LayerShape, buffer_bytes
 from offloadkit.planner.work import MicroBatch
-from offloadkit.units import format_bytes
 
 PhaseName = Literal["reading", "first step", "training", "evaluation", "generation", "saving", "closing", "resuming"]
 PHASES: tuple[PhaseName, ...] = get_args(PhaseName)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from offloadkit.config import OffloadConfig
 from offloadkit.errors import DoesNotFitError
-from offloadkit.hardware import Hardware
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.hardware import Hardware
 from offloadkit.planner import remedies, words
 from offloadkit.planner.layout import LayerShape
 from offloadkit.planner.make import make

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from offloadkit.config import OffloadConfig, Placement
-from offloadkit.hardware import Hardware
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.hardware import Hardware
 from offloadkit.planner.layout import LayerShape, communicated_bytes
 from offloadkit.planner.phases import Phase, phases_of
 from offloadkit.planner.seconds import Seconds

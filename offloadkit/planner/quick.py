@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offloadkit.hardware import Hardware
+from offloadkit.facts import fitted
+from offloadkit.facts.hardware import Hardware
 from offloadkit.kernels import cpu
-from offloadkit.planner import fitted
 from offloadkit.planner.counts import Counts, Spread
 from offloadkit.planner.layout import NUM_GRADIENT_BUCKETS, NUM_STAGING, NUM_STEP_BUFFERS, NUM_WEIGHT_BUFFERS
 from offloadkit.planner.seconds import FEW_CORES, StepModel

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from offloadkit.errors import ConfigError
-from offloadkit.hardware import CPU_STEP_RATES, Hardware, is_bus
+from offloadkit.facts.hardware import CPU_STEP_RATES, Hardware, is_bus
 from offloadkit.planner.cards import card_named
 
 GPUS_PER_HOST = 8

@@ -7,14 +7,14 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from offloadkit.config import OffloadConfig, Precision
+from offloadkit.facts.config import OffloadConfig, Precision
+from offloadkit.facts.units import format_bytes, rounded_up
 from offloadkit.optim.table import optimizer_named
 from offloadkit.planner.make import P, exchanged_otherwise, is_short_of_ram, replanned, wishes
 from offloadkit.planner.prediction import TIERS, Prediction
 from offloadkit.planner.ranks import GPUS_PER_HOST
 from offloadkit.planner.seconds import FEW_CORES, cpu_step_rate
 from offloadkit.planner.words import TO_GPU, TO_RAM, of_all, of_tiers, speed, takes, why_not
-from offloadkit.units import format_bytes, rounded_up
 
 _LIMITS = {
     "GPU": "the GPU's computing",

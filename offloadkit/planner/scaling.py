@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from offloadkit.facts.units import format_bytes, format_seconds
 from offloadkit.planner.make import exchanged_otherwise, replanned
 from offloadkit.planner.plan import Plan
 from offloadkit.planner.ranks import NETWORK_BYTES_PER_SECOND, for_ranks
-from offloadkit.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from functools import cache
 from itertools import chain, islice
 from typing import Any
 
-from offloadkit.config import Placement
-from offloadkit.hardware import Hardware
+from offloadkit.facts.config import Placement
+from offloadkit.facts.hardware import Hardware
 from offloadkit.planner.counts import Counts, InVram, Spread
 from offloadkit.planner.layout import (
     ALLOCATOR_BYTES,

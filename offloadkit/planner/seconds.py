@@ -24,9 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from offloadkit.config import Placement, Precision
-from offloadkit.hardware import CPU_STEP_RATES, Hardware
-from offloadkit.planner.fitted import (
+from offloadkit.facts.config import Placement, Precision
+from offloadkit.facts.fitted import (
     ADD_EFFICIENCY,
     AGREE_SECONDS,
     ATTENTION_EFFICIENCY,
@@ -51,6 +50,7 @@ from offloadkit.planner.fitted import (
     STREAMED_LAUNCHES,
     THREAD_SLOWS,
 )
+from offloadkit.facts.hardware import CPU_STEP_RATES, Hardware
 from offloadkit.planner.layout import (
     NUM_GRADIENT_BUCKETS,
     NUM_STAGING,

@@ -8,10 +8,10 @@ from html import escape
 from itertools import groupby
 from textwrap import wrap
 
-from offloadkit.hardware import Hardware
+from offloadkit.facts.hardware import Hardware
+from offloadkit.facts.units import format_bytes, format_seconds, rounded, rounded_up
 from offloadkit.optim.table import MOMENTS
 from offloadkit.planner.prediction import TIERS, Prediction
-from offloadkit.units import format_bytes, format_seconds, rounded, rounded_up
 
 _KEPT = "\N{NO-BREAK SPACE}"
 TO_GPU, TO_RAM = "RAM -> GPU", "GPU -> RAM"

@@ -17,7 +17,7 @@ from benchmarks.doors import DOORS
 from benchmarks.peer_engines import ENGINES as RUN
 from benchmarks.rank_cases import RANK_CASES
 from benchmarks.table import Row
-from offloadkit.engines.work import IGNORED_LABEL, RAGGED_STEPS, Work, num_tokens, random_steps, width
+from offloadkit.doors.engines.work import IGNORED_LABEL, RAGGED_STEPS, Work, num_tokens, random_steps, width
 
 ROWS = table.read()
 

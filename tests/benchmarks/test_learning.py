@@ -136,7 +136,7 @@ def test_fp16_is_set_beside_fp32_and_bf16(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_demo_task_is_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offloadkit.demo import run
+    from offloadkit.doors.demo import run
 
     class CalledError(Exception):
         """finetune was called."""

@@ -23,7 +23,7 @@ from offloadkit.checkpoint import one_run as module
 from offloadkit.checkpoint.folder import check_room, put_in_place, sync_folder, writable, written_to
 from offloadkit.checkpoint.one_run import CLAIM, Saves, one_run
 from offloadkit.errors import OutputError
-from offloadkit.telemetry import StepRecord, Telemetry
+from offloadkit.facts.telemetry import StepRecord, Telemetry
 
 
 @pytest.mark.slow

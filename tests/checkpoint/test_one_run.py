@@ -22,9 +22,9 @@ import torch
 from offloadkit.checkpoint import one_run as module
 from offloadkit.checkpoint.earlier_run import earlier_run
 from offloadkit.checkpoint.one_run import CLAIM, Saves, one_run
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import OutputError
+from offloadkit.facts.config import OffloadConfig, Placement
 
 HOLD = """
 import sys, time, os

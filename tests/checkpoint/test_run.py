@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from offloadkit.checkpoint.folder import origin_of, write_manifest
 from offloadkit.checkpoint.run import write_random
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine as EngineOfDevice
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, OutputError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload.states import LayerState
 from tests.models import TinyLM, tokens
 

@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from offloadkit.config import OffloadConfig
 from offloadkit.device import process_memory as allocator
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts.config import OffloadConfig
 from tests.models import TinyLM
 
 

@@ -19,12 +19,13 @@ import psutil
 import pytest
 import torch
 
-from offloadkit import errors, hardware
+from offloadkit import errors
 from offloadkit.device import measure as disk
 from offloadkit.device import measure as measuring
 from offloadkit.device import measure as rates
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.errors import OffloadkitError, OutputError
+from offloadkit.facts import hardware
 from offloadkit.kernels import cpu
 
 CPU = torch.device("cpu")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit import hardware
 from offloadkit.device import process_memory
 from offloadkit.device.process_memory import (
     DeviceMemory,
@@ -20,7 +19,8 @@ from offloadkit.device.process_memory import (
     phase,
     sample_ram,
 )
-from offloadkit.telemetry import Peaks
+from offloadkit.facts import hardware
+from offloadkit.facts.telemetry import Peaks
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import state_file as disk
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.state_file import DiskStates, StateFile
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, OutputError
+from offloadkit.facts.config import OffloadConfig, Placement
 from tests.models import TinyLM, tokens, train
 
 ON_DISK = Placement(states="disk")

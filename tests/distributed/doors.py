@@ -159,7 +159,7 @@ def trained(
         "weights", "losses", "metrics" of all evaluations, "norms", "moves" with their reasons, and as "samples" the
         best checkpoint's name.
     """
-    from offloadkit.config import OffloadConfig
+    from offloadkit.facts.config import OffloadConfig
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
     from tests.hf.training import arguments, causal_rows, llama, seq2seq_rows, t5
 

@@ -14,25 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offloadkit import hardware
 from offloadkit.checkpoint.values import random_states, set_random_states
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import host_memory
 from offloadkit.distributed import machine
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, OffloadkitError, RankError, RepeatWindowError
-from offloadkit.hardware import Hardware
+from offloadkit.facts import hardware
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.fitted import LOADED_LATER_BYTES, NCCL_BYTES
+from offloadkit.facts.hardware import Hardware
+from offloadkit.facts.telemetry import StepRecord, Telemetry
 from offloadkit.offload import rate_watch, shortage, states
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.update import StepBalancer
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.planner import Plan, layout
 from offloadkit.planner import placed as placed_at
-from offloadkit.planner.fitted import LOADED_LATER_BYTES, NCCL_BYTES
 from offloadkit.planner.layout import possible
 from offloadkit.planner.seconds import StepModel
-from offloadkit.telemetry import StepRecord, Telemetry
 from tests.distributed.runs import CPU_STEP, RESIDENT, STEPS, STREAMED, model
 from tests.models import TinyLM, tokens
 

@@ -15,17 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offloadkit import hardware
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import measure as measuring
 from offloadkit.distributed import machine
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.engine.outline import plan_for
 from offloadkit.errors import OffloadkitError
-from offloadkit.hardware import Hardware
+from offloadkit.facts import hardware
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.hardware import Hardware
+from offloadkit.facts.telemetry import Telemetry
 from offloadkit.kernels import cpu
-from offloadkit.outline import plan_for
-from offloadkit.telemetry import Telemetry
 from tests.distributed.runs import model
 from tests.models import TinyLM, tokens
 

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offloadkit import hardware
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import machine
 from offloadkit.distributed import ranks as ranks_module
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts import hardware
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.telemetry import Telemetry
 from offloadkit.offload.shards import WeightGathers
 from offloadkit.planner import placed as placed_at
-from offloadkit.telemetry import Telemetry
 from tests.models import TinyLM, tokens
 from tests.simulated_streams import Simulation
 

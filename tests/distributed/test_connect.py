@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offloadkit import hardware
 from offloadkit.device import streams
 from offloadkit.distributed import ranks as ranks_module
 from offloadkit.distributed.ranks import Group
+from offloadkit.facts import hardware
 from tests.distributed.pool import RankPool
 
 MIB = 1 << 20

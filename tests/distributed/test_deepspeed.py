@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offloadkit as deepspeed
-from offloadkit.config import Placement
 from offloadkit.distributed import machine
 from offloadkit.errors import ConfigError
-from offloadkit.hardware import Hardware
+from offloadkit.facts.config import Placement
+from offloadkit.facts.hardware import Hardware
 from tests.distributed.pool import RankPool
 from tests.models import Residual
 from tests.planner.machines import H200

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import offloadkit
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import world
 from offloadkit.errors import ConfigError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf.resumed import other_rows
 from offloadkit.hf.trainer import OffloadTrainer
 from tests.distributed.doors import (

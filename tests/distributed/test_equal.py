@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit.config import Placement
+from offloadkit.facts.config import Placement
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import (
     CPU_STEP,

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from offloadkit.checkpoint.folder import newest_checkpoint
-from offloadkit.config import OffloadConfig
 from offloadkit.distributed.launch import launch, told
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, RankError, TrainingStoppedError
+from offloadkit.facts.config import OffloadConfig
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import model
 from tests.models import tokens

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit.config import OffloadConfig, Placement
+from offloadkit.facts.config import OffloadConfig, Placement
 from tests.distributed.doors import trained
 from tests.distributed.moves import NO_ROOM, late_after_a_move, measured, moves_apart, moving, planned, with_less_free
 from tests.distributed.pool import RankPool

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from offloadkit import hardware
-from offloadkit.config import OffloadConfig
+from offloadkit.facts import hardware
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.kernels import cpu
 from offloadkit.offload.layers import flat_layers
 from offloadkit.planner.layout import communicated_bytes

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import NonFiniteGradientError, RolledBackError
+from offloadkit.facts.config import OffloadConfig, Placement
 from tests.distributed.doors import as_launched
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, LEAST, RESIDENT, STREAMED_TO_GPU, model

@@ -11,13 +11,14 @@ from transformers import T5ForConditionalGeneration
 from typer.testing import CliRunner
 
 import offloadkit
-from offloadkit import Monitor, finetuning, several_gpus
-from offloadkit.cli import app
+from offloadkit import Monitor
 from offloadkit.distributed import launch as launch_module
+from offloadkit.doors import finetuning, several_gpus
+from offloadkit.doors.cli import app
 from offloadkit.errors import ConfigError
+from offloadkit.facts.telemetry import StepRecord
 from offloadkit.monitor import terminal, words
 from offloadkit.monitor.page import page
-from offloadkit.telemetry import StepRecord
 from tests.distributed.doors import as_launched, model_named, pairs
 from tests.distributed.pool import RankPool
 from tests.monitor.records import Watched

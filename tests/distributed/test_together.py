@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from offloadkit.checkpoint.run import Adding
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import ranks as ranks_module
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine import engine as engine_module
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, RankError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload import gradients, states
 from offloadkit.offload import model as model_module
 from offloadkit.offload.layers import flat_layers

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offloadkit.config import OffloadConfig
 from offloadkit.distributed import watch as watch_module
 from offloadkit.distributed import world
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import RankError
+from offloadkit.facts.config import OffloadConfig
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import model
 from tests.messages import check_says

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offloadkit.config import Precision
+from offloadkit.facts.config import Precision
 from offloadkit.kernels import cpu, gpu
 from offloadkit.kernels import dispatch as step
 from offloadkit.optim.adamw import adamw_scalars

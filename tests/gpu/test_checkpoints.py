@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from offloadkit.checkpoint import arrays
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts.config import OffloadConfig, Placement
 from tests.models import TinyLM, tokens, train
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadkit.comparing.comparison import compare
 from offloadkit.device.process_memory import DeviceMemory
-from offloadkit.engines.runner import in_fresh_process
-from offloadkit.engines.work import Work
+from offloadkit.doors.comparing.comparison import compare
+from offloadkit.doors.engines.runner import in_fresh_process
+from offloadkit.doors.engines.work import Work
 
 GIB = 1 << 30
 

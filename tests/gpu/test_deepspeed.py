@@ -14,11 +14,11 @@ from torch import nn
 
 import offloadkit as deepspeed
 from offloadkit.deepspeed.process import left_as_it_was, prepare
+from tests.deepspeed.test_deepspeed_config import FULL
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT
 from tests.distributed.test_deepspeed import script
 from tests.gpu.test_doors import GIB, rows, t5
-from tests.test_deepspeed_config import FULL
 
 
 @pytest.fixture(autouse=True)

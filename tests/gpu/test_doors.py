@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from offloadkit import OffloadConfig, OffloadEngine, hardware
+from offloadkit import OffloadConfig, OffloadEngine
+from offloadkit.facts import hardware
 from offloadkit.hf.source import from_pretrained
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 from offloadkit.offload.unread import is_unread

@@ -9,7 +9,7 @@ import torch
 from transformers import T5ForConditionalGeneration
 
 import offloadkit
-from offloadkit.config import OffloadConfig, Placement
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.kernels import attention as attention_op
 from tests.hf.tiny import t5_config
 from tests.kernels.attention_reference import check, fused, inputs

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import offloadkit
-from offloadkit import hardware, python_time
 from offloadkit.device.measure import measure
+from offloadkit.engine import python_time
+from offloadkit.facts import hardware
 
 
 @pytest.mark.usefixtures("alone")

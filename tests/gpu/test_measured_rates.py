@@ -12,13 +12,14 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from offloadkit import OffloadConfig, OffloadEngine, Placement, outline
+from offloadkit import OffloadConfig, OffloadEngine, Placement
 from offloadkit.device.measure import measure
-from offloadkit.hardware import Hardware
+from offloadkit.engine import outline
+from offloadkit.facts.hardware import Hardware
+from offloadkit.facts.telemetry import Move
 from offloadkit.offload import rate_watch
 from offloadkit.offload.rate_watch import NUM_STEPS, WARM_UP
 from offloadkit.planner.faster import Rate
-from offloadkit.telemetry import Move
 
 GIB = 1 << 30
 STEPS = 2 * (WARM_UP + NUM_STEPS) + 6

@@ -13,9 +13,9 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 import offloadkit
-from offloadkit.demo.dates import date_pairs
-from offloadkit.demo.run import small_t5
 from offloadkit.device.measure import measure, vram_rate
+from offloadkit.doors.demo.dates import date_pairs
+from offloadkit.doors.demo.run import small_t5
 from tests.gpu.conftest import card
 
 MIB = 1 << 20

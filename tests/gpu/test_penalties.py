@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offloadkit import OffloadConfig, OffloadEngine, Placement
-from tests.test_penalties_and_hooks import PENALTIES, X, blocks, placements, trained
+from tests.engine.test_penalties_and_hooks import PENALTIES, X, blocks, placements, trained
 
 pytestmark = pytest.mark.gpu
 

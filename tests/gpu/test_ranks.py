@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit import hardware
-from offloadkit.config import OffloadConfig
 from offloadkit.device.process_memory import DeviceMemory
 from offloadkit.distributed.machine import measured_together
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine.engine import OffloadEngine
-from offloadkit.hardware import Hardware
-from offloadkit.planner.fitted import FEW_CTAS, NCCL_BYTES, NCCL_FEW_BYTES
-from offloadkit.telemetry import Telemetry
+from offloadkit.facts import hardware
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.fitted import FEW_CTAS, NCCL_BYTES, NCCL_FEW_BYTES
+from offloadkit.facts.hardware import Hardware
+from offloadkit.facts.telemetry import Telemetry
 from tests.distributed.doors import finetuned, pairs
 from tests.distributed.moves import moving
 from tests.distributed.planning import all_used

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 import offloadkit
 from benchmarks.ranks import take_gpu
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.distributed import world
 from offloadkit.distributed.launch import launch, told
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import RankError
+from offloadkit.facts.config import OffloadConfig, Placement
 from tests.distributed.doors import model_named, pairs
 from tests.distributed.runs import RESIDENT, model
 from tests.distributed.test_launch import fail, kill

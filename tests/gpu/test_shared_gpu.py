@@ -14,7 +14,9 @@ import torch
 from datasets import Dataset
 from transformers import T5Config, T5ForConditionalGeneration
 
-from offloadkit import OffloadConfig, OffloadSeq2SeqTrainer, Placement, engine, hardware, outline
+from offloadkit import OffloadConfig, OffloadSeq2SeqTrainer, Placement, engine
+from offloadkit.engine import outline
+from offloadkit.facts import hardware
 from tests.hf.training import arguments
 
 GIB = 1 << 30

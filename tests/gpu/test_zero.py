@@ -10,8 +10,8 @@ import torch
 
 import offloadkit
 from offloadkit import OffloadConfig, Placement
+from tests.doors.test_finetune import PAIRS, t5
 from tests.gpu.test_doors import GIB
-from tests.test_finetune import PAIRS, t5
 from tests.test_recipes import losses_of_two_ranks
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed")

@@ -29,8 +29,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from offloadkit.config import OffloadConfig
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf import loss as chunked_loss
 from offloadkit.hf import patches
 from offloadkit.hf.loss import Logits, compute_loss_in_chunks

@@ -16,18 +16,20 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, T5ForConditionalGeneration
 
-from offloadkit import OffloadConfig, OffloadEngine, finetune, outline, planning
-from offloadkit.config import Placement
+from offloadkit import OffloadConfig, OffloadEngine, finetune
+from offloadkit.doors import planning
 from offloadkit.engine import engine as engine_module
+from offloadkit.engine import outline
 from offloadkit.errors import DoesNotFitError
-from offloadkit.hardware import ASSUMED_DISK
+from offloadkit.facts.config import Placement
+from offloadkit.facts.fitted import LOADED_LATER_BYTES
+from offloadkit.facts.hardware import ASSUMED_DISK
 from offloadkit.hf import trainer as trainer_module
 from offloadkit.hf.longest import NotReadableError, longest_batch
 from offloadkit.hf.patches import NAME, patched
 from offloadkit.hf.source import from_pretrained
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
 from offloadkit.offload.unread import is_unread
-from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.layout import ALLOCATOR_BYTES
 from tests.hf.tiny import t5_config
 from tests.hf.training import Row, arguments, causal_rows, llama, seq2seq_rows, t5, train
@@ -151,7 +153,7 @@ def test_finetune_plans_for_the_rows_of_its_evaluation_too(tmp_path: Path, monke
         found.append(planning.plan_for_rows(*args, **size).basis.work)
         raise PlannedError
 
-    monkeypatch.setattr(importlib.import_module("offloadkit.finetuning"), "plan_for_rows", plan)
+    monkeypatch.setattr(importlib.import_module("offloadkit.doors.finetuning"), "plan_for_rows", plan)
     held_out = [{name: values.tolist() for name, values in row.items()} for row in seq2seq_rows(3)]
     given: dict[str, Any] = {"eval_dataset": held_out, "eval_strategy": "no", "per_device_eval_batch_size": 9}
     with pytest.raises(PlannedError):
@@ -226,7 +228,7 @@ def test_finetune_plans_for_the_whole_logits_of_label_smoothing(
         found.append(planning.plan_for_rows(*args, **size | {"batch_size": 8, "max_target_length": 64}).basis.work)
         raise PlannedError
 
-    monkeypatch.setattr(importlib.import_module("offloadkit.finetuning"), "plan_for_rows", plan)
+    monkeypatch.setattr(importlib.import_module("offloadkit.doors.finetuning"), "plan_for_rows", plan)
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(t5_config(vocab_size=50_000))
     for factor in (0.0, 0.1):

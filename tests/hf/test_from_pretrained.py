@@ -21,9 +21,9 @@ from transformers import (
 )
 
 import offloadkit
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, ModelError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf.saving import read_later
 from offloadkit.hf.source import from_pretrained
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer, OffloadTrainerMixin

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit.config import OffloadConfig, Placement
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf.trainer import OffloadTrainer
 from offloadkit.offload.update import StepThread
 from tests.hf.training import logged, train

@@ -31,12 +31,12 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.udop.modeling_udop import RelativePositionBias1D
 
 import offloadkit
-from offloadkit.config import OffloadConfig, Placement
+from offloadkit.engine.tracing import trace_micro_batch
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf import patches as fused_attention
 from offloadkit.hf.patches import NAME, fuse, fuse_attention
 from offloadkit.kernels import attention as attention_op
 from offloadkit.offload import compile as compiled_blocks
-from offloadkit.tracing import trace_micro_batch
 from tests.hf import emulated_attention
 from tests.hf.tiny import llama_config, t5_config
 from tests.kernels.attention_reference import MASKED, check, fused, inputs, is_kept, with_gradients

@@ -17,13 +17,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import offloadkit
-from offloadkit.changes import changed
-from offloadkit.config import OffloadConfig
 from offloadkit.engine import engine
+from offloadkit.engine.tracing import META, AsOnGpu, OpCounter, trace_micro_batch
+from offloadkit.facts.changes import changed
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.patches import fuse_norms
 from offloadkit.offload import compile as compiled_blocks
 from offloadkit.planner import Pass
-from offloadkit.tracing import META, AsOnGpu, OpCounter, trace_micro_batch
 from tests.hf.tiny import llama_config, t5_config
 from tests.hf.training import seq2seq_rows, t5, train
 

@@ -11,9 +11,9 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 import offloadkit
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ModelError
+from offloadkit.facts.config import OffloadConfig, Placement
 from tests.hf.training import seq2seq_rows, t5, train
 
 SHAPE: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 384}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from offloadkit.config import OffloadConfig, Placement
+from offloadkit.doors.finetuning import finetune
 from offloadkit.engine.engine import OffloadEngine
-from offloadkit.finetuning import finetune
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf.load import draw_lazily
 from offloadkit.hf.source import from_pretrained
 from offloadkit.hf.trainer import OffloadTrainer

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from offloadkit.config import OffloadConfig
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.loss import Logits, compute_loss_in_chunks
 from tests.hf.training import causal_rows, t5
 

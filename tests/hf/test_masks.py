@@ -17,7 +17,8 @@ from transformers import (
 )
 from transformers.masking_utils import causal_mask_function, eager_mask
 
-from offloadkit import OffloadConfig, OffloadEngine, changes, plan
+from offloadkit import OffloadConfig, OffloadEngine, plan
+from offloadkit.facts import changes
 from offloadkit.hf import masks
 from offloadkit.hf.masks import NOTE, Noted, added_mask
 from offloadkit.hf.trainer import OffloadTrainer

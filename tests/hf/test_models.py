@@ -27,8 +27,8 @@ from transformers import (
 from transformers.models.auto.auto_factory import _LazyAutoMapping
 
 import offloadkit
-from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError, ModelError, ModelNotFoundError
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.load import infer_task
 from offloadkit.hf.patches import patched
 from offloadkit.hf.presets import PRESETS

@@ -23,9 +23,10 @@ from transformers import PreTrainedModel, T5EncoderModel, Trainer, TrainerCallba
 from transformers.integrations import integration_utils
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from offloadkit import OffloadConfig, OffloadEngine, finetune, finetuning
-from offloadkit.config import Placement
+from offloadkit import OffloadConfig, OffloadEngine, finetune
+from offloadkit.doors import finetuning
 from offloadkit.errors import EngineStateError, ModelError
+from offloadkit.facts.config import Placement
 from offloadkit.hf.patches import NAME, patched
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
 from offloadkit.planner import placed

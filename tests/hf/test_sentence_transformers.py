@@ -12,8 +12,8 @@ from datasets import Dataset, DatasetDict
 from transformers import BertConfig, BertModel
 
 from offloadkit import OffloadConfig, OffloadTrainerMixin
-from offloadkit.config import Placement
 from offloadkit.errors import ModelError
+from offloadkit.facts.config import Placement
 from tests.hf.tiny import word_tokenizer
 from tests.hf.training import assert_close, logged
 

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 import offloadkit
 from offloadkit import OffloadConfig, OffloadSeq2SeqTrainer
 from offloadkit.errors import TrainingStoppedError
-from offloadkit.stopping import SIGNALS
+from offloadkit.facts.stopping import SIGNALS
 from tests.hf.training import arguments, seq2seq_rows, t5
 
 ROOT = Path(__file__).parent.parent.parent
@@ -243,7 +243,7 @@ def test_a_save_comes_after_so_many_minutes(tmp_path: Path) -> None:
 
 SECOND = """
 import os, signal
-from offloadkit.stopping import Stop
+from offloadkit.facts.stopping import Stop
 stop = Stop()
 stop.catch_signals()
 assert not stop.requested  # the loop heeds it

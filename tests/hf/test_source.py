@@ -9,12 +9,12 @@ import pytest
 from transformers import AutoConfig, ByT5Tokenizer
 
 import offloadkit
-from offloadkit.config import OffloadConfig
+from offloadkit.doors.planning import plan_source
 from offloadkit.errors import ModelError
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf import patches, source
 from offloadkit.hf.patches import Family
 from offloadkit.hf.source import resolve
-from offloadkit.planning import plan_source
 from tests.hf import tiny
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(4)]
@@ -33,7 +33,7 @@ def test_training_by_name_reads_the_config_once_and_builds_the_planned_model_onc
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", counted("config", AutoConfig.from_pretrained))
     monkeypatch.setattr(source, "build", counted("on meta", source.build))
-    monkeypatch.setattr("offloadkit.finetuning.on_hub", lambda data: True)  # then there are two plans
+    monkeypatch.setattr("offloadkit.doors.finetuning.on_hub", lambda data: True)  # then there are two plans
     options: dict[str, Any] = {"max_steps": 1, "batch_size": 2, "use_cpu": True, "save_strategy": "no"}
     offloadkit.finetune(folder, PAIRS, init="random", tokenizer="byte", output_dir=tmp_path / "out", **options)
     assert sorted(calls) == ["config", "on meta"]

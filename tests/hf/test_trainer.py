@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, Seq2SeqTrainer, TrainerCallback
 
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.errors import DataError, NonFiniteGradientError, OutOfVramError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
 from tests.hf.training import (
     Row,

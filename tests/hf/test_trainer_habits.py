@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer
 
 from offloadkit import OffloadTrainer
-from offloadkit.telemetry import Telemetry
+from offloadkit.facts.telemetry import Telemetry
 from tests.hf.training import arguments, causal_rows, llama
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from offloadkit.config import OffloadConfig
 from offloadkit.errors import ConfigError, ModelError
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.arguments import arguments_of_finetune, engine_config
 from offloadkit.hf.trainer import OffloadTrainer, OffloadTrainerMixin
+from tests.deepspeed.test_deepspeed_config import FULL, HF_ZERO3
 from tests.hf.training import arguments, seq2seq_rows, t5, train
-from tests.test_deepspeed_config import FULL, HF_ZERO3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.integrations import integration_utils
 
-from offloadkit.config import OffloadConfig, Placement
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf import saving
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer, OffloadTrainerMixin
 from tests.hf.training import arguments, assert_close, bert, class_rows, logged, seq2seq_rows, t5, train

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, T5ForConditionalGeneration, TrainerCallback
 
-from offloadkit.config import OffloadConfig
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.data import load_dataset_like, prepare
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 from tests.hf.tiny import llama_config, t5_config, word_tokenizer

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offloadkit import errors
-from offloadkit.config import Precision
+from offloadkit.facts.config import Precision
 from offloadkit.kernels import cpu, dispatch
 from offloadkit.optim.adamw import adamw_scalars
 from offloadkit.optim.moments import random_key

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadkit import hardware
+from offloadkit.facts import hardware
 from offloadkit.kernels import cpu
 from offloadkit.optim.adamw import adamw_scalars
 from offloadkit.optim.reference import step_reference

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from offloadkit.facts.telemetry import StepRecord
 from offloadkit.monitor.figures import Figures
-from offloadkit.telemetry import StepRecord
 
 GIB = 1 << 30
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offloadkit.config import OffloadConfig, Placement
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.monitor import words
 from offloadkit.monitor.figures import (
     MAX_POINTS,

@@ -14,10 +14,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from offloadkit import hardware
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError
+from offloadkit.facts import hardware
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.telemetry import Telemetry
 from offloadkit.monitor import monitor as monitor_module
 from offloadkit.monitor import terminal, words
 from offloadkit.monitor.figures import Figures, Machine
@@ -25,7 +26,6 @@ from offloadkit.monitor.monitor import Monitor
 from offloadkit.monitor.notebook import NotebookDisplay
 from offloadkit.monitor.terminal import TerminalDisplay
 from offloadkit.planner import make_plan, placed
-from offloadkit.telemetry import Telemetry
 from tests.models import TinyLM, tokens
 from tests.monitor.records import GIB, record
 from tests.planner.machines import H200, shape

@@ -19,7 +19,7 @@ from tests.notebooks.kernels import Listening, kernel_folder  # noqa: E402
 SETUP = f"""
 import runpy, sys, time
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from offloadkit.config import OffloadConfig
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.monitor.monitor import Monitor
 models = runpy.run_path({str(Path(__file__).parents[1] / "models.py")!r})  # some package may be called tests

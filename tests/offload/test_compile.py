@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 import offloadkit
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, OutOfVramError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf import patches
 from offloadkit.offload import compile as compiled
 from offloadkit.offload.layers import flat_layers, plan_of

@@ -7,8 +7,8 @@ from typing import Literal
 import pytest
 import torch
 
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts.config import OffloadConfig, Placement
 from tests.models import Twin, tokens
 from tests.offload.test_waits import Twice
 

@@ -21,11 +21,11 @@ import pytest
 import torch
 from torch import nn
 
-from offloadkit import hardware
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import host_memory
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError, OutOfRamError, OutOfVramError, RepeatWindowError
+from offloadkit.facts import hardware
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload import model as placed_model
 from offloadkit.offload import shortage
 from offloadkit.offload.gradients import Gradients

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device import host_memory
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, OffloadkitError, OutOfVramError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.outside import Outside
 from offloadkit.offload.state_ring import StateRing

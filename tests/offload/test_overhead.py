@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts.config import OffloadConfig, Placement
 
 RESIDENT = Placement(gradients="vram", states="vram", step="gpu")
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import nn
 
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device.streams import Event
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf.patches import fuse_norms
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.state_ring import StateRing

@@ -17,10 +17,10 @@ import offloadkit
 from offloadkit.device import trace
 from offloadkit.device.trace import Range
 from offloadkit.errors import ConfigError, OutputError
-from offloadkit.hardware import Hardware
+from offloadkit.facts.hardware import Hardware
+from offloadkit.facts.telemetry import StepRecord
 from offloadkit.offload import profiling
 from offloadkit.offload.profiling import BACKWARD, UPDATE, bound, breakdown
-from offloadkit.telemetry import StepRecord
 from tests.messages import has_facts
 from tests.models import TinyLM, tokens
 from tests.planner.machines import H200

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from offloadkit import hardware
 from offloadkit.errors import OffloadkitError, OutOfRamError
+from offloadkit.facts import hardware
 from offloadkit.offload import shortage as ram_watch
 from offloadkit.offload.shortage import RamWatch
 from tests.messages import has_facts
@@ -133,7 +133,7 @@ def test_it_ends_when_it_is_closed_and_when_it_is_collected(machine: Machine) ->
 
 REAL = """
 import mmap, time
-from offloadkit import hardware
+from offloadkit.facts import hardware
 from offloadkit.errors import OutOfRamError
 from offloadkit.offload.shortage import RamWatch
 
@@ -152,7 +152,7 @@ except OutOfRamError as error:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_that_takes_too_much_ends_with_the_error() -> None:
-    root = Path(hardware.__file__).parents[1]
+    root = Path(hardware.__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=True, cwd=root)
     step, _, message = done.stdout.partition(" ")
     assert int(step) < 39

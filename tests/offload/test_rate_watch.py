@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit import hardware, outline
-from offloadkit.config import OffloadConfig, Placement
+from offloadkit.engine import outline
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.engine.replanner import Replanner
 from offloadkit.errors import OffloadkitError
-from offloadkit.hardware import Hardware
+from offloadkit.facts import hardware
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.fitted import LOADED_LATER_BYTES
+from offloadkit.facts.hardware import Hardware
+from offloadkit.facts.telemetry import StepRecord, Telemetry
 from offloadkit.monitor.monitor import Monitor
 from offloadkit.offload import rate_watch, shortage
 from offloadkit.offload.rate_watch import MAX_SEARCHES, RateWatch
@@ -22,10 +25,8 @@ from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import Plan, make_plan
 from offloadkit.planner import layout as shapes
 from offloadkit.planner.faster import COMPUTE, PYTHON, Rate
-from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.layout import ALLOCATOR_BYTES
 from offloadkit.planner.seconds import StepModel
-from offloadkit.telemetry import StepRecord, Telemetry
 from tests.models import TinyLM, tokens
 from tests.offload.test_placements import assert_equal
 from tests.planner import test_faster

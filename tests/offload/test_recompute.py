@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ModelError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload.recompute import OffloadedInputs, recomputed_in_backward
 from tests.models import TinyLM
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit.config import OffloadConfig, Precision
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts.config import OffloadConfig, Precision
 from offloadkit.offload import states
 from offloadkit.optim.moments import random_key
 from tests.models import TinyLM, tokens, train

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offloadkit import hardware
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import OutOfRamError, OutOfVramError
+from offloadkit.facts import hardware
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload import model as placed_model
 from offloadkit.offload import shortage
 from offloadkit.offload.model import PlacedModel

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device.streams import CopyStream, Event, Waits
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload import state_ring, states, update
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.state_ring import StateRing

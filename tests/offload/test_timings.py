@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device.streams import BusyTime, Event, Waits, seconds_of_any
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.telemetry import StepRecord
 from offloadkit.offload import update
-from offloadkit.telemetry import StepRecord
 from tests.models import TinyLM, tokens, train
 
 PAUSE = 0.01

@@ -22,19 +22,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.device.host_memory import SharedSlab
 from offloadkit.engine import engine as engine_module
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, RepeatWindowError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload import states, update
 from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import layout, placed, possible, tier_bytes
 from tests.distributed.mirrored import MirroredRanks
+from tests.engine.test_engine_waits import EmbedsByHand
 from tests.happens_before import Wait, Watched, waits, without
 from tests.models import Residual, TinyLM, tokens, train
 from tests.offload.test_state_ring import EVERYWHERE, IN_VRAM, LEAST_RAM, at_random, lm, mixed, numbers, trained
-from tests.test_engine_waits import EmbedsByHand
 
 DEPTH = len(EVERYWHERE) - 1
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, ModelError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload.weight_ring import StreamedBlock, WeightRing
 from tests.hf.tiny import llama_config, t5_config
 from tests.models import TinyLM, tokens, train

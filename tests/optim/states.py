@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offloadkit.config import Precision
+from offloadkit.facts.config import Precision
 from offloadkit.optim.reference import split_master
 from offloadkit.optim.table import OPTIMIZERS, FlatState, state_table
 from offloadkit.optim.table import PRECISIONS as KEPT

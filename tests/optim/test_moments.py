@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offloadkit.config import Precision
+from offloadkit.facts.config import Precision
 from offloadkit.optim import reference, table
 from offloadkit.optim.adamw import adamw_scalars
 from offloadkit.optim.moments import (

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from offloadkit.config import OffloadConfig
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.optim.torch_optimizer import check_states
 from tests.models import TinyLM, tokens, train
 

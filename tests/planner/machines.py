@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from benchmarks.cases import SHAPES
-from offloadkit.config import OffloadConfig
-from offloadkit.hardware import Hardware
+from offloadkit.engine.tracing import trace_micro_batch
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.hardware import Hardware
 from offloadkit.offload.layers import flat_layers
 from offloadkit.optim.table import LayerKind
 from offloadkit.planner import LayerShape, MicroBatch, Pass, Stage
-from offloadkit.tracing import trace_micro_batch
 
 GIB = 1 << 30
 

@@ -13,13 +13,14 @@ from typer.testing import CliRunner
 
 import offloadkit
 from benchmarks import table
-from offloadkit import hardware, planning
-from offloadkit.cli import app
 from offloadkit.device import measure as measuring
+from offloadkit.doors import planning
+from offloadkit.doors.cli import app
 from offloadkit.errors import ConfigError
+from offloadkit.facts import hardware
+from offloadkit.facts.units import parse_bytes
 from offloadkit.planner import Plan
 from offloadkit.planner.cards import CARDS, card_named
-from offloadkit.units import parse_bytes
 from tests.messages import has_facts
 from tests.planner.machines import GIB
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offloadkit.config import OffloadConfig
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.kernels import cpu
 from offloadkit.planner import LayerShape, MicroBatch, Pass, make_plan, remedies
 from offloadkit.planner.counts import Counts

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from offloadkit.config import OffloadConfig, Placement
-from offloadkit.hardware import Hardware
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.hardware import Hardware
+from offloadkit.facts.telemetry import StepRecord
 from offloadkit.planner import MicroBatch, Pass, Plan, Stage, make_plan
 from offloadkit.planner.faster import COMPUTE, MIN_SECONDS, PYTHON, TOLERANCE, Rate, corrected, faster, judged
 from offloadkit.planner.seconds import StepModel
-from offloadkit.telemetry import StepRecord
 from tests.planner.machines import GIB, H200, TWO_CORES, shape, stage
 
 LAYERS = [shape(f"block.{at}", 1 << 26) for at in range(24)]

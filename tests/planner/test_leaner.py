@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offloadkit.config import OffloadConfig, Placement
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.planner import MicroBatch, Plan, leaner, make_plan, placed, possible
 from tests.models import TinyLM

@@ -11,7 +11,7 @@ from benchmarks.cases import OURS
 from benchmarks.plans import as_placed
 from benchmarks.report import BEFORE_STREAMED_STATES, STREAMED, planned_rows
 from benchmarks.table import Row
-from offloadkit.config import OffloadConfig, Placement
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.planner import make_plan
 from tests.planner.machines import GIB, H200, TWO_CORES, t5_3b
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from offloadkit.config import OffloadConfig, Placement
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.planner import LayerShape, MicroBatch, Plan, make_plan
 from offloadkit.planner.layout import activations, choices, run_bytes
 from offloadkit.planner.phases import PHASES, READ_AHEAD_BYTES, Phase, differing

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from offloadkit.config import OffloadConfig, Placement
 from offloadkit.errors import ConfigError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.planner import MicroBatch, make_plan, possible, tier_bytes
 from offloadkit.planner.layout import ALLOCATOR_BYTES, FRAMEWORK_RAM_BYTES, activations, run_bytes
 from tests.planner.machines import H200, shape, stage

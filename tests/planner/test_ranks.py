@@ -7,12 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from offloadkit.config import OffloadConfig, Placement
-from offloadkit.hardware import Hardware
-from offloadkit.planner import LayerShape, MicroBatch, Pass, Plan, is_built, make_plan
-from offloadkit.planner.cards import card_named
-from offloadkit.planner.counts import Counts
-from offloadkit.planner.fitted import (
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.fitted import (
     ADD_EFFICIENCY,
     AGREE_SECONDS,
     CPU_EFFICIENCY,
@@ -28,6 +24,11 @@ from offloadkit.planner.fitted import (
     STEP_EFFICIENCY,
     THREAD_SLOWS,
 )
+from offloadkit.facts.hardware import Hardware
+from offloadkit.facts.units import format_bytes, rounded_up
+from offloadkit.planner import LayerShape, MicroBatch, Pass, Plan, is_built, make_plan
+from offloadkit.planner.cards import card_named
+from offloadkit.planner.counts import Counts
 from offloadkit.planner.layout import communicated_bytes
 from offloadkit.planner.make import of_rank, replanned
 from offloadkit.planner.phases import moved_bytes
@@ -35,7 +36,6 @@ from offloadkit.planner.ranks import NETWORK_BYTES_PER_SECOND, for_ranks
 from offloadkit.planner.scaling import grown, scaling_table
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import IN_VRAM, Seconds, StepModel, link_rate
-from offloadkit.units import format_bytes, rounded_up
 from tests.messages import has_facts
 from tests.planner.machines import GIB, H200, shape, stage
 

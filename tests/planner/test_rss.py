@@ -17,8 +17,8 @@ MIB = 1 << 20
 DRAWN_IN_THE_HEAP = """
 import json, torch
 from torch import nn
-from offloadkit import hardware
-from offloadkit.config import OffloadConfig
+from offloadkit.facts import hardware
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.offload.unread import become, leave_unread
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from offloadkit.config import OffloadConfig
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.fitted import LOADED_LATER_BYTES
 from offloadkit.planner import LayerShape, MicroBatch, Pass, Plan, make_plan
-from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.search import Counts, Search
 from offloadkit.planner.seconds import StepModel
 from tests.planner.machines import GIB, H200, LLAMA_8B, LLAMA_70B, TWO_CORES, llama, shape, stage, t5_3b

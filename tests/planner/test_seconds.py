@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from offloadkit.config import Placement
-from offloadkit.hardware import Hardware
-from offloadkit.planner import LayerShape, MicroBatch, Pass
-from offloadkit.planner.fitted import (
+from offloadkit.facts.config import Placement
+from offloadkit.facts.fitted import (
     ADD_EFFICIENCY,
     ATTENTION_EFFICIENCY,
     ATTENTION_LAUNCHES,
@@ -29,6 +27,8 @@ from offloadkit.planner.fitted import (
     STREAMED_LAUNCHES,
     THREAD_SLOWS,
 )
+from offloadkit.facts.hardware import Hardware
+from offloadkit.planner import LayerShape, MicroBatch, Pass
 from offloadkit.planner.seconds import StepModel, layer_cost, pass_seconds
 from tests.planner.machines import H200, shape, stage
 

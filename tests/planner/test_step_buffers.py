@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from offloadkit.config import Placement
+from offloadkit.facts.config import Placement
 from offloadkit.optim.table import LayerKind
 from offloadkit.planner import layout as shapes
 from offloadkit.planner import step_buffer_bytes, tier_bytes

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from offloadkit.config import Placement
-from offloadkit.planner import MicroBatch, Pass
-from offloadkit.planner.fitted import (
+from offloadkit.facts.config import Placement
+from offloadkit.facts.fitted import (
     CHUNK_LAUNCHES,
     CPU_EFFICIENCY,
     STEP_EFFICIENCY,
 )
+from offloadkit.planner import MicroBatch, Pass
 from offloadkit.planner.seconds import Queues, Ring, StepModel, both_ways
 from tests.planner.machines import shape, stage
 from tests.planner.test_seconds import LARGE, machine, model

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import offloadkit
-from offloadkit import planning
+from offloadkit.doors import planning
 from offloadkit.errors import DoesNotFitError
 from offloadkit.planner import Plan
 from tests.planner.machines import GIB, T4

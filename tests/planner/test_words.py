@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from offloadkit.config import OffloadConfig, Placement
-from offloadkit.hardware import Hardware
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.fitted import LOADED_LATER_BYTES
+from offloadkit.facts.hardware import Hardware
+from offloadkit.facts.units import format_bytes, format_seconds, parse_bytes, rounded_up
 from offloadkit.planner import MicroBatch, Plan, make_plan
-from offloadkit.planner.fitted import LOADED_LATER_BYTES
 from offloadkit.planner.remedies import nearest_fits
-from offloadkit.units import format_bytes, format_seconds, parse_bytes, rounded_up
 from tests.messages import has_facts
 from tests.planner.machines import GIB, H200, TWO_CORES, shape, stage
 

@@ -1,0 +1,455 @@
+"""The command line: `offloadkit demo | doctor | plan | train | compare | sweep`."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import MISSING, fields, replace
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from offloadkit.errors import ConfigError, OffloadkitError, TrainingStoppedError, shown
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.files import why_no_name
+from offloadkit.facts.starting import collector_off, is_loaded, say
+from offloadkit.facts.version import __version__
+from offloadkit.hf.options import FinetuneOptions, field_docs
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Fine-tune models that are too big for the GPU: exact AdamW, with what does not fit in host RAM.",
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"offloadkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+# Otherwise Python's exit scans all objects of torch and transformers, which takes most of a second.
+atexit.register(gc.freeze)
+
+_HELP = {name: text.split("\n\n")[0].replace("\n", " ") for name, text in field_docs(FinetuneOptions).items()}
+"""Help of the options of `finetune`: the first paragraph of each."""
+
+Model = Annotated[str, typer.Argument(help=_HELP["model"])]
+Tokenizer = Annotated[str | None, typer.Option(help=_HELP["tokenizer"])]
+AutoBatchSize = Annotated[str, typer.Option(help=_HELP["batch_size"])]
+InputLength = Annotated[int | None, typer.Option(help=_HELP["max_input_length"])]
+TargetLength = Annotated[int | None, typer.Option(help=_HELP["max_target_length"])]
+Accumulation = Annotated[int, typer.Option(help=_HELP["gradient_accumulation"])]
+Precision = Annotated[str, typer.Option(help=_HELP["precision"])]
+Dtype = Annotated[str, typer.Option("--dtype", help="Working weights: auto, bf16, fp16 or fp32.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help=_HELP["verbose"])]
+Vram = Annotated[str | None, typer.Option(help=_HELP["vram"])]
+Ram = Annotated[str | None, typer.Option(help=_HELP["ram"])]
+ProcessVram = Annotated[str | None, typer.Option(help="VRAM that each process may use, e.g. 11GiB.")]
+ProcessRam = Annotated[str | None, typer.Option(help="RAM that each process may use.")]
+Disk = Annotated[
+    str | None,
+    typer.Option(metavar="FOLDER", help="Folder on a local disk for optimizer states that do not fit in RAM."),
+]
+Steps = Annotated[
+    int | None, typer.Option(help="Timed steps, after four for warm-up. Default: at least six, and at least 3 s.")
+]
+MeasuredOutput = Annotated[Path, typer.Option(help="Folder for the table, the chart and the rows.")]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _command(command: Command) -> Command:
+    """Register a command. An `OffloadkitError` is printed as one message and exits with 1, Ctrl-C exits with 130; other
+    errors keep their traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            if not is_loaded("torch"):
+                say("loading torch and transformers")
+            return command(*args, **kwargs)
+        except TrainingStoppedError as error:
+            typer.echo(f"\n{error}", err=True)
+            raise typer.Exit(128 + error.signal) from error
+        except OffloadkitError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt as error:
+            typer.echo(f"\ninterrupted{error}", err=True)
+            raise typer.Exit(130) from error
+
+    return app.command()(run)  # type: ignore[return-value]
+
+
+def _how_to_go_on(output: Path) -> str:
+    from offloadkit.checkpoint.folder import newest_checkpoint
+
+    try:
+        return f"; --resume goes on from {newest_checkpoint(output, verify=False)}"
+    except ConfigError:
+        return f"; there is no checkpoint in {output} to resume from"
+
+
+@_command
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for model/ and summary.json.")] = Path("offloadkit-demo"),
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps; with fewer the model learns less.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the dates, the weights and the order of rows.")] = 0,
+) -> None:
+    """Watch a small T5 learn to write dates in ISO form; about a minute and a half on two CPU cores."""
+    from offloadkit.doors.demo.run import NUM_STEPS, run_demo
+
+    run_demo(output, num_steps=steps or NUM_STEPS, seed=seed)
+
+
+@_command
+def doctor(
+    folder: Annotated[Path, typer.Option(help="Folder whose disk is measured.")] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure this machine and say what would improve training. Exits with 1 if nothing can be trained."""
+    from offloadkit.doors import doctor
+
+    facts = doctor.gather(folder)
+    typer.echo(json.dumps(doctor.as_json(facts), indent=2) if as_json else doctor.report(facts))
+    if any(advice.level == "stop" for advice in doctor.advise(facts)):
+        raise typer.Exit(1)
+
+
+@_command
+@collector_off()
+def plan(
+    model: Model,
+    vram: Vram = None,
+    ram: Ram = None,
+    precision: Precision = "exact",
+    batch_size: AutoBatchSize = "auto",
+    max_input_length: InputLength = None,
+    max_target_length: TargetLength = None,
+    gradient_accumulation: Accumulation = 1,
+    disk: Disk = None,
+    compile_blocks: Annotated[bool, typer.Option("--compile-blocks", help="Plan for compiled blocks.")] = False,
+    dtype: Dtype = "auto",
+    verbose: Verbose = False,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="CARD", help="Plan for a card that is not here, e.g. 'RTX 4090', t4, a100.")
+    ] = None,
+    num_gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs that train together; they need not be here. Eight make a host.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show how much memory training MODEL needs, where it is placed and how long a step takes.
+
+    Exits with 1 if it does not fit. No weights are read. --gpu plans for a card that is not here.
+
+    On a machine without a GPU, --vram alone plans for an assumed card of that size.
+
+    With --num-gpus, --vram is that of each GPU and --ram that of a host.
+    """
+    from offloadkit.doors.planning import plan as plan_model
+
+    config: Any = {"vram": vram, "ram": ram, "precision": precision, "working_dtype": dtype, "disk": disk}
+    config |= {"gradient_accumulation": gradient_accumulation, "compile_blocks": compile_blocks}
+    planned = plan_model(
+        model,
+        batch_size=_rows(batch_size),
+        max_input_length=max_input_length,
+        max_target_length=max_target_length,
+        offload=OffloadConfig(**config),
+        gpu=gpu,
+        num_gpus=num_gpus,
+    )
+    texts = [str(planned), *([planned.details()] if verbose else []), planned.explain()]
+    typer.echo(json.dumps(planned.to_dict(), indent=2) if as_json else "\n".join(filter(None, texts)))
+    if not planned.fits:
+        raise typer.Exit(1)
+
+
+def _rows(batch_size: str) -> int | Literal["auto"]:
+    if batch_size == "auto":
+        return "auto"
+    if not batch_size.lstrip("-").isdigit():
+        raise typer.BadParameter(f"{shown(batch_size)} is neither a whole number nor auto", param_hint="--batch-size")
+    return int(batch_size)
+
+
+_PYTHON_ONLY = ("init", "callbacks", "compute_metrics", "offload", "training_arguments")
+"""Fields of `FinetuneOptions` that `train` has no option for, or another one."""
+
+
+def _kind(hint: Any) -> Any:
+    """Type of the option for a field: str, such as 8GiB or auto, unless the field has one simple type."""
+    is_union = get_origin(hint) in (Union, UnionType)
+    kinds = [each for each in get_args(hint) if each is not NoneType] if is_union else [hint]
+    is_simple = len(kinds) == 1 and (kinds[0] in (bool, int, float) or get_origin(kinds[0]) is Literal)
+    return kinds[0] if is_simple else str
+
+
+def _takes_finetune_options(command: Command) -> Command:
+    """Declare an option in place of `**options` for each field of `FinetuneOptions`."""
+    types = ("EvalPrediction", "PreTrainedModel", "PreTrainedTokenizerBase", "TrainerCallback")
+    hints = get_type_hints(FinetuneOptions, localns=dict.fromkeys(types, object))  # transformers is not imported
+    declared = []
+    for each in fields(FinetuneOptions):
+        flag = "--output" if each.name == "output_dir" else f"--{each.name.replace('_', '-')}"
+        if each.default is True:
+            flag += f"/--no-{each.name}"
+        about: Any = typer.Option(flag, help=_HELP[each.name])
+        default, kind = each.default, _kind(hints[each.name])
+        if default is MISSING:
+            about, default = typer.Argument(help=_HELP[each.name], show_default=False), None
+        annotation: Any = Annotated[kind if default is not None else kind | None, about]
+        if each.name not in _PYTHON_ONLY:
+            declared.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    own = [each for each in signature(command, eval_str=True).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    command.__signature__ = Signature([*declared, *own])  # type: ignore[attr-defined]
+    return command
+
+
+@_command
+@_takes_finetune_options
+def train(
+    *,
+    context: typer.Context,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="YAML file of arguments by their names in Python. Options here override it."),
+    ] = None,
+    disk: Disk = None,
+    working_dtype: Dtype = "auto",
+    on_nonfinite: Annotated[
+        Literal["raise", "skip", "rollback"],
+        typer.Option(help="NaN or Inf in gradients: end; leave the step out; go back to the last checkpoint."),
+    ] = "raise",
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights.")] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other training argument of HuggingFace; may be repeated."),
+    ] = None,
+    **options: Any,
+) -> None:
+    """Train MODEL on TRAIN_DATASET with the optimizer in host RAM.
+
+    Ctrl-C finishes the current step, saves a checkpoint and exits with 130; --resume continues.
+    """
+    with collector_off():
+        from offloadkit.doors.finetuning import finetune
+
+    def given(**values: Any) -> dict[str, Any]:
+        sources = {name: context.get_parameter_source(name) for name in values}
+        return {name: values[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+    options |= {"batch_size": _rows(options["batch_size"]), "eval_dataset": _share_or_name(options["eval_dataset"])}
+    arguments = _read_recipe(recipe) | given(**options) | _settings(settings or [])
+    for name in ("model", "train_dataset"):
+        if name not in arguments:
+            raise typer.BadParameter("pass it, or write it into the recipe", param_hint=name.upper())
+    config = given(disk=disk, working_dtype=working_dtype, on_nonfinite=on_nonfinite)
+    arguments["offload"] = replace(arguments.get("offload", OffloadConfig()), **config)
+    if random_weights:
+        arguments["init"] = "random"
+    try:
+        result = finetune(**arguments)
+    except KeyboardInterrupt:
+        output = Path(arguments.get("output_dir", options["output_dir"]))
+        raise KeyboardInterrupt(_how_to_go_on(output)) from None
+    typer.echo(result)
+    if result.stopped:
+        typer.echo(f"stopped early{_how_to_go_on(result.output_dir)}", err=True)
+        raise typer.Exit(130)
+
+
+def _read_recipe(file: Path | None) -> dict[str, Any]:
+    """The arguments in a YAML file. Its section "offload" holds fields of `OffloadConfig`.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not map names to values.
+    """
+    import yaml  # type: ignore[import-untyped, unused-ignore]
+
+    if file is None:
+        return {}
+    try:
+        found = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the recipe {file} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ConfigError(f"the recipe {file} must map arguments of finetune to values, got {shown(found)}")
+    try:
+        return found | {"offload": OffloadConfig(**found.get("offload", {}))}
+    except TypeError as error:
+        raise ConfigError(f"the section offload of the recipe {file} holds fields of OffloadConfig: {error}") from error
+
+
+def _share_or_name(eval_dataset: str | None) -> float | str | None:
+    if eval_dataset is None or why_no_name(eval_dataset) or Path(eval_dataset).exists():
+        return eval_dataset  # `finetune` rejects invalid names
+    try:
+        return float(eval_dataset)
+    except ValueError:
+        return eval_dataset
+
+
+def _settings(given: list[str]) -> dict[str, Any]:
+    """Parse `--set KEY=VALUE` options. Values are JSON (0.1, true, [1, 2]) or Python's True, False and None; other
+    values, and all values of string arguments, are strings."""
+    from offloadkit.hf.arguments import INSTEAD, argument_names, did_you_mean, is_text
+
+    found: dict[str, Any] = {}
+    for each in given:
+        key, equals, text = each.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{shown(each)} is not KEY=VALUE, such as warmup_steps=100", param_hint="--set")
+        known = [name for name in argument_names() if name not in _HAVE_OPTIONS]
+        if option := _HAVE_OPTIONS.get(key):
+            raise typer.BadParameter(f"{key} has an option of its own: {option}", param_hint="--set")
+        if key in INSTEAD and (name := INSTEAD[key].partition("=")[0]) not in known:
+            option = _HAVE_OPTIONS.get(name, f"--{name.replace('_', '-')}")
+            raise typer.BadParameter(f"no training argument {shown(key)}; did you mean {option}?", param_hint="--set")
+        if key not in known:
+            raise typer.BadParameter(f"no training argument {shown(key)}{did_you_mean(key, known)}", param_hint="--set")
+        if key in found:
+            raise typer.BadParameter(f"{key} is given twice", param_hint="--set")
+        try:
+            found[key] = json.loads(text)
+        except json.JSONDecodeError:
+            found[key] = {"True": True, "False": False, "None": None}.get(text, text)
+        if is_text(key) and found[key] is not None and not isinstance(found[key], str):
+            found[key] = text
+    return found
+
+
+_HAVE_OPTIONS = {
+    "output_dir": "--output",
+    "num_train_epochs": "--epochs",
+    "max_steps": "--max-steps",
+    "per_device_train_batch_size": "--batch-size",
+    "gradient_accumulation_steps": "--gradient-accumulation",
+    "learning_rate": "--learning-rate",
+    "lr": "--learning-rate",
+    "seed": "--seed",
+}
+"""Training arguments that `--set` rejects, and their own options."""
+
+
+@_command
+def compare(
+    models: Annotated[
+        list[str] | None, typer.Argument(help="Presets, folders, hub names. Default: T5 in all sizes.")
+    ] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="baseline, offloadkit, deepspeed; may be repeated.")] = None,
+    num_samples: Annotated[int, typer.Option(help="Samples that the reported seconds are for.")] = 1000,
+    batch_size: Annotated[int, typer.Option(help="Rows in a micro-batch.")] = 8,
+    max_input_length: Annotated[int, typer.Option(help="Tokens of input in a row.")] = 512,
+    max_target_length: Annotated[int, typer.Option(help="Tokens of target in a row.")] = 128,
+    gradient_accumulation: Accumulation = 1,
+    precision: Precision = "exact",
+    vram: ProcessVram = None,
+    ram: ProcessRam = None,
+    steps: Steps = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for one process. Default: by the plan.")] = None,
+    output: MeasuredOutput = Path("offloadkit-compare"),
+) -> None:
+    """Measure and draw how long offloadkit, plain training and DeepSpeed take for each of MODELS.
+
+    Running it again continues. Exits with 1 if nothing could be measured.
+    """
+    from offloadkit.doors.comparing.comparison import ENGINES, T5_MODELS
+    from offloadkit.doors.comparing.comparison import compare as compare_models
+
+    options: Any = {"precision": precision, "vram": vram, "ram": ram, "steps": steps, "timeout": timeout}
+    result = compare_models(
+        models or T5_MODELS,
+        engine or ENGINES,
+        num_samples=num_samples,
+        batch_size=batch_size,
+        max_input_length=max_input_length,
+        max_target_length=max_target_length,
+        gradient_accumulation=gradient_accumulation,
+        output_dir=output,
+        **options,
+    )
+    _show_measured(result)
+
+
+@_command
+def sweep(
+    model: Model,
+    dataset: Annotated[
+        str | None, typer.Argument(help="Train each size on these rows. Default: time random rows.")
+    ] = None,
+    eval_dataset: Annotated[str | None, typer.Option(help="Rows whose loss is measured after training.")] = None,
+    batch_sizes: Annotated[str, typer.Option(help="Rows in a micro-batch, separated by commas.")] = "1,2,4,8,16,32,64",
+    gradient_accumulation: Annotated[str, typer.Option(help="Micro-batches in one update, separated by commas.")] = "1",
+    scale_learning_rate: Annotated[str, typer.Option(help="none, sqrt or linear, separated by commas.")] = "none",
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the smallest batch.")] = None,
+    num_samples: Annotated[
+        int | None, typer.Option(help="Samples in an epoch; with DATASET, those that each size trains on.")
+    ] = None,
+    tokenizer: Tokenizer = None,
+    max_input_length: Annotated[int | None, typer.Option(help="Tokens of input in a row.")] = None,
+    max_target_length: Annotated[int | None, typer.Option(help="Tokens of target in a row.")] = None,
+    precision: Precision = "exact",
+    vram: ProcessVram = None,
+    ram: ProcessRam = None,
+    steps: Steps = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds for one process. Default: by the plan; no limit with DATASET.")
+    ] = None,
+    output: MeasuredOutput = Path("offloadkit-sweep"),
+) -> None:
+    """Measure what larger batches cost and, with DATASET, how they change the loss on held-out rows.
+
+    Running it again continues. Exits with 1 if nothing could be measured.
+    """
+    from offloadkit.doors.comparing.sweeping import sweep as sweep_sizes
+
+    options: Any = {"precision": precision, "vram": vram, "ram": ram, "steps": steps, "timeout": timeout}
+    result = sweep_sizes(
+        model,
+        dataset,
+        eval_dataset=eval_dataset,
+        batch_sizes=_numbers(batch_sizes, "--batch-sizes"),
+        gradient_accumulation=_numbers(gradient_accumulation, "--gradient-accumulation"),
+        scale_learning_rate=scale_learning_rate.split(","),
+        learning_rate=learning_rate,
+        num_samples=num_samples,
+        tokenizer=tokenizer,
+        max_input_length=max_input_length,
+        max_target_length=max_target_length,
+        output_dir=output,
+        **options,
+    )
+    _show_measured(result)
+
+
+def _show_measured(result: Any) -> None:
+    typer.echo(str(result))
+    if not any(row["status"] == "measured" for row in result.rows):
+        raise typer.Exit(1)
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() for part in parts):
+        raise typer.BadParameter(f"{shown(text)} is no list of whole numbers such as 1,2,4", param_hint=option)
+    return [int(part) for part in parts]

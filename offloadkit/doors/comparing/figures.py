@@ -1,0 +1,293 @@
+"""Charts of `compare` and `sweep`."""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from offloadkit.doors.comparing import words
+from offloadkit.doors.comparing.knee import Knee
+from offloadkit.doors.comparing.words import LABELS
+from offloadkit.doors.engines.forecast import Forecast
+
+COLOURS = {"baseline": "#8c8c8c", "offloadkit": "#0072b2", "deepspeed": "#e69f00"}
+HATCHES = {"baseline": "", "offloadkit": "", "deepspeed": "////"}
+INK, QUIET, LIMIT = "#222222", "#666666", "#d55e00"
+GIB = 1 << 30
+_VALUE_WIDTH = 0.2
+"""Width of a value such as "9.72", as a share of its panel."""
+
+
+class Drawable(Protocol):
+    """Interface of every chart's result."""
+
+    @property
+    def rows(self) -> list[dict[str, Any]]: ...
+    @property
+    def num_samples(self) -> int: ...
+    @property
+    def vram(self) -> int | None: ...
+    @property
+    def ram(self) -> int | None: ...
+    @property
+    def title(self) -> str: ...
+
+
+class DrawableComparison(Drawable, Protocol):
+    @property
+    def remarks(self) -> list[str]: ...
+    def row(self, model: str, engine: str) -> dict[str, Any]: ...
+
+
+class DrawableSweep(Drawable, Protocol):
+    @property
+    def forecasts(self) -> Mapping[int, Mapping[int, Forecast]]: ...
+    @property
+    def accumulations(self) -> list[int]: ...
+    @property
+    def sizes(self) -> list[int]: ...
+    def measured(self, accumulation: int, scaling: str = "none") -> dict[int, dict[str, Any]]: ...
+    def knee(self) -> Knee | None: ...
+    def predicted_knee(self) -> Knee | None: ...
+    def explain(self) -> str: ...
+
+
+class Chart(Figure):
+    """A figure that notebooks show without pyplot; its size is in inches."""
+
+    def __init__(self, width: float, height: float) -> None:
+        super().__init__(figsize=(width, height), layout="constrained", facecolor="white")
+        # 0.1 inch between the edge and the title or remarks
+        self.get_layout_engine().set(h_pad=0.1)  # type: ignore[union-attr,call-arg]
+
+    def _repr_svg_(self) -> str:
+        text = io.StringIO()
+        self.savefig(text, format="svg")
+        return text.getvalue()
+
+
+def comparison_chart(result: DrawableComparison) -> Chart:
+    """Draw one row of panels per model (seconds, VRAM, RAM), with a reason in place of a missing bar."""
+    models = list(dict.fromkeys(row["model"] for row in result.rows))
+    engines = list(dict.fromkeys(row["engine"] for row in result.rows))
+    by_model = [[result.row(model, engine) for engine in engines] for model in models]
+    figure = Chart(12, 1.3 + len(models) * (0.4 + 0.33 * len(engines)))
+    panels: Any = figure.subplots(len(models), 3, squeeze=False, width_ratios=(2.9, 1, 1))
+    for line, model, rows in zip(panels, models, by_model, strict=True):
+        _times(line[0], model, rows)
+    _title(panels[0][0], f"time for {result.num_samples:,} samples (each model in its own scale)", pad=10)
+    _sizes(panels[:, 1], by_model, "vram_bytes", result.vram, "peak VRAM")
+    _sizes(panels[:, 2], by_model, "peak_ram_bytes", result.ram, "peak RAM")
+    figure.suptitle("\n".join(textwrap.wrap(result.title, 130)), x=0.01, ha="left", fontsize=10.5, color=INK)
+    if result.remarks:
+        figure.supxlabel(" ".join(result.remarks), x=0.01, ha="left", fontsize=8.5, color=QUIET)
+    return figure
+
+
+def _title(axes: Axes, text: str, pad: float | None = None) -> None:
+    axes.set_title(text, loc="left", fontsize=10, color=INK, pad=pad)
+
+
+def _bare(axes: Axes, num_rows: int) -> None:
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.spines["left"].set_color("#bbbbbb")
+    axes.xaxis.set_visible(False)
+    axes.tick_params(axis="y", length=0, labelsize=9, labelcolor=INK)
+    axes.set_ylim(num_rows - 0.45, -0.55)
+
+
+def _times(axes: Axes, model: str, rows: list[dict[str, Any]]) -> None:
+    _bare(axes, len(rows))
+    longest = max((row["seconds"] for row in rows if row["status"] == "measured"), default=1.0)
+    axes.set_xlim(0, 1.75 * longest)
+    axes.set_yticks(range(len(rows)), [LABELS[row["engine"]] for row in rows])
+    axes.set_ylabel(model, rotation=0, ha="right", va="center", labelpad=12, fontsize=11, fontweight="bold", color=INK)
+    for place, row in enumerate(rows):
+        if row["status"] == "measured":
+            _bar(axes, place, row["seconds"], row["engine"])
+            how = f"  ({row['variant']})" if row["variant"] else ""
+            text, colour, left = f"{words.duration(row['seconds'])}{how}", INK, row["seconds"]
+        else:
+            text = textwrap.shorten(f"✕ {_shown_reason(row)}", 96, placeholder=" …")
+            colour, left = QUIET, 0.0
+        axes.annotate(text, (left, place), (5, 0), textcoords="offset points", va="center", fontsize=9, color=colour)
+
+
+def _shown_reason(row: dict[str, Any]) -> str:
+    text = re.sub(r": pip install.*", "", row["reason"]).removeprefix("does not fit: ")
+    if row["status"] != "does not fit":
+        return f"no bar: {text}"
+    return f"even with {row['variant']}: {text}" if row["variant"] else text
+
+
+def _bar(axes: Axes, place: int, length: float, engine: str) -> None:
+    axes.barh(
+        place, length, 0.7, color=COLOURS[engine], hatch=HATCHES[engine], edgecolor="white", linewidth=0, zorder=2
+    )
+
+
+def _sizes(column: Any, by_model: list[list[dict[str, Any]]], key: str, limit_bytes: int | None, title: str) -> None:
+    sizes = [[row[key] / GIB if row["status"] == "measured" else 0.0 for row in rows] for rows in by_model]
+    largest = max(max(each) for each in sizes) or 1.0
+    limit = None if limit_bytes is None else limit_bytes / GIB
+    if limit is not None and largest <= 0.02 * limit:
+        limit = None  # a distant limit would flatten the bars
+    end = 1.3 * max(largest, limit or 0.0)
+    for axes, rows, each in zip(column, by_model, sizes, strict=True):
+        _bare(axes, len(rows))
+        axes.set_yticks([])
+        axes.set_xlim(0, end)
+        if limit is not None:
+            axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=1.2, zorder=1)
+        for place, (row, size) in enumerate(zip(rows, each, strict=True)):
+            if size:
+                _bar(axes, place, size, row["engine"])
+                at = _beside(size, limit, _VALUE_WIDTH * end)
+                where: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+                axes.annotate(f"{size:.3g}", (at, place), **where, fontsize=9, color=INK)
+    title += ", GiB" if limit is None else f", limit {limit:.3g} GiB"
+    _title(column[0], title, pad=10)
+
+
+def _beside(size: float, limit: float | None, width: float) -> float:
+    """Position of a bar's label: at the bar's end, or after the limit's line if that would cross the label."""
+    return limit if limit is not None and size < limit < size + width else size
+
+
+SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#56b4e9", "v"))
+"""Colours and markers of lines, used cyclically."""
+
+
+def sweep_chart(result: DrawableSweep) -> Chart:
+    """Draw step time, epoch time, VRAM and held-out loss by batch size, with explanations below."""
+    learns = any("eval_loss" in row for row in result.rows)
+    sentences = [line for text in result.explain().splitlines() for line in textwrap.wrap(text, 165 + 55 * learns)]
+    figure = Chart(4 * (3 + learns), 4.1 + 0.19 * len(sentences))
+    panels: Any = figure.subplots(1, 3 + learns, squeeze=False)[0]
+    for axes in panels:
+        _dress(axes, result.sizes)
+    _steps(panels[0], result)
+    _lines(panels[1], result, "epoch_seconds")
+    _title(panels[1], f"time for {result.num_samples:,} samples")
+    _vram(panels[2], result)
+    if learns:
+        samples = next(row["num_samples"] for row in result.rows if "eval_loss" in row)
+        _title(panels[3], f"held-out loss after {samples:,} samples")
+        _lines(panels[3], result, "eval_loss")
+    for axes in panels:
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, frameon=False, labelcolor=INK)
+    figure.suptitle(result.title, x=0.01, ha="left", fontsize=11, color=INK)
+    figure.supxlabel("\n".join(sentences), x=0.01, ha="left", fontsize=9, color=INK)
+    return figure
+
+
+def _dress(axes: Axes, sizes: list[int]) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xlim(min(sizes) / 1.4, max(sizes) * 1.4)
+    axes.set_xlabel("rows of a micro-batch", fontsize=9, color=QUIET)
+    axes.tick_params(labelsize=9, labelcolor=INK, color="#bbbbbb")
+    axes.grid(axis="y", color="#eeeeee", zorder=0)
+
+
+def _in_durations(axes: Axes) -> None:
+    """Use a logarithmic axis that spans at least a factor of three, so that small differences look small."""
+    axes.set_yscale("log")
+    values = [value for line in axes.get_lines() for value in _seconds_of(line)]
+    if not values:
+        return
+    middle = (min(values) * max(values)) ** 0.5
+    low, high = min(min(values) * 0.8, middle / 2.2), max(max(values) * 1.3, middle * 2.2)
+    axes.set_ylim(low, high)
+    axes.yaxis.set_minor_locator(NullLocator())
+    ticks = [seconds for seconds in words.ROUND_SECONDS if low <= seconds <= high]
+    axes.set_yticks(ticks, [words.duration(seconds) for seconds in ticks])
+
+
+def _seconds_of(line: Any) -> list[float]:
+    """Values of a curve; empty for vertical lines and for marks below the axis."""
+    no_curve = line.get_label().startswith(("knee", "predicted:")) or line.get_marker() == "x"
+    return [] if no_curve else [float(value) for value in line.get_ydata()]
+
+
+def _steps(axes: Axes, result: DrawableSweep) -> None:
+    _title(axes, "time of a step")
+    _lines(axes, result, "step_seconds")
+    for times in result.accumulations:
+        made = sorted(result.forecasts.get(times, {}).items())
+        points = [(size, each.step_seconds) for size, each in made if not each.lacking]
+        if points:
+            name = "predicted" if times == result.accumulations[0] else None
+            axes.plot(*zip(*points, strict=True), color=QUIET, linestyle=":", linewidth=1.3, label=name, zorder=2)
+    knee, predicted = result.knee(), result.predicted_knee()
+    if knee is not None and knee.where == "within":
+        axes.axvspan(axes.get_xlim()[0], knee.size, color="#0072b2", alpha=0.07, linewidth=0, zorder=0)
+        axes.axvline(knee.size, color="#0072b2", linewidth=1, linestyle="--", label=f"knee: {round(knee.size)}")
+    if predicted is not None and predicted.where == "within":
+        label = f"predicted: {round(predicted.size)}"
+        axes.axvline(predicted.size, color=QUIET, linewidth=1, linestyle=":", label=label)
+    for row in result.rows:
+        if row["status"] != "measured":
+            _cross(axes, row["batch_size"])
+    _in_durations(axes)
+
+
+def _lines(axes: Axes, result: DrawableSweep, key: str, *, scale: float = 1.0) -> None:
+    scalings = list(dict.fromkeys(row["scaling"] for row in result.rows)) if key == "eval_loss" else ["none"]
+    series = [(times, scaling) for times in result.accumulations for scaling in scalings]
+    for number, (times, scaling) in enumerate(series):
+        rows = result.measured(times, scaling)
+        if scaling != "none" and rows:  # the smallest step has no scaled runs: start the line at its unscaled one
+            rows = result.measured(times, "none") | rows if len(rows) < len(result.sizes) else rows
+            rows = {size: rows[size] for size in rows if size in result.measured(times, scaling) or size == min(rows)}
+        points = [(size, rows[size][key] * scale) for size in sorted(rows) if rows[size].get(key)]
+        if not points:
+            continue
+        colour, marker = SERIES[number % len(SERIES)]
+        label = _label(result, times, scaling, key)
+        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label, zorder=3)
+    if key.endswith("seconds"):
+        _in_durations(axes)
+
+
+def _label(result: DrawableSweep, times: int, scaling: str, key: str) -> str | None:
+    parts = []
+    if len(result.accumulations) > 1:
+        parts.append(f"{times} micro-batch{'es' if times > 1 else ''} a step")
+    if key == "eval_loss":
+        parts.append("learning rate as it is" if scaling == "none" else f"learning rate scaled ({scaling})")
+    if not parts and key == "step_seconds":
+        parts.append("measured")
+    return ", ".join(parts) or None
+
+
+def _vram(axes: Axes, result: DrawableSweep) -> None:
+    key, name, limit = "vram_bytes", "VRAM", result.vram
+    if not any(row.get("vram_bytes") for row in result.rows):
+        key, name, limit = "peak_ram_bytes", "RAM", result.ram
+    _title(axes, f"peak {name}, GiB")
+    _lines(axes, result, key, scale=1 / GIB)
+    highest = max((row[key] / GIB for row in result.rows if row.get(key)), default=0.0) or 1.0
+    axes.set_ylim(0, 1.1 * highest)
+    if limit is not None and highest > 0.2 * limit / GIB:
+        axes.set_ylim(0, 1.1 * max(highest, limit / GIB))
+        axes.axhline(limit / GIB, color=LIMIT, linestyle="--", linewidth=1.2, label=f"limit {limit / GIB:.3g}")
+    for row in result.rows:
+        if row["status"] == "does not fit":
+            _cross(axes, row["batch_size"])
+            at: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+            axes.annotate("does not fit", (row["batch_size"], 0.07), **at, rotation=90, fontsize=8, color=LIMIT)
+
+
+def _cross(axes: Axes, size: int) -> None:
+    axes.plot(size, 0.03, "x", color=LIMIT, transform=axes.get_xaxis_transform(), clip_on=False)

@@ -1,0 +1,261 @@
+"""Workloads for timing engines: models with random weights and batches of random tokens."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+
+from offloadkit.doors.planning import default_dtype
+from offloadkit.errors import ConfigError, shown
+from offloadkit.facts import hardware
+from offloadkit.facts.config import Precision
+from offloadkit.hf.load import auto_class_of, build, completed, draw_lazily, infer_task
+from offloadkit.hf.patches import choose_attention, fuse
+from offloadkit.hf.ragged import rounded_up, width_step
+from offloadkit.hf.source import resolve
+from offloadkit.offload.compile import compile_blocks
+from offloadkit.offload.unread import become, is_unread, leave_unread
+from offloadkit.optim.table import DTYPES
+from offloadkit.planner import Dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+TINY = "t5-tiny"
+"""A T5 with byte tokens and 250,000 weights, for trying things on a CPU."""
+
+NUM_SPECIAL_IDS = 3
+"""Special ids from 0 (padding, end, unknown in most vocabularies), which are not drawn."""
+SHORTEST_SHARE = 4
+"""The shortest ragged row is the longest row divided by this."""
+RAGGED_STEPS = 12
+"""Distinct ragged steps; training cycles through them."""
+_WINDOW_STEPS = 50
+"""Steps whose rows are sorted together, as in HuggingFace's length-grouped sampler."""
+IGNORED_LABEL = -100
+"""Label that HuggingFace's losses ignore."""
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A training setup. Sizes are per micro-batch; a step has `accumulation` micro-batches and one update."""
+
+    model: str
+    """`TINY`, a preset, a folder with a config.json, or a hub name. Only the config is read."""
+    batch_size: int
+    input_length: int
+    target_length: int
+    """Target tokens per row; models without a separate decoder ignore it."""
+    accumulation: int = 1
+    precision: Precision = "exact"
+    """Precision of offloadkit's optimizer states; other engines keep fp32."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Working dtype; None: `finetune`'s default on this device."""
+    recomputed: bool = False
+    """Activation checkpointing in engines that do not plan."""
+    our_compute: bool = False
+    """Let the baseline use offloadkit's attention and norms, so that only offloading differs; else HuggingFace's."""
+    vram: int | None = None
+    """Bytes the process may take, including CUDA's context; None: free VRAM."""
+    ram: int | None = None
+    steps: int | None = None
+    """Timed steps, after 1 + `warmup` untimed steps; None: 6, or as many as fit in 3 seconds."""
+    warmup: int = 2
+    seed: int = 0
+    mask: Literal["full", "ragged"] = "full"
+    """"ragged": rows of a quarter to all of the length, sorted and padded as in `finetune`, with an attention mask."""
+    compiled: bool = False
+    """Use `torch.compile` on repeated blocks of offloadkit and the baseline."""
+    disk: str | None = None
+    """Folder for offloadkit's optimizer states that do not fit in RAM."""
+    bucket_elements: int | None = None
+    """Elements of DeepSpeed's buckets for gradients and gathered weights; None: DeepSpeed's default."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields for JSON. Fields after `seed` are left out at their defaults, so that older saved rows
+        still match.
+        """
+        later = ("mask", "compiled", "disk", "bucket_elements")
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in later or getattr(self, field.name) != field.default
+        }
+
+    def dtype_on(self, device: torch.device) -> Dtype:
+        """Working dtype on `device`."""
+        on_gpu, native = device.type == "cuda", hardware.supports_bf16(device)
+        return self.dtype or default_dtype(on_gpu=on_gpu, native_bf16=native)
+
+    @property
+    def rows(self) -> int:
+        """Rows per step."""
+        return self.batch_size * self.accumulation
+
+
+def config_of(model: str) -> PreTrainedConfig:
+    """The model's config for training, without a generation cache.
+
+    Raises:
+        ModelNotFoundError, ModelAccessError, ModelError, DownloadError: see `ModelSource.config`.
+    """
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model must be a preset, a folder or a hub name, got {shown(model)}")
+    if model == TINY:
+        from transformers import T5Config
+
+        shape: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+        shape |= {"vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+        config: PreTrainedConfig = T5Config(**shape, architectures=["T5ForConditionalGeneration"])
+    else:
+        config = resolve(model, init="random").config
+    config.use_cache = False
+    return config
+
+
+def _our_config(model: str) -> PreTrainedConfig:
+    config = config_of(model)
+    choose_attention(config)
+    return config
+
+
+def model_to_plan(model: str) -> PreTrainedModel:
+    """The model as offloadkit trains it, on the meta device."""
+    config = _our_config(model)
+    return build(config, infer_task(config), None, torch.device("meta"))
+
+
+def lazy_model(work: Work, dtype: Dtype, device: torch.device) -> PreTrainedModel:
+    """The model as offloadkit trains it, with unread weights, drawn on `device`, because a CPU takes minutes for
+    billions.
+    """
+    config = _our_config(work.model)
+    torch.manual_seed(work.seed)
+    model = draw_lazily(config, infer_task(config), DTYPES[dtype])
+    generator = torch.Generator(device).manual_seed(work.seed)
+
+    def draw(parameters: Any) -> None:
+        for parameter in parameters:
+            if parameter.is_meta:
+                become(parameter, _drawn(torch.empty_like(parameter, device=device), generator).cpu())
+
+    if is_unread(model):
+        leave_unread(model.parameters(), draw)
+    return cast("PreTrainedModel", completed(model).train())
+
+
+def plain_model(work: Work, dtype: Dtype, weights_on: torch.device, device: torch.device) -> PreTrainedModel:
+    """HuggingFace's model; its weights are drawn on `device` and put on `weights_on` one by one."""
+    from transformers.initialization import no_init_weights
+
+    config = _our_config(work.model) if work.our_compute else config_of(work.model)
+    with weights_on, no_init_weights():
+        model: Any = auto_class_of(config, infer_task(config)).from_config(config, dtype=DTYPES[dtype])
+    if work.our_compute:
+        fuse(model, compiled=work.compiled)
+    model.tie_weights()
+    generator = torch.Generator(device).manual_seed(work.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(DTYPES[dtype])
+            parameter.copy_(_drawn(torch.empty_like(parameter, device=device), generator))
+    if work.recomputed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if work.compiled:
+        compile_blocks(model, ())
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    trained: PreTrainedModel = model.train()
+    return trained
+
+
+def _drawn(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    with torch.no_grad():
+        return weight.normal_(0.0, 0.02, generator=generator) if weight.ndim > 1 else weight.fill_(1.0)
+
+
+def random_steps(work: Work, device: torch.device) -> list[list[Batch]]:
+    """A list of steps, each a list of micro-batches; training cycles through the steps.
+
+    input_ids and labels are int64 [batch_size, width]. Full work has one step. Ragged work has `RAGGED_STEPS` steps,
+    evenly spaced in a window of rows sorted by input length as in HuggingFace's sampler, longest first. Ragged batches
+    have attention_mask, int64 of the inputs' shape, and label -100 at padding. Widths match `finetune`'s. The very
+    first row has the full lengths.
+    """
+    config = config_of(work.model)
+    task = infer_task(config)
+    num_words = config.get_text_config().vocab_size
+    padding = config.get_text_config().pad_token_id or 0
+    generator = torch.Generator().manual_seed(work.seed)
+
+    def tokens(length: int) -> torch.Tensor:
+        return torch.randint(NUM_SPECIAL_IDS, num_words, (work.batch_size, length), generator=generator)
+
+    def batch(lengths: list[tuple[int, int]]) -> Batch:
+
+        def real(of_rows: list[int], longest: int) -> torch.Tensor:
+            """Mask of tokens that are not padding, bool [batch_size, width]."""
+            step = width_step(_mean_length(longest), longest, None) if work.mask == "ragged" else 1
+            return torch.arange(rounded_up(max(of_rows), step)) < torch.tensor(of_rows)[:, None]
+
+        mask = real([each for each, _ in lengths], work.input_length)
+        ids = tokens(mask.shape[1])
+        found: Batch = {"input_ids": ids.masked_fill(~mask, padding)}
+        there = mask
+        if task == "classification":
+            found["labels"] = torch.randint(config.num_labels or 2, (work.batch_size,), generator=generator)
+        elif task == "seq2seq":
+            there = real([each for _, each in lengths], work.target_length)
+            found["labels"] = tokens(there.shape[1]).masked_fill(~there, IGNORED_LABEL)
+        else:
+            found["labels"] = ids.masked_fill(~mask, IGNORED_LABEL)
+        if work.mask == "ragged":
+            found["attention_mask"] = mask.long()
+        return {name: tensor.to(device) for name, tensor in found.items()}
+
+    full = [(work.input_length, work.target_length)] * work.rows
+    steps = _ragged_lengths(work, generator) if work.mask == "ragged" else [full]
+    size = work.batch_size
+    return [[batch(rows[first : first + size]) for first in range(0, work.rows, size)] for rows in steps]
+
+
+def _ragged_lengths(work: Work, generator: torch.Generator) -> list[list[tuple[int, int]]]:
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    def drawn(longest: int) -> list[int]:
+        shortest = max(1, longest // SHORTEST_SHARE)
+        found: list[int] = torch.randint(shortest, longest + 1, (4 * window,), generator=generator).tolist()
+        return [longest, *found[1:]]
+
+    window = work.rows * _WINDOW_STEPS
+    inputs, targets = drawn(work.input_length), drawn(work.target_length)
+    grouped: Any = get_length_grouped_indices
+    order = grouped(inputs, work.rows, generator=generator)[:window]
+    firsts = [round(step * (_WINDOW_STEPS - 1) / (RAGGED_STEPS - 1)) * work.rows for step in range(RAGGED_STEPS)]
+    return [[(inputs[at], targets[at]) for at in order[first : first + work.rows]] for first in firsts]
+
+
+def _mean_length(longest: int) -> float:
+    return (longest // SHORTEST_SHARE + longest) / 2
+
+
+def width(step: list[Batch]) -> int:
+    """Columns of the widest micro-batch's inputs."""
+    return max(batch["input_ids"].shape[1] for batch in step)
+
+
+def num_tokens(steps: list[list[Batch]]) -> int:
+    """Mean number of input and decoder tokens per step, without padding."""
+    total = 0
+    for batch in (batch for step in steps for batch in step):
+        ids, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
+        total += ids.numel() if mask is None else int(mask.sum())
+        written = labels != IGNORED_LABEL
+        if labels.ndim == ids.ndim and (labels.shape != ids.shape or bool((labels != ids)[written].any())):
+            total += int(written.sum())
+    return round(total / len(steps))

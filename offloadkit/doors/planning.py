@@ -1,0 +1,439 @@
+"""`plan`: memory and seconds of training a model, from its name and a few options, without reading any weights.
+
+plan = offloadkit.plan("t5-3b", vram="8GiB", ram="32GiB", batch_size=4)
+print(plan)  # whether it fits, and how fast it is; plan.explain() and plan.details() say more
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from offloadkit.device.measure import host_rates, measure
+from offloadkit.distributed.machine import known_links, measured_together, planning_ranks
+from offloadkit.distributed.ranks import Group, Solo
+from offloadkit.engine.outline import Outline, held_in_ram, outlined, proposing_disk
+from offloadkit.errors import ConfigError, shown
+from offloadkit.facts import hardware
+from offloadkit.facts.config import OffloadConfig, Precision, check_counts, given_size
+from offloadkit.facts.hardware import Hardware, with_disk
+from offloadkit.facts.units import format_bytes, parse_bytes
+from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length, num_positions
+from offloadkit.hf.load import Task
+from offloadkit.hf.source import ModelSource, resolve
+from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
+from offloadkit.planner.cards import CARDS, card_named
+from offloadkit.planner.layout import activations
+from offloadkit.planner.plan import check_fits
+from offloadkit.planner.ranks import for_ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BATCH_SIZES = (32, 16, 8, 4, 2, 1)
+"""Sizes that "auto" tries: the first whose activations, with every block recomputed, take at most half of VRAM."""
+AUTO_BATCH_SIZE = 8
+"""The size of "auto" without a GPU."""
+
+GIB = 1 << 30
+ASSUMED_VRAM = "24GiB"
+"""VRAM of each GPU if several are planned for without a given size."""
+ASSUMED_CARD = Hardware(
+    device="cuda:0",
+    gpu_name="an assumed card",
+    compute_capability=(8, 0),
+    supports_bf16=True,
+    can_pin=True,
+    vram_total_bytes=0,
+    vram_free_bytes=0,
+    vram_context_bytes=GIB // 2,
+    ram_total_bytes=0,
+    ram_available_bytes=0,
+    cpu_name="8 cores",
+    num_cores=8,
+    h2d_bytes_per_second=24e9,
+    d2h_bytes_per_second=24e9,
+    both_bytes_per_second=40e9,
+    dram_bytes_per_second=45e9,
+    cpu_adamw_bytes_per_second=45e9,
+    cpu_compact_bytes_per_second=40e9,
+    cpu_tiny_bytes_per_second=35e9,
+    cpu_and_bus_bytes_per_second=60e9,
+    vram_bytes_per_second=600e9,
+    launch_seconds=6e-6,
+    bf16_flops_per_second=60e12,
+    fp16_flops_per_second=60e12,
+    fp32_flops_per_second=15e12,
+)
+"""A typical machine that was not measured: PCIe 4 x16, two channels of DDR5, a mid-range card."""
+
+
+def plan(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    vram: int | str | None = None,
+    ram: int | str | None = None,
+    precision: Precision | None = None,
+    batch_size: int | Literal["auto"] = "auto",
+    max_input_length: int | None = None,
+    max_target_length: int | None = None,
+    gradient_accumulation: int | None = None,
+    task: Task | None = None,
+    offload: OffloadConfig | None = None,
+    device: torch.device | None = None,
+    gpu: str | None = None,
+    num_gpus: int | None = None,
+) -> Plan:
+    """The memory that training `model` needs, its placements, and the seconds of a step. Only the model's config is
+    read.
+
+    If torch.distributed is initialised, all ranks call it together, and all get rank 0's plan.
+
+    Args:
+        model: a preset ("t5-3b"; needs no network), folder, hub name, or a model.
+        vram, ram: budgets ("8GiB"): VRAM of each GPU, total RAM; None: the free memory here. Without a GPU and without
+            `device`, `vram` plans for a card of that size with assumed rates.
+        precision: of the optimizer states; None: the config's.
+        batch_size: rows of a micro-batch; "auto": see `BATCH_SIZES`. It is chosen before the placements.
+        max_input_length, max_target_length: tokens of a row; None: as in `finetune`.
+        gradient_accumulation: micro-batches in an update; None: the config's.
+        task: "seq2seq", "causal" or "classification"; None: the task of the architecture.
+        offload: as in `finetune`; its `working_dtype` "auto" means `default_dtype`.
+        device: the device for training; None: the GPU if there is one.
+        gpu: an absent card to plan for ("RTX 4090"), by its data sheet: see `planner.cards.CARDS`. The CPU and RAM are
+            this machine's, with assumed rates if they were never measured. `vram` is then a part of the card.
+        num_gpus: number of such GPUs that train together on separate micro-batches, eight to a host. They may be
+            absent: without a GPU, `gpu` and `vram`, the plan is for cards of `ASSUMED_VRAM`. None: the number of ranks.
+
+    Raises:
+        ConfigError: an option is invalid, the card is unknown, `vram` exceeds the card, or `num_gpus` differs from the
+            number of ranks.
+        OutputError: the folder for states on disk does not exist, or is full.
+        ModelError, ModelNotFoundError, ModelAccessError: as in `finetune`.
+    """
+    source = resolve(model, init="random", task=task)
+    config = with_wishes(offload, vram=vram, ram=ram, precision=precision, gradient_accumulation=gradient_accumulation)
+    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    where: dict[str, Any] = {"device": device, "gpu": gpu, "num_gpus": num_gpus}
+    return plan_source(source, config, batch_size=batch_size, **lengths, **where)
+
+
+_MOST_TOKENS = 2**30
+
+
+def plan_source(
+    source: ModelSource,
+    config: OffloadConfig,
+    *,
+    batch_size: int | Literal["auto"],
+    max_input_length: int | None,
+    max_target_length: int | None,
+    device: torch.device | None,
+    gpu: str | None = None,
+    num_gpus: int | None = None,
+    eval_batch_size: int | None = None,
+    label_smoothing: float = 0.0,
+) -> Plan:
+    """`plan` for a resolved model, with all other options in the config.
+
+    Args:
+        label_smoothing: if not 0, the Trainer computes the loss from whole logits.
+        eval_batch_size: batch size of evaluation, if it differs from training's.
+
+    Raises:
+        ConfigError: as `plan`; also if rows are longer than the model's table of positions.
+    """
+    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    optional = {"num_gpus": num_gpus, **lengths}
+    check_counts(given_size(batch_size) | optional, optional=optional)
+    if device is not None and not isinstance(device, torch.device):
+        device = hardware.device_of(device)
+    for name, length in lengths.items():
+        if length and (limit := num_positions(source.config)) and length > limit:
+            raise ConfigError(
+                f"rows of {length} tokens are too long: {source.config.model_type} has {limit} positions. Pass {name}="
+                f"{limit}, which cuts texts; rows that are tokenized already must be cut before"
+            )
+    with planning_ranks(device or hardware.default_device()) as ranks:
+        if ranks.size > 1 and num_gpus not in (None, ranks.size):
+            raise ConfigError(f"num_gpus={num_gpus}, but torch.distributed has {ranks.size} ranks: leave num_gpus out")
+        number = num_gpus or ranks.size
+        nothing_is_here = ranks.size == 1 and device is None and hardware.default_device().type == "cpu"
+        if num_gpus is not None and nothing_is_here and gpu is None and config.vram is None:
+            config = replace(config, vram=ASSUMED_VRAM)
+        machine, assumed = _machine(config, device, gpu, number, ranks)
+
+        def make() -> Plan:
+            decided = _with_dtype(config, machine)
+            found = _outline(source, decided, machine, assumed=assumed, label_smoothing=label_smoothing)
+            rows = found.rows(batch_size, max_input_length, max_target_length)
+            if rows.batch_size * (rows.input_length + (rows.target_length or 0)) > _MOST_TOKENS:
+                raise ConfigError(
+                    f"a micro-batch of {rows} is more than {_MOST_TOKENS:,} tokens, which no machine holds: give less "
+                    "batch_size, max_input_length or max_target_length"
+                )
+            outline = replace(
+                found, outline=replace(found.outline, num_ranks=number), eval_batch_size=eval_batch_size or 0
+            )
+            made = outline.outline.plan(outline.work(rows))
+            if made.fits:
+                return made
+            smaller = tuple(outline.smaller(rows))
+            basis = replace(made.basis, chosen=f"batch_size={rows.batch_size}", smaller=smaller)
+            return proposing_disk(replace(made, basis=basis))
+
+        return ranks.told(make)
+
+
+def _machine(
+    config: OffloadConfig, device: torch.device | None, gpu: str | None, number: int, ranks: Solo | Group
+) -> tuple[Hardware, bool]:
+    """The machine as one of `number` ranks has it, and whether its rates are assumed. `ranks` measure this machine
+    together."""
+    if gpu is not None:
+        found, assumed = machine_with(gpu, config), True
+    elif isinstance(ranks, Group) and not _assumes_card(config, device):
+        return measured_together(ranks, device or hardware.default_device(), config.states_folder), False
+    else:
+        found, assumed = machine_for(config, device)
+    links: dict[str, Any] = {} if assumed or number == 1 else known_links(torch.device(found.device), number)
+    return replace(for_ranks(found, number, link=links.get("link_bytes_per_second", 0.0)), **links), assumed
+
+
+def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
+    """The config with all `wishes` that are not None.
+
+    Raises:
+        ConfigError: a value is invalid, or `offload` is no config.
+    """
+    if offload is not None and not isinstance(offload, OffloadConfig):
+        raise ConfigError(f"offload must be an OffloadConfig, such as OffloadConfig(vram='8GiB'), got {shown(offload)}")
+    return replace(offload or OffloadConfig(), **{name: wish for name, wish in wishes.items() if wish is not None})
+
+
+def shown_plan(source: ModelSource, config: OffloadConfig, *, verbose: bool = False, **size: Any) -> Plan:
+    """Make and print the plan of `plan_source`.
+
+    Args:
+        verbose: whether to print everything instead of the verdict alone.
+
+    Raises:
+        DoesNotFitError: the plan does not fit.
+    """
+    made = plan_source(source, config, **size)
+    if verbose:
+        print(made, made.details(), *([made.explain()] if made.fits else []), sep="\n", flush=True)
+    elif made.fits:  # otherwise the error has the verdict
+        print(made, flush=True)
+    check_fits(made)
+    return made
+
+
+def plan_for_rows(
+    source: ModelSource, config: OffloadConfig, assumed: Plan | None, *, verbose: bool = False, **size: Any
+) -> Plan:
+    """The plan for rows of known length. They may be longer than assumed, because tokenized rows are not cut.
+
+    Args:
+        assumed: the plan that was shown before, so that only one line with the change is printed. None shows the plan
+            like `shown_plan`.
+        size: as for `plan_source`.
+
+    Raises:
+        DoesNotFitError: the plan does not fit.
+    """
+    if assumed is None:
+        return shown_plan(source, config, verbose=verbose, **size)
+    made = plan_source(source, config, **size)
+    if made == assumed:
+        return assumed
+    target = f" + {size['max_target_length']}" if source.task == "seq2seq" else ""
+    longest = f"the longest row has {size['max_input_length']}{target} tokens"
+    print(f"planned again, {longest}: {made.verdict}", flush=True)
+    check_fits(made)
+    return made
+
+
+def auto_batch_size(
+    source: ModelSource,
+    config: OffloadConfig,
+    *,
+    max_input_length: int | None,
+    max_target_length: int | None,
+    device: torch.device,
+    label_smoothing: float = 0.0,
+) -> int:
+    """The size for `batch_size="auto"`: one of `BATCH_SIZES` with a GPU, else `AUTO_BATCH_SIZE`."""
+    if device.type == "cpu":
+        return AUTO_BATCH_SIZE
+    machine = measure(device)
+    config = _with_dtype(config, machine)
+    outline = _outline(source, config, machine, label_smoothing=label_smoothing)
+    return outline.rows("auto", max_input_length, max_target_length).batch_size
+
+
+def _with_dtype(config: OffloadConfig, machine: Hardware) -> OffloadConfig:
+    if config.working_dtype != "auto":
+        return config
+    on_gpu = machine.device != "cpu"
+    return replace(config, working_dtype=default_dtype(on_gpu=on_gpu, native_bf16=machine.supports_bf16))
+
+
+def default_dtype(*, on_gpu: bool, native_bf16: bool) -> Dtype:
+    """The working dtype for "auto": bf16 on a GPU, or fp16 if bf16 is emulated (slow); fp32 on the CPU."""
+    if not on_gpu:
+        return "fp32"
+    return "bf16" if native_bf16 else "fp16"
+
+
+def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Hardware, bool]:
+    """The machine to plan for (this GPU, this CPU, or a card of the given size), and whether its rates are assumed."""
+    if _assumes_card(config, device):
+        vram, ram = parse_bytes(config.vram or 0), hardware.ram_available_bytes()
+        names = ", ".join(card.name for card in CARDS)
+        assumed = f"No GPU is here: the rates are those of a typical card. Name yours by gpu= or --gpu: {names}."
+        card = replace(ASSUMED_CARD, vram_total_bytes=vram, vram_free_bytes=vram, assumed=assumed)
+        card = replace(card, assumed_card=f"assumed card of {format_bytes(vram)}")
+        card = replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram)
+        return _with_states_folder(card, config), True
+    return measure(device, folder=config.states_folder), False
+
+
+def _assumes_card(config: OffloadConfig, device: torch.device | None) -> bool:
+    """Whether to plan for a card of the given size because this machine has no GPU."""
+    return device is None and config.vram is not None and hardware.default_device().type == "cpu"
+
+
+def machine_with(gpu: str, config: OffloadConfig) -> Hardware:
+    """This machine with another GPU, by its data sheet. The CPU's rates are assumed if they were never measured.
+
+    Raises:
+        ConfigError: the card is unknown, or the config's `vram` exceeds its memory.
+    """
+    card, host = card_named(gpu), host_rates()
+    usable = int(card.usable_gib * GIB)
+    if config.vram is not None and parse_bytes(config.vram) > usable:
+        raise ConfigError(
+            f"a {card.name} has {format_bytes(usable)} of VRAM, less than vram={shown(config.vram)}: give less"
+        )
+    rates: dict[str, Any] = card.rates() | host
+    if host:
+        rates["cpu_and_bus_bytes_per_second"] = max(
+            host["cpu_and_bus_bytes_per_second"], rates["both_bytes_per_second"]
+        )
+    num_cores = hardware.num_cores() if host else ASSUMED_CARD.num_cores
+    whose = f"this machine's {num_cores} cores, as measured" if host else f"an assumed host of {num_cores} cores"
+    assumed = (
+        f"Planned for a card that is not here, {card.name}, at the rates of its data sheet times what an H200 reached "
+        f"of its own sheet, and for {whose}."
+    )
+    machine = replace(
+        ASSUMED_CARD,
+        gpu_name=card.name,
+        compute_capability=card.capability,
+        supports_bf16=card.supports_bf16,
+        vram_total_bytes=usable,
+        vram_free_bytes=usable - ASSUMED_CARD.vram_context_bytes,
+        ram_total_bytes=hardware.ram_limit_bytes(),
+        ram_available_bytes=hardware.ram_available_bytes(),
+        cpu_name=hardware.cpu_name() if host else ASSUMED_CARD.cpu_name,
+        num_cores=num_cores,
+        assumed=assumed,
+        **rates,
+    )
+    return _with_states_folder(machine, config)
+
+
+def _with_states_folder(machine: Hardware, config: OffloadConfig) -> Hardware:
+    return machine if config.states_folder is None else with_disk(machine, config.states_folder)
+
+
+@dataclass(frozen=True)
+class _TaskOutline:
+    outline: Outline
+    task: Task
+    eval_batch_size: int = 0
+    """Batch size of evaluation, which matters if it is larger than training's."""
+    label_smoothing: float = 0.0
+
+    def rows(
+        self, batch_size: int | Literal["auto"], max_input_length: int | None, max_target_length: int | None
+    ) -> Rows:
+        outline = self.outline
+        length = max_input_length or default_input_length(outline.model.config, self.task)
+        target = (max_target_length or DEFAULT_TARGET_LENGTH) if self.task == "seq2seq" else None
+        rows = Rows(AUTO_BATCH_SIZE, length, target)
+        if batch_size != "auto":
+            return replace(rows, batch_size=batch_size)
+        if outline.machine.device == "cpu":
+            return rows
+        wish = outline.config.vram
+        vram = outline.machine.vram_total_bytes if wish is None else parse_bytes(wish)
+        for size in BATCH_SIZES:
+            rows = replace(rows, batch_size=size)
+            work = self.work(rows)
+            if work is None:
+                return replace(rows, batch_size=AUTO_BATCH_SIZE)
+            recomputed = ["checkpoint" if stage.block else "keep" for stage in work.stages]
+            if activations(work, recomputed).vram <= vram // 2:
+                break
+        return rows
+
+    def work(self, rows: Rows) -> MicroBatch | None:
+        """Trace a micro-batch; None if the model cannot run on the meta device.
+
+        It has an attention mask, because rows may be padded.
+        """
+        size, length = rows.batch_size, rows.input_length
+        labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
+        shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
+        batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
+        loss_of = self._smoothed(batch) if self.label_smoothing else None
+        work = self.outline.work(batch, rows, loss_of)
+        if work is None or self.eval_batch_size <= size:
+            return work
+        return replace(work, evaluation=self.work(replace(rows, batch_size=self.eval_batch_size)))
+
+    def _smoothed(self, batch: dict[str, torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+        """The loss that the Trainer computes outside the model. Removes the labels from `batch`."""
+        from transformers.trainer_pt_utils import LabelSmoother
+
+        smoother, labels = LabelSmoother(epsilon=self.label_smoothing), batch.pop("labels")
+        if self.task == "seq2seq":
+            batch["decoder_input_ids"] = torch.empty_like(labels)
+        return partial(smoother, labels=labels, shift_labels=self.task == "causal")
+
+    def smaller(self, rows: Rows) -> Iterator[tuple[tuple[str, ...], MicroBatch]]:
+        """Smaller micro-batches, each with its options in words: first fewer rows, then shorter rows."""
+        sizes = [size for size in BATCH_SIZES if size < rows.batch_size]
+        others: list[tuple[tuple[str, ...], Rows]]
+        others = [((f"batch_size={size}",), replace(rows, batch_size=size)) for size in sizes]
+        if half := rows.input_length // 2:
+            one_row = () if rows.batch_size == 1 else ("batch_size=1",)
+            shorter = replace(rows, batch_size=1, input_length=half)
+            others.append(((*one_row, f"max_input_length={half}"), shorter))
+        for options, other in others:
+            if (work := self.work(other)) is not None:
+                yield options, work
+
+
+def _outline(
+    source: ModelSource,
+    config: OffloadConfig,
+    machine: Hardware,
+    *,
+    assumed: bool = False,
+    label_smoothing: float = 0.0,
+) -> _TaskOutline:
+    """
+    Args:
+        config: a config with a decided working dtype.
+    """
+    held = 0 if source.model is None else held_in_ram(source.model)
+    outline = outlined(source.on_meta, config, machine, assumed=assumed)
+    return _TaskOutline(replace(outline, held_bytes=held), source.task, label_smoothing=label_smoothing)

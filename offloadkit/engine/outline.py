@@ -1,0 +1,395 @@
+"""Plans a module in memory: the work of its micro-batch, and the placement of its layers.
+
+`Outline` is a module without memory, changed as in training. `plan_for` plans for an example micro-batch. `FirstWindow`
+is for a run without an example: it starts with little in VRAM, and plans from the micro-batches of the first window.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import CellType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from offloadkit.device.state_file import unfit_for_states
+from offloadkit.distributed.machine import measured_by, planning_ranks
+from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
+from offloadkit.engine.python_time import blocks_called
+from offloadkit.engine.tracing import Call, trace_micro_batch
+from offloadkit.facts.changes import caching_configs, changed, claim
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.hardware import Hardware, with_disk
+from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of, repeated_blocks, stays_fp32
+from offloadkit.optim.table import DTYPES
+from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage
+from offloadkit.planner.plan import check_fits
+from offloadkit.planner.words import why_not
+
+logger = logging.getLogger(__name__)
+
+_EMPTY_CELL = CellType()
+_SHARES_OF_VRAM = (8, 4, 2, 1)
+"""The run may start with 1/n of VRAM, activations left out, for the first of these n that fits."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A module on the meta device, ready to be traced over micro-batches of any shape and to be planned.
+
+    The module's changes for training apply only while a micro-batch is traced.
+    """
+
+    model: Any
+    layers: list[FlatLayer]
+    machine: Hardware
+    config: OffloadConfig
+    assumed: bool = False
+    """Whether the machine's rates are assumed, not measured."""
+    held_bytes: int = 0
+    """RAM of the model until the engine has taken over all of it."""
+    num_ranks: int = 1
+    """Ranks that share the layers. `machine` is one rank's."""
+
+    def work(
+        self, batch: Any, rows: Rows | None = None, loss_of: Callable[[Any], torch.Tensor] | None = None
+    ) -> MicroBatch | None:
+        """Trace a micro-batch; None if the model cannot run on the meta device.
+
+        Args:
+            batch: as for `trace_micro_batch`.
+            rows: the shape; None: read from `input_ids` and `labels` if possible.
+            loss_of: as for `trace_micro_batch`.
+        """
+        with self._as_trained():
+            try:
+                with blocks_called(self.model) as blocks:
+                    traced = trace_micro_batch(self.model, batch, loss_of)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                logger.warning(f"activations and seconds of this model cannot be planned: {what}")
+                return None
+            device = torch.device(self.machine.device)
+            is_here = device.type == "cuda" and torch.cuda.is_available() and not self.machine.assumed
+            seconds = blocks.operation_seconds(traced, device) if is_here else None
+        launch = self.machine.launch_seconds
+        launches = None if seconds is None else (seconds[0] / launch, seconds[1] / launch)
+        return replace(traced, rows=rows or _rows(self.model, batch), operation_launches=launches)
+
+    @contextmanager
+    def _as_trained(self) -> Iterator[None]:
+        kernels = self.machine.device != "cpu"
+        capability = self.machine.compute_capability if self.machine.assumed else None
+        with ExitStack() as undo:
+            undo.callback(changed(self.model, self.config, kernels=kernels, capability=capability))
+            for caching in caching_configs(self.model):
+                undo.callback(claim(caching, "use_cache", False))
+            yield
+
+    def plan(self, work: MicroBatch | None, **changes: Any) -> Plan:
+        """The plan for a traced micro-batch, with `changes` in the config."""
+        config = replace(self.config, **changes)
+        of: Any = {"work": work, "hardware": self.machine, "assumed": self.assumed, "num_ranks": self.num_ranks}
+        made = plan_of(self.model, self.layers, config, **of)
+        return replace(made, basis=replace(made.basis, held_bytes=self.held_bytes))
+
+
+def outlined(model: Any, config: OffloadConfig, machine: Hardware, *, assumed: bool = False) -> Outline:
+    """The outline of `model`, which is on the meta device. Its dtypes and its training mode stay changed."""
+    layers = flat_layers(model, config)
+    _take_working_dtypes(model, layers, config)
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):  # the model's own recomputation cannot be traced
+            module.gradient_checkpointing = False
+    return Outline(model.train(), layers, machine, config, assumed)
+
+
+def _take_working_dtypes(model: nn.Module, layers: list[FlatLayer], config: OffloadConfig) -> None:
+    trained = {view.parameter for layer in layers for view in layer.views}
+    for layer in layers:
+        for view in layer.views:
+            view.parameter.data = view.parameter.data.to(layer.dtype)
+    if config.working_dtype == "auto":
+        return
+    dtype = DTYPES[config.working_dtype]
+    in_fp32 = stays_fp32(model) if dtype == torch.float16 else set()
+    for parameter in model.parameters():
+        if parameter not in trained and parameter.dtype.is_floating_point:
+            parameter.data = parameter.data.to(torch.float32 if parameter in in_fp32 else dtype)
+
+
+def without_memory(model: nn.Module) -> nn.Module:
+    """A copy on the meta device with the same modules and tied weights, without values and without foreign hooks."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    copied = copy.deepcopy(model, memo)
+    ours = set(model.modules())
+    for module in copied.modules():
+        tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+        for hooks in tables:
+            hooks.clear()
+        if _calls_one_of(ours, vars(module).get("forward")):
+            del module.forward
+    return copied
+
+
+def _calls_one_of(modules: set[nn.Module], forward: Any) -> bool:
+    """Whether a `forward` that was set on one module (as TRL does) holds a method of one of `modules`."""
+    cells = getattr(getattr(forward, "__func__", forward), "__closure__", None) or ()
+    held = (cell.cell_contents for cell in cells if cell != _EMPTY_CELL)
+    owners = (getattr(each, "__self__", None) for each in held)
+    return any(isinstance(owner, nn.Module) and owner in modules for owner in owners)
+
+
+def chooses(config: OffloadConfig, device: torch.device) -> bool:
+    """Whether a plan has choices or checks to make: placements on a GPU, or a budget."""
+    return config.vram is not None or config.ram is not None or (device.type != "cpu" and config.placement is None)
+
+
+def plan_for(
+    model: nn.Module,
+    config: OffloadConfig,
+    device: torch.device,
+    example: Any,
+    *,
+    rows_option: str = "",
+    evaluation_rows: int = 0,
+    ranks: Solo | Group | None = None,
+) -> Plan | None:
+    """The plan of a module in memory for micro-batches like `example`. The module is not changed.
+
+    Several ranks call it together, and all get the plan of the rank whose example has the most elements.
+
+    Args:
+        example: as for `trace_micro_batch`; only shapes and dtypes matter.
+        rows_option: the user's name for the number of rows. A plan that does not fit proposes fewer rows.
+        evaluation_rows: batch size of evaluation, if larger than training's.
+        ranks: the ranks that train together; None: the ranks of torch.distributed.
+
+    Returns:
+        None if the module or this example cannot run on the meta device.
+
+    Raises:
+        ModelError, ConfigError: as `OffloadEngine`.
+    """
+    if ranks is None:
+        with planning_ranks(device) as found:
+            options: Any = {"rows_option": rows_option, "evaluation_rows": evaluation_rows}
+            return plan_for(model, config, device, example, **options, ranks=found)
+    outline = _outline_of_copy(model, config, device, ranks)
+    make = partial(_plan_for, outline, example, rows_option, evaluation_rows)
+    return _of_the_largest(ranks, _num_elements(example), make)
+
+
+def _of_the_largest(ranks: Ranks, number: int, make: Callable[[], Plan | None]) -> Plan | None:
+    """Broadcast `make()` from the rank with the largest `number`, the first in a tie."""
+    return ranks.told(make, by=int(ranks.agree(np.array([number]))[:, 0].argmax()))
+
+
+def _plan_for(outline: Outline | None, example: Any, rows_option: str, evaluation_rows: int) -> Plan | None:
+    work = None if outline is None else _work(outline, example, evaluation_rows)
+    if outline is None or work is None:
+        return None
+    made = outline.plan(work)
+    if made.fits or work.rows is None or not rows_option:
+        return made
+    numbers = [1 << power for power in reversed(range((work.rows.batch_size - 1).bit_length()))]
+    fewer = (((f"{rows_option}={number}",), outline.work(_with_rows(example, number))) for number in numbers)
+    smaller = tuple((options, replace(less, evaluation=work.evaluation)) for options, less in fewer if less is not None)
+    return replace(made, basis=replace(made.basis, smaller=smaller))
+
+
+def _work(outline: Outline, example: Any, evaluation_rows: int) -> MicroBatch | None:
+    """Trace a micro-batch like `example`, and one of evaluation if `evaluation_rows` are more."""
+    work = outline.work(example)
+    if work is None or evaluation_rows <= _num_rows(example):
+        return work
+    return replace(work, evaluation=outline.work(_with_rows(example, evaluation_rows)))
+
+
+def _num_rows(example: Any) -> int:
+    """The first size of `input_ids`, else of the first tensor; 0 without a tensor."""
+    call = Call.of(example)
+    found = [call.kwargs.get("input_ids"), *call.tensors()]
+    return next((each.shape[0] for each in found if isinstance(each, torch.Tensor) and each.dim()), 0)
+
+
+def _num_elements(example: Any) -> int:
+    return sum(tensor.numel() for tensor in Call.of(example).tensors())
+
+
+def _with_rows(example: Any, number: int) -> Call:
+    rows = _num_rows(example)
+
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty((number, *tensor.shape[1:])) if tensor.shape[:1] == (rows,) else tensor
+
+    call = Call.of(example).without_memory()
+    args, kwargs = tree_map_only(torch.Tensor, resized, (call.args, dict(call.kwargs)))
+    return Call(args, kwargs)
+
+
+def _outline_of_copy(
+    model: nn.Module, config: OffloadConfig, device: torch.device, ranks: Solo | Group
+) -> Outline | None:
+    """The outline of a copy of `model`; None if it cannot be copied. Several ranks measure the machine together."""
+    machine = _with_room_of(model, measured_by(ranks, device, config.states_folder))
+    try:
+        copied = without_memory(model)
+    except Exception as error:
+        logger.warning(f"this model cannot be planned, since it cannot be copied: {type(error).__name__}: {error}")
+        return None
+    return replace(outlined(copied, config, machine), held_bytes=held_in_ram(model), num_ranks=ranks.size)
+
+
+def held_in_ram(model: nn.Module) -> int:
+    """Bytes of RAM of the model's parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu")
+
+
+def _with_room_of(model: nn.Module, machine: Hardware) -> Hardware:
+    """The machine with the model's memory counted as free, because the engine takes over its weights one by one.
+
+    Other VRAM of the process (such as a reference model) counts as needed, like the CUDA context.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    in_vram = sum(tensor.nbytes for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
+    others = 0
+    if machine.device != "cpu" and torch.cuda.is_available():
+        others = max(0, torch.cuda.memory_allocated(machine.device) - in_vram)
+    return replace(
+        machine,
+        vram_context_bytes=machine.vram_context_bytes + others,
+        vram_free_bytes=machine.vram_free_bytes + in_vram,
+        ram_available_bytes=machine.ram_available_bytes + machine.num_ranks * held_in_ram(model),
+    )
+
+
+def _rows(model: Any, batch: Any) -> Rows | None:
+    named = Call.of(batch).kwargs
+    ids, labels = named.get("input_ids"), named.get("labels")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return None
+    has_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    target = labels.shape[1] if has_decoder and isinstance(labels, torch.Tensor) and labels.dim() == 2 else None
+    return Rows(ids.shape[0], ids.shape[1], target)
+
+
+class FirstWindow:
+    """The start of a run whose micro-batches are still unknown.
+
+    Attributes:
+        plan: the plan to start with: about the least VRAM that RAM and disk allow, with every block recomputed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[FlatLayer],
+        config: OffloadConfig,
+        device: torch.device,
+        evaluation_rows: int = 0,
+        ranks: Solo | Group = SOLO,
+    ) -> None:
+        """
+        Args:
+            model: it still has its weights.
+            layers: its flat layers.
+            evaluation_rows: as for `plan_for`.
+            ranks: the ranks that train together.
+        """
+        self._evaluation_rows, self._ranks = evaluation_rows, ranks
+        self._outline = _outline_of_copy(model, config, device, ranks)
+        self._example: Call | None = None
+        self._example_elements = -1
+        if self._outline is None:
+            self.plan = plan_of(model, layers, config)
+        else:
+            self.plan = ranks.told(self._lean)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the first window leaves nothing to choose or to check."""
+        return self._outline is None or (not self._is_on_cpu and bool(self._outline.config.placement))
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        """Without a GPU nothing is chosen, and a budget is checked by the plan alone, because no allocator limits
+        it."""
+        return self._outline is not None and self._outline.machine.device == "cpu"
+
+    def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a micro-batch of the first window. Only the shapes of the largest one are kept."""
+        call = Call(args, kwargs)
+        elements = _num_elements(call)
+        if elements > self._example_elements:
+            self._example, self._example_elements = call.without_memory(), elements
+
+    def plan_now(self) -> Plan | None:
+        """The plan for the recorded micro-batches; None if it does not fit or the model cannot be traced. All ranks
+        call it.
+
+        Raises:
+            DoesNotFitError: there is no GPU, and the plan does not fit.
+        """
+        made = _of_the_largest(self._ranks, self._example_elements, self._plan_now)
+        if made is not None:
+            check_fits(proposing_disk(made))
+        return made
+
+    def _plan_now(self) -> Plan | None:
+        if self._outline is None or self._example is None:
+            return None
+        work = _work(self._outline, self._example, self._evaluation_rows)
+        made = None if work is None else self._outline.plan(work)
+        if made is not None and not made.fits and not self._is_on_cpu:
+            logger.warning(
+                f"training goes on as it began: the plan for its micro-batches {why_not(made)}\n{made.explain()}"
+            )
+            return None
+        return made
+
+    def _lean(self) -> Plan:
+        outline = self._outline
+        assert outline is not None
+        config, machine = outline.config, outline.machine
+        whole = outline.plan(None)
+        if self.is_settled or self._is_on_cpu:
+            return whole
+        nothing = Stage("", Pass(), Pass(), 0, 0, 0, 0, 0, 0)
+        blocks = [replace(nothing, block=name) for name, _ in repeated_blocks(outline.model)]
+        work, made = MicroBatch((nothing, *blocks, nothing), 0), whole
+        for share in _SHARES_OF_VRAM:
+            vram = whole.budgets["vram"] // share
+            made = outline.plan(work, vram=vram, activation_checkpointing=bool(blocks))
+            if made.fits:
+                break
+        # Undo the budget, the recomputation and the made-up work; everything else is this run's.
+        basis = replace(made.basis, config=config, hardware=machine, work=None)
+        unknown: dict[str, Any] = {"seconds": None, "large_gpu_seconds": None, "num_tokens": None}
+        return replace(made, basis=basis, budgets=whole.budgets, **unknown)
+
+
+def proposing_disk(plan: Plan) -> Plan:
+    """Give a plan that does not fit a disk to propose (`Basis.with_disk`): the disk of the temporary folder or of the
+    current folder. Other plans are returned unchanged.
+    """
+    machine = plan.basis.hardware
+    if plan.fits or machine is None or machine.device == "cpu" or plan.basis.config.disk:
+        return plan
+    folder = next((name for name in (tempfile.gettempdir(), ".") if not unfit_for_states(Path(name))), None)
+    return plan if folder is None else replace(plan, basis=replace(plan.basis, with_disk=with_disk(machine, folder)))

@@ -1,0 +1,138 @@
+"""Constants fitted on H200s with PCIe 5 and 16 cores, with their sources in benchmarks/results.csv.
+
+"Steps": the measured steps named by `COMMITS` in tests/planner/test_measured.py; the constant plans most of them right.
+"Launches": rows "launches, t5" and "launches, llama" of commit c40b67e: Python's time alone, mean of the two models
+(tests/engine/test_plan_launches.py). "Rates": the column of that name, from `device.measure`, median of 13 hosts.
+"""
+
+from __future__ import annotations
+
+from offloadkit.facts.config import Precision
+
+# ---- efficiency of a card relative to its data sheet ----------------------------------------------------------------
+
+HALF_EFFICIENCY = 0.87
+"""Fraction of the sheet's dense bf16 and fp16 FLOP/s in a matmul of a layer's size. Rates: 860 and 853 of 989
+TFLOP/s."""
+FP32_EFFICIENCY = 0.76
+"""Fraction of the sheet's fp32 FLOP/s, without TF32. Rates: 51.1 of 67 TFLOP/s."""
+VRAM_EFFICIENCY = 0.84
+"""Fraction of the sheet's memory bandwidth in an in-place addition. Rates: 4.01 of 4.8 TB/s."""
+BUS_EFFICIENCY = 0.87
+"""Fraction of PCIe's bytes per second in one direction. Rates: 54.8 of 63 GB/s."""
+BOTH_WAYS_EFFICIENCY = 0.78
+"""Fraction of PCIe's bytes per second in both directions together. Rates: 97.9 of 126 GB/s."""
+
+LINK_EFFICIENCY = 0.3
+"""Fraction of NVLink's bytes per second in one direction, in an exchange between all ranks: 136 of 450 GB/s between two
+H200s with 32 MiB to each. For links that were not measured."""
+
+# ---- efficiency of the GPU relative to the measured rates -----------------------------------------------------------
+
+ELEMENTWISE_EFFICIENCY = 0.7
+"""Fraction of the measured VRAM bandwidth that non-matmul ops reach (reductions, broadcasts, strided reads). Steps."""
+ATTENTION_EFFICIENCY = 0.4
+"""Fraction of the measured matmul rate that our attention kernels reach. Their bytes are counted separately. Rows
+"attention, ..." of commit e70d484."""
+COMPILED_TRAFFIC = 0.6
+"""Bytes that the non-matmul ops of a compiled block move, as a fraction of the same ops uncompiled. Steps."""
+STEP_EFFICIENCY = 0.85
+"""Fraction of the VRAM bandwidth that the AdamW kernel and the copies and norms of gradients reach. Steps."""
+KERNEL_SECONDS = 4e-6
+"""Seconds of an empty kernel. Steps."""
+
+# ---- efficiency of the CPU and the disk relative to the measured rates ----------------------------------------------
+
+CPU_EFFICIENCY: dict[Precision, float] = {"exact": 0.97, "compact": 0.91, "tiny": 0.87}
+"""Fraction of the CPU step's measured rate that remains during copies and Python's work. Steps.
+
+It is smaller for a precision that is bound by arithmetic.
+"""
+ADD_EFFICIENCY = 0.75
+"""Rate of adding gradients in RAM while more gradients arrive, as a fraction of the CPU step's rate. Steps."""
+NORM_EFFICIENCY = 0.48
+"""Rate of computing the fp64 norm of gradients in RAM, as a fraction of the CPU step's rate. Steps."""
+DISK_OVERLAP = 0.8
+"""Time to read and write states concurrently, as a fraction of reading and then writing them. Row "disk"."""
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+LOADED_LATER_BYTES = 128 << 20
+"""Growth of a CUDA context after training has begun, because kernels are loaded when they first run: 0.1 GiB on an
+H200. A VRAM budget holds it back until the context stops growing, and so does a plan."""
+
+# ---- several ranks --------------------------------------------------------------------------------------------------
+
+NCCL_BYTES = 1408 << 20
+"""VRAM of NCCL's buffers and kernels with NCCL's own number of thread blocks: 1.2 to 1.3 GiB between two H200s.
+
+Derived from VRAM outside torch's tensors: 2,083 and 2,079 MiB for t5-3b-2x24 and -2x28 (e91ecd8), 1,334 and 1,326 with
+`FEW_CTAS` (7633a8b), including 472 for NCCL; 2,109 and 2,147 for llama-8b-2x24 and -2x80 (e91ecd8), 1,369 and 1,365
+with `FEW_CTAS` (07f6458), including 564 for NCCL. The largest direct count of NCCL's own choice was 1,152 MiB.
+"""
+NCCL_FEW_BYTES = 576 << 20
+"""VRAM of NCCL with `FEW_CTAS`, or over PCIe alone: 564 MiB between two H200s with NVLink. With `FEW_CTAS` over PCIe it
+took at most 474 MiB. NCCL's own choice, which is few over PCIe too, was not measured."""
+FEW_CTAS = 4
+"""NCCL thread blocks where few are enough. A block occupies one of the GPU's processors, even while it waits for
+another rank. With all of T5-3B in VRAM of two H200s a step took 0.19 s with 4 blocks and 0.24 s with NCCL's own choice;
+the link gave 34 and 136 GB/s."""
+CROWDED = 1.1
+"""Largest planned step time with `FEW_CTAS`, relative to NCCL's own choice, because the plan does not count the GPU
+processors that NCCL's own choice takes."""
+AGREE_SECONDS = 3e-4
+"""Seconds of a gloo gather or sum of some thousand numbers, for each rank after the first, since gloo's ring has one
+step more for each. Two processes on a host with two cores took at least 0.26 to 0.33 ms to sum 3,000 to 43,000 numbers,
+and 0.18 to 0.32 ms to gather them."""
+EXCHANGE_SECONDS = 3e-5
+"""Seconds of an empty exchange or all-gather: kernels start on all ranks and meet. Not measured."""
+
+# ---- Python's time, in launches of a bare kernel -------------------------------------------------------------------
+
+FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 5.4, 6.0
+"""Python's time for an operation of forward and of backward, including the engine's hooks. Launches.
+
+Used if no block of the model was timed (`python_time`).
+"""
+ENGINE_LAUNCHES = 54
+"""The engine's part of `FORWARD_LAUNCHES` for one block: hooks and waits. Launches.
+
+It is added to the time of a timed block, which runs without the engine. Compiling does not reduce it. The value is the
+difference to a loop without an engine for T5-large's blocks: rows "ours-on-gpu" of growth-t5-large-2 and -8, commit
+e70d484, both bound by Python.
+
+In backward the difference is 103, but nothing is added: the time of a block alone includes the start of autograd, with
+the GPU idle. The median one-GPU row with timed blocks is then planned at 0.93 of the measured seconds of backward and
+0.96 of the step (tests/engine/test_plan_launches.py).
+"""
+COMPILED_LAUNCHES = 0.44
+"""Python's time for an operation of a compiled block, as a fraction of the uncompiled time. Launches."""
+ATTENTION_LAUNCHES = 8
+"""Launches of our attention kernel beyond the one that it counts as, in launches of an ordinary op.
+
+The same in forward, backward and compiled blocks. Launches of commit e70d484, T5 and Llama.
+"""
+RECOMPUTED_LAUNCHES = (1.1, 2.2)
+"""Python's overhead in forward and backward for each operation of a recomputed block's forward, without the launches of
+the recomputation itself. Our attention counts as one operation. Launches."""
+STREAMED_LAUNCHES = (37, 33)
+"""Python's time in forward and backward for a flat layer whose weights are streamed. Launches."""
+LAYER_LAUNCHES = 28
+"""Python's time for starting the update of a flat layer. Steps."""
+STEP_LAUNCHES = 50
+"""Python's time for a flat layer that the CPU steps. Steps."""
+CHUNK_LAUNCHES = 25
+"""Python's time for a chunk of states that the GPU steps: copies, kernel and events. Steps."""
+THREAD_SLOWS = 0.5
+"""Slowdown of Python in forward (fraction) by each working thread of the update (CPU step, and queueing of GPU steps of
+states in RAM), because all share the interpreter's lock.
+
+Steps barely constrain it: with 0 to 0.5 about as many rows of docs/results.md are planned within 15 %.
+"""
+RANKS_SLOW = 1.0
+"""Slowdown of Python (fraction) by the CPU step if several ranks of a host run theirs at once and keep all cores and
+the RAM busy.
+
+Two ranks with T5-3B on two H200s: a forward took 57 to 60 ms of the main thread's processor time without a CPU step,
+and 115 to 142 ms with a CPU step during nearly all of it.
+"""

@@ -1,0 +1,147 @@
+"""`FinetuneOptions`: the arguments of `finetune`, its docstring, the command line, recipes and docs/finetune.md."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import offloadkit
+from offloadkit import OffloadConfig
+from offloadkit.doors.cli import app
+from offloadkit.errors import ConfigError
+from offloadkit.hf.options import FinetuneOptions, field_docs
+
+ROOT = Path(__file__).parents[2]
+DOCS = field_docs(FinetuneOptions)
+
+
+def test_finetune_has_an_argument_per_option() -> None:
+    *arguments, others = inspect.signature(offloadkit.finetune).parameters.values()
+    *options, last = fields(FinetuneOptions)
+    assert (others.kind, others.name) == (inspect.Parameter.VAR_KEYWORD, last.name)
+    found = [(each.name, each.annotation, each.default) for each in arguments]
+    expected = [(each.name, each.type, each.default) for each in options]
+    assert found == [
+        (name, kind, inspect.Parameter.empty if default is MISSING else default) for name, kind, default in expected
+    ]
+
+
+def test_help_of_finetune_documents_every_option() -> None:
+    help_text = inspect.getdoc(offloadkit.finetune) or ""
+    assert set(DOCS) == {each.name for each in fields(FinetuneOptions)}
+    for each in fields(FinetuneOptions):
+        first = DOCS[each.name].split("\n")[0]
+        assert f"    {each.name} ({each.type}):\n        {first}\n" in help_text
+    assert "\nRaises:\n    ConfigError: " in help_text
+
+
+def test_the_page_shows_the_options() -> None:
+    rows = [["argument", "type", "default", ""], ["---"] * 4]
+    for each in fields(FinetuneOptions):
+        default = "required" if each.default is MISSING else f"`{each.default!r}`"
+        about = DOCS[each.name].split("\n\n")[0].replace("\n", " ")
+        rows.append([f"`{each.name}`", f"`{each.type}`".replace("|", "\\|"), default, about])
+    rows[-1][0], rows[-1][2] = "`**training_arguments`", ""
+    assert "\n".join(f"| {' | '.join(row)} |" for row in rows) in (ROOT / "docs" / "finetune.md").read_text()
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments with which the command line calls `finetune`."""
+    calls: list[dict[str, Any]] = []
+    finetuning = importlib.import_module("offloadkit.doors.finetuning")
+    monkeypatch.setattr(finetuning, "finetune", lambda **given: calls.append(given) or SimpleNamespace(stopped=False))
+    return calls
+
+
+def train(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["train", *arguments], env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def test_the_command_line_has_an_option_per_field() -> None:
+    shown = train("--help").output
+    flags = {each.name: f"--{each.name.replace('_', '-')}" for each in fields(FinetuneOptions)}
+    flags |= {"output_dir": "--output", "init": "--random-weights", "offload": "--disk", "training_arguments": "--set"}
+    for name in ("callbacks", "compute_metrics", "model", "train_dataset"):
+        del flags[name]
+    assert [flag for flag in flags.values() if not re.search(rf"{flag}\s", shown)] == []
+    assert DOCS["epochs"].split("\n")[0] in shown
+
+
+def test_options_that_are_not_given_keep_the_defaults_of_finetune(told: list[dict[str, Any]]) -> None:
+    train("t5-small", "rows.jsonl")
+    train("t5-small", "rows.jsonl", "--no-monitor", "--engine", "deepspeed", "--output", "out", "--batch-size", "4")
+    given = {"model": "t5-small", "train_dataset": "rows.jsonl", "offload": OffloadConfig()}
+    assert told[0] == given
+    assert told[1] == given | {"monitor": False, "engine": "deepspeed", "output_dir": "out", "batch_size": 4}
+
+
+def test_the_command_line_overrides_a_recipe(told: list[dict[str, Any]], tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: t5-small\ntrain_dataset: rows.jsonl\nepochs: 3\nwarmup_steps: 10\nlearning_rate: 1.0e-4\n"
+        "eval_dataset: 0.1\ninit: random\noffload:\n  on_nonfinite: rollback\n  weight_decay: 0.5\n"
+    )
+    done = train("--recipe", str(recipe), "--epochs", "2", "--on-nonfinite", "skip", "--set", "warmup_steps=20")
+    assert done.exit_code == 0, done.output
+    assert told == [
+        {
+            "model": "t5-small",
+            "train_dataset": "rows.jsonl",
+            "epochs": 2.0,
+            "warmup_steps": 20,
+            "learning_rate": 1e-4,
+            "eval_dataset": 0.1,
+            "init": "random",
+            "offload": OffloadConfig(on_nonfinite="skip", weight_decay=0.5),
+        }
+    ]
+
+
+def test_the_recipe_holds_arguments_of_finetune(told: list[dict[str, Any]]) -> None:
+    done = train("--recipe", str(ROOT / "recipes" / "t5.yaml"))
+    assert done.exit_code == 0, done.output
+    FinetuneOptions(**told[0] | {"training_arguments": {"warmup_steps": told[0].pop("warmup_steps")}})
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[model", "cannot be read: while parsing"),
+        ("- model", r"must map arguments of finetune to values, got \['model'\]"),
+        ("offload: {disc: /tmp}", "section offload .* unexpected keyword argument 'disc'"),
+        (None, "cannot be read: .*No such file"),
+    ],
+)
+def test_a_recipe_without_a_meaning_is_refused(text: str | None, why: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "recipe.yaml").write_text(text)
+    done = train("t5-small", "rows.jsonl", "--recipe", str(tmp_path / "recipe.yaml"))
+    assert done.exit_code == 1
+    assert re.search(why, done.stderr)
+
+
+def test_a_model_and_rows_are_needed() -> None:
+    done = train("t5-small")
+    assert done.exit_code == 2
+    assert "TRAIN_DATASET: pass it, or write it into the recipe" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["precison", "epoch", "overwite", "max_input_lenght"])
+def test_an_unknown_argument_names_the_nearest(name: str) -> None:
+    nearest = {
+        "precison": "precision",
+        "epoch": "epochs",
+        "overwite": "overwrite",
+        "max_input_lenght": "max_input_length",
+    }
+    with pytest.raises(ConfigError, match=f"no argument '{name}'; did you mean '{nearest[name]}'"):
+        offloadkit.finetune("t5-tiny", [{"input": "1", "target": "2"}], tokenizer="byte", init="random", **{name: 1})

@@ -1,0 +1,218 @@
+"""The bare engine plans too: for an example, or for what its first window brought; and it keeps its budgets."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from offloadkit import OffloadConfig, OffloadEngine, Placement
+from offloadkit.checkpoint.values import random_states, set_random_states
+from offloadkit.engine import outline
+from offloadkit.errors import DoesNotFitError, NonFiniteGradientError
+from offloadkit.facts.fitted import LOADED_LATER_BYTES
+from offloadkit.offload.model import PlacedModel
+from offloadkit.planner.layout import ALLOCATOR_BYTES
+from tests.models import TinyLM
+from tests.planner.machines import GIB, H200
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FIXED = H200.vram_context_bytes + LOADED_LATER_BYTES + ALLOCATOR_BYTES
+TIGHT = OffloadConfig(vram=FIXED + (1 << 20), ram="8GiB", gradient_accumulation=2, learning_rate=1e-2)
+
+
+def model() -> TinyLM:
+    torch.manual_seed(0)
+    return TinyLM(width=32, hidden=515)
+
+
+def window(seed: int) -> list[torch.Tensor]:
+    """Two micro-batches; the second one is the larger."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 61, (rows, 9), generator=generator) for rows in (2, 3)]
+
+
+def trained(engine: OffloadEngine, steps: int = 3) -> dict[str, torch.Tensor]:
+    for seed in range(steps):
+        for tokens in window(seed):
+            engine.backward(engine(tokens))
+            engine.step()
+    return engine.master_weights()
+
+
+@pytest.fixture
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made for a GPU; what they say is done on the CPU."""
+    monkeypatch.setattr(outline, "measured_by", lambda *_, **__: H200)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, torch.Tensor]:
+    with OffloadEngine(model(), OffloadConfig(gradient_accumulation=2, learning_rate=1e-2), device="cpu") as engine:
+        return trained(engine)
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_an_example_is_planned_for_within_the_budget(plain: dict[str, torch.Tensor]) -> None:
+    plans = []
+    for example in (window(0)[1], (window(0)[1],), {"tokens": window(0)[1]}):
+        with OffloadEngine(model(), TIGHT, device="cpu", example=example) as engine:
+            plans.append(engine.plan)
+            weights = trained(engine)
+        assert all(weights[name].equal(weight) for name, weight in plain.items())
+    assert plans[0].tiers["vram"]["activations"] > 0
+    assert plans[0].total_bytes("vram") <= FIXED + (1 << 20)
+    assert "ram" in {where.states for where in plans[0].placements}
+    assert plans[0] == plans[1] == plans[2]
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_without_one_the_largest_micro_batch_of_the_first_window_is(plain: dict[str, torch.Tensor]) -> None:
+    """The run begins with every block recomputed, and moves once."""
+    config = replace(TIGHT, vram=4 * GIB)
+    with OffloadEngine(model(), config, device="cpu", example=window(0)[1]) as engine:
+        planned = engine.plan
+    with OffloadEngine(model(), config, device="cpu") as engine:
+        before = engine.plan
+        assert engine.is_beginning
+        weights = trained(engine)
+        assert not engine.is_beginning
+        assert len(engine.telemetry.moves) == 1
+        assert engine.plan == planned
+    in_blocks = [where for layer, where in zip(before.layers, before.placements, strict=True) if layer.in_block]
+    assert {where.activations for where in in_blocks} == {"checkpoint"}
+    assert {where.activations for where in planned.placements} == {"keep"}
+    assert before.seconds is None
+    assert all(weights[name].equal(weight) for name, weight in plain.items())
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_training_goes_on_as_it_began_where_the_first_windows_plan_cannot_be(
+    plain: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(*_: object) -> None:
+        raise DoesNotFitError("no room for both at once")
+
+    monkeypatch.setattr(PlacedModel, "check_movable", no_room)
+    with OffloadEngine(model(), replace(TIGHT, vram=4 * GIB), device="cpu") as engine:
+        before = engine.plan
+        weights = trained(engine)
+        assert engine.plan == before
+    assert "goes on as it began, not as planned for its micro-batches: no room for both at once" in caplog.text
+    assert all(weights[name].equal(weight) for name, weight in plain.items())
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_a_first_window_that_is_not_finite_is_planned_for_too() -> None:
+    """The next step reports it, as any."""
+    with OffloadEngine(model(), replace(TIGHT, vram=4 * GIB, gradient_accumulation=1), device="cpu") as engine:
+        engine.backward(engine(window(0)[0]) * torch.inf)
+        assert engine.step()
+        assert len(engine.telemetry.moves) == 1
+        engine.backward(engine(window(0)[0]))
+        with pytest.raises(NonFiniteGradientError, match="step 1 is"):
+            engine.step()
+
+
+class Reads(TinyLM):
+    """Asks for values, which a model without memory does not have."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert len(tokens.tolist()) == len(tokens)
+        return super().forward(tokens)
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_a_model_that_cannot_be_traced_is_trained_as_it_began(caplog: pytest.LogCaptureFixture) -> None:
+    with OffloadEngine(Reads(width=8, hidden=16), TIGHT, device="cpu", example=window(0)[0]) as engine:
+        before = engine.plan
+        trained(engine, steps=1)
+        assert engine.plan is before
+    assert "cannot be planned" in caplog.text
+
+
+class DropsLayers(TinyLM):
+    """Draws numbers by itself, as models that drop whole layers do."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(tokens)
+        return loss * float(torch.rand(()) + random.random() + np.random.rand() > 0)
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_a_plan_draws_no_random_number_of_the_run() -> None:
+    given, states = DropsLayers(), random_states()
+    made = outline.plan_for(given, TIGHT, torch.device("cpu"), window(0)[0])
+    assert made is not None
+    assert made.seconds is not None
+    drawn = float(torch.rand(())), random.random(), float(np.random.rand())
+    set_random_states(states)
+    assert drawn == (float(torch.rand(())), random.random(), float(np.random.rand()))
+
+
+class Logits(nn.Module):
+    """Its loss is computed outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 512))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"logits": self.layers(x), "loss": None}
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_a_loss_outside_the_model_is_stood_in_for() -> None:
+    config = OffloadConfig(vram=4 * GIB, ram="8GiB")
+    held = []
+    for rows in (4, 4096):
+        with OffloadEngine(Logits(), config, device="cpu", example=torch.zeros(rows, 16)) as engine:
+            held.append(engine.plan.tiers["vram"]["activations"])
+    assert held[1] - held[0] >= 2 * 4092 * 512 * 4  # the logits, and what a softmax of them holds
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_hooks_of_the_model_do_not_run_while_it_is_planned() -> None:
+    given, calls = model(), list[Any]()
+    given.blocks[0].register_forward_hook(lambda *args: calls.append(args))
+    given.head.register_full_backward_hook(lambda *args: calls.append(args))
+    made = outline.plan_for(given, TIGHT, torch.device("cpu"), window(0)[0])
+    assert made is not None
+    assert made.seconds is not None
+    assert not calls
+
+
+@pytest.mark.usefixtures("on_a_card")
+@pytest.mark.parametrize("example", [None, torch.zeros(2, 9, dtype=torch.int64)])
+def test_a_budget_that_is_too_small_is_refused_before_anything_moves(example: torch.Tensor | None) -> None:
+    given = model()
+    weight = given.head.weight.data_ptr()
+    with pytest.raises(DoesNotFitError, match=r"needs .* of VRAM, has 256 MiB(.|\n)* would fit"):
+        OffloadEngine(given, OffloadConfig(vram="256MiB"), device="cpu", example=example)
+    assert given.head.weight.data_ptr() == weight
+    OffloadEngine(given, OffloadConfig(vram=4 * GIB), device="cpu", example=example).close()
+
+
+def test_a_budget_of_ram_is_kept_without_a_gpu_too() -> None:
+    with pytest.raises(DoesNotFitError, match="RAM, has 1 MiB"):
+        OffloadEngine(model(), OffloadConfig(ram="1MiB"), device="cpu")
+
+
+def test_a_placement_on_disk_needs_no_folder_to_be_planned() -> None:
+    config = OffloadConfig(ram="8GiB", placement=Placement(states="disk"))
+    with OffloadEngine(model(), config, device="cpu", example=window(0)[0]) as engine:
+        assert engine.plan.total_bytes("disk") > 0
+
+
+def test_nothing_is_measured_where_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(outline, "measured_by", refuse)
+    OffloadEngine(model(), device="cpu").close()

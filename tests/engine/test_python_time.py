@@ -1,0 +1,186 @@
+"""Python's time for the blocks of a model, timed on the CPU, and what a plan makes of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import LlamaForCausalLM, T5ForConditionalGeneration
+
+from offloadkit.device import measure as measuring
+from offloadkit.engine import outline, python_time
+from offloadkit.engine.python_time import Blocks, blocks_called
+from offloadkit.engine.tracing import trace_micro_batch
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.offload.layers import repeated_blocks
+from offloadkit.planner import MicroBatch
+from offloadkit.planner.seconds import weighed
+from tests.hf.tiny import llama_config, t5_config
+from tests.planner.machines import H200
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measuring, "own_rates", {})
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [])  # no other process disturbs
+
+
+def t5() -> nn.Module:
+    with torch.device("meta"):
+        return T5ForConditionalGeneration(t5_config(num_layers=3, use_cache=False)).train()
+
+
+def llama() -> nn.Module:
+    with torch.device("meta"):
+        return LlamaForCausalLM(llama_config(num_hidden_layers=3, use_cache=False)).train()
+
+
+def traced(model: nn.Module, rows: int = 8) -> tuple[Blocks, MicroBatch]:
+    ids = torch.empty(rows, 16, dtype=torch.int64, device="meta")
+    with blocks_called(model) as blocks:
+        return blocks, trace_micro_batch(model, {"input_ids": ids, "labels": ids, "attention_mask": ids})
+
+
+@pytest.mark.parametrize(("make", "names"), [(t5, ["encoder.block.1", "decoder.block.1"]), (llama, ["model.layers.0"])])
+def test_the_most_frequent_kinds_are_timed_with_few_rows(
+    make: Any, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three Llama blocks are of one kind. A T5's first blocks, which compute the position bias, are of their own."""
+    model = make()
+    blocks, work = traced(model)
+    timed: list[tuple[str, int]] = []
+    times = iter([(0.003, 0.006), (0.005, 0.008)])
+
+    def time(kind: Any, device: torch.device) -> tuple[float, float]:
+        timed.append((kind.names[0], kind.arguments[0].size[0]))
+        return next(times)
+
+    monkeypatch.setattr(python_time, "timed", time)
+    seconds = blocks.operation_seconds(work, CPU)
+    assert timed == [(name, 8) for name in names]
+    stages = {stage.block: stage for stage in work.stages}
+    forward = sum(weighed(stages[name].forward) for name in names)
+    backward = sum(weighed(stages[name].backward) for name in names)
+    expected = (0.008 / forward, 0.014 / backward) if len(names) == 2 else (0.003 / forward, 0.006 / backward)
+    assert seconds == pytest.approx(expected)
+    assert blocks.operation_seconds(work, CPU) == seconds, "timed again, though it was cached"
+    assert len(timed) == len(names)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("make", [t5, llama])
+def test_a_real_block_runs_by_itself_and_changes_nothing(make: Any) -> None:
+    seen: list[int] = []
+    model = make()
+    blocks, work = traced(model)
+    kinds = {type(block) for _, block in repeated_blocks(model)}
+
+    def called(module: nn.Module, args: Any) -> None:
+        if type(module) in kinds:
+            seen.append(args[0].shape[0])
+
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
+    handle = register_module_forward_pre_hook(called)
+    try:
+        seconds = blocks.operation_seconds(work, CPU)
+    finally:
+        handle.remove()
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
+    assert before[:2] == after[:2]
+    assert torch.equal(before[2], after[2])
+    assert seconds is not None
+    assert all(1e-7 < part < 1e-2 for part in seconds)
+    assert set(seen) == {2}, "it was timed with all rows"
+    assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_trace_counts_the_same_beside_it() -> None:
+    model = t5()
+    ids = torch.empty(8, 16, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": ids}
+    assert traced(model)[1] == trace_micro_batch(model, batch)
+
+
+class NeedsItsModel(nn.Module):
+    """A block that cannot run by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_meta:
+            raise ValueError("no")
+        return self.linear(x)
+
+
+class Disturbed(nn.Linear):
+    """A block beside which other work of the host takes the core, in its first calls."""
+
+    slow = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_meta and Disturbed.slow:
+            Disturbed.slow -= 1
+            time.sleep(0.01)
+        return super().forward(x)
+
+
+def test_what_other_work_takes_is_not_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With eight of the first calls slow, one quick burst is enough."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Disturbed(8, 8) for _ in range(3)))
+    with blocks_called(model) as blocks:
+        work = trace_micro_batch(model, torch.empty(4, 8, device="meta"))
+    monkeypatch.setattr(Disturbed, "slow", 8)
+    seconds = blocks.operation_seconds(work, CPU)
+    assert Disturbed.slow == 0
+    assert seconds is not None
+    assert seconds[0] * weighed(work.stages[0].forward) < 0.005
+
+
+def test_a_block_that_cannot_run_by_itself_is_planned_as_before() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(NeedsItsModel() for _ in range(3)))
+    with blocks_called(model) as blocks:
+        work = trace_micro_batch(model, torch.empty(4, 8, device="meta"))
+    assert blocks.operation_seconds(work, CPU) is None
+    assert not measuring.cache_file().exists()
+
+
+def test_a_plan_for_the_gpu_here_times_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Blocks, "operation_seconds", lambda self, work, device: (3e-5, 4e-5))
+    batch = torch.empty(2, 8, device="meta")
+
+    def launches(**changes: Any) -> Any:
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        work = outline.outlined(model, OffloadConfig(), replace(H200, **changes)).work(batch)
+        assert work is not None
+        return work.operation_launches
+
+    assert launches(launch_seconds=5e-6) == pytest.approx((6, 8))
+    assert launches(assumed="a card that is not here") is None
+    assert launches(device="cpu") is None
+
+
+def test_the_cache_says_what_was_timed() -> None:
+    blocks, work = traced(llama())
+    blocks.operation_seconds(work, CPU)
+    ((key, kept),) = json.loads(measuring.cache_file().read_text()).items()
+    assert "LlamaDecoderLayer" in key
+    assert set(kept) == {"forward_seconds", "backward_seconds"}

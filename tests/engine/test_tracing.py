@@ -1,0 +1,259 @@
+"""What is found out about a micro-batch on the meta device: by hand, and against a real run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+from transformers import (
+    BartConfig,
+    BartForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5ForSequenceClassification,
+)
+
+from offloadkit.engine import tracing
+from offloadkit.engine.tracing import trace_micro_batch
+from offloadkit.hf.loss import compute_loss_in_chunks
+from offloadkit.planner import MicroBatch
+from tests.models import Residual
+
+BATCH, WIDTH, HIDDEN = 8, 64, 256
+
+
+class Stack(nn.Module):
+    """Three blocks and a mean; fp32."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual(WIDTH, HIDDEN) for _ in range(depth)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.mean()
+
+
+def meta_stack(depth: int = 3) -> Stack:
+    with torch.device("meta"):
+        return Stack(depth)
+
+
+def test_a_block_by_hand() -> None:
+    x = torch.empty(BATCH, WIDTH, requires_grad=True)
+    work = trace_micro_batch(meta_stack(), {"x": x})
+    first, second, third, mean = work.stages
+    assert [stage.block for stage in work.stages] == ["blocks.0", "blocks.1", "blocks.2", ""]
+    hidden, output, matrix = 4 * BATCH * HIDDEN, 4 * BATCH * WIDTH, 4 * WIDTH * HIDDEN
+    assert second.kept_bytes == hidden + output  # tanh's result, which `down` saves too; x + down(...)
+    assert second.output_bytes == second.input_bytes == output
+    assert second.forward_peak_bytes == 2 * hidden  # what goes into tanh and what comes out
+    assert second.forward.flops == 2 * 2 * BATCH * WIDTH * HIDDEN
+    assert second.backward.flops == 2 * second.forward.flops
+    assert second.forward.num_operations == 4  # two products with bias, tanh, addition
+    assert output + matrix <= second.backward_peak_bytes <= output + matrix + 3 * hidden
+    assert second.shared_bytes == 0
+    assert third.kept_bytes == second.kept_bytes
+    assert first.backward == second.backward
+    assert mean.kept_bytes == 512 - output  # the loss, as torch's allocator rounds it; its input is gone
+
+
+def test_the_first_block_has_no_gradient_to_hand_on_where_inputs_have_none() -> None:
+    work = trace_micro_batch(meta_stack(), {"x": torch.empty(BATCH, WIDTH)})
+    assert work.stages[0].backward.flops < work.stages[1].backward.flops
+
+
+def test_frozen_blocks_keep_nothing() -> None:
+    model = meta_stack()
+    model.blocks[0].requires_grad_(False)
+    first, second, *_ = trace_micro_batch(model, {"x": torch.empty(BATCH, WIDTH)}).stages
+    assert first.kept_bytes == first.output_bytes < second.kept_bytes
+    assert first.backward.flops == 0
+
+
+def t5(**values: Any) -> T5ForConditionalGeneration:
+    shape = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 3, "num_heads": 4, "vocab_size": 512}
+    config = T5Config(**shape, decoder_start_token_id=0, dropout_rate=0.0, use_cache=False, **values)
+    config._attn_implementation = "eager"
+    return T5ForConditionalGeneration(config).train()
+
+
+def llama(num_key_value_heads: int = 2) -> LlamaForCausalLM:
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(**shape, num_key_value_heads=num_key_value_heads, vocab_size=512, use_cache=False)
+    return LlamaForCausalLM(config).train()
+
+
+def tokens(rows: int, length: int, **others: int) -> dict[str, torch.Tensor]:
+    lengths = {"input_ids": length, "labels": length} | others
+    return {name: torch.ones(rows, number, dtype=torch.int64) for name, number in lengths.items()}
+
+
+def saved_in_a_real_run(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    """Bytes of the distinct storages that autograd saves on the CPU; weights and inputs do not count."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
+    own |= {tensor.untyped_storage().data_ptr() for tensor in batch.values()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _loss = model(**batch).loss
+    return sum(saved.values())
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    return model.to("meta")
+
+
+def test_what_t5_keeps_is_what_autograd_saves() -> None:
+    model, batch = t5(), tokens(4, 64, labels=32)
+    saved = saved_in_a_real_run(model, batch)
+    work = trace_micro_batch(on_meta(model), batch)
+    kept = sum(stage.kept_bytes for stage in work.stages)
+    assert saved <= kept <= 1.02 * saved + 4 * 4 * 32 * 512  # the logits are there too, as long as the output is
+    assert work.num_tokens == 4 * (64 + 32)
+
+
+def t5_classifier() -> nn.Module:
+    config = T5Config(d_model=128, d_kv=32, d_ff=512, num_layers=3, num_heads=4, vocab_size=512, dropout_rate=0.0)
+    config.decoder_start_token_id, config._attn_implementation = 0, "eager"
+    return T5ForSequenceClassification(config).train()
+
+
+def bart_classifier() -> nn.Module:
+    encoder = {"encoder_layers": 2, "encoder_ffn_dim": 256, "encoder_attention_heads": 4}
+    decoder = {"decoder_layers": 2, "decoder_ffn_dim": 256, "decoder_attention_heads": 4}
+    config = BartConfig(d_model=128, vocab_size=512, dropout=0.0, **encoder, **decoder)
+    config._attn_implementation = "eager"
+    return BartForSequenceClassification(config).train()
+
+
+@pytest.mark.parametrize("make", [t5_classifier, bart_classifier])
+def test_what_a_classifier_of_the_end_tokens_state_keeps_is_what_autograd_saves(make: Callable[[], Any]) -> None:
+    """It asks whether all rows have equally many end tokens, and takes the states at these."""
+    model = make()
+    batch = {"input_ids": torch.full((4, 64), 5), "labels": torch.zeros(4, dtype=torch.int64)}
+    batch["input_ids"][:, -1] = model.config.eos_token_id
+    saved = saved_in_a_real_run(model, batch)
+    work = trace_micro_batch(on_meta(model), batch)
+    assert saved <= sum(stage.kept_bytes for stage in work.stages) <= 1.02 * saved
+    states = 4 * 4 * 64 * 128
+    assert work.stages[-1].kept_bytes < 1.1 * states  # T5's last norm keeps these; what is taken is a state a row
+
+
+def test_llama_keeps_no_attention_weights() -> None:
+    model = on_meta(llama())
+    short, long = (trace_micro_batch(model, tokens(2, length)) for length in (64, 256))
+    for before, after in zip(short.stages, long.stages, strict=True):
+        assert after.kept_bytes <= 4.2 * before.kept_bytes
+    assert short.num_tokens == 128
+
+
+def test_queries_that_share_keys_are_counted_by_torch_2_11_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its formulas take no fewer heads of keys than of queries."""
+    asked = []
+
+    def strict(formula: Callable[..., int], first: int) -> Callable[..., int]:
+        def count(*args: torch.Tensor, **options: Any) -> int:
+            query, key, value = args[first : first + 3]
+            assert query.shape[1] == key.shape[1] == value.shape[1]
+            asked.append(tuple(query.shape))
+            return formula(*args, **options)
+
+        return count
+
+    every, shared = (on_meta(llama(heads).bfloat16()) for heads in (4, 2))
+    with_all = trace_micro_batch(every, tokens(2, 64)).stages[1]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    back = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    for operation, first in ((flash, 0), (back, 1)):
+        monkeypatch.setitem(flop_registry, operation, strict(flop_registry[operation], first))
+    with_half = trace_micro_batch(shared, tokens(2, 64)).stages[1]
+    assert asked == [(2, 4, 64, 32)] * 2
+    products = 2 * (2 * (2 * 64) * 128 * 64)  # that make the keys and values which are not there
+    assert with_all.forward.flops - with_half.forward.flops == products
+    assert with_all.backward.flops - with_half.backward.flops == 2 * products
+
+
+def test_blocks_of_one_kind_are_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = on_meta(t5()), tokens(4, 64, labels=32)
+    together = trace_micro_batch(model, batch)
+    serial = itertools.count()
+    monkeypatch.setattr(tracing, "kind_of", lambda *_: next(serial))
+    each = trace_micro_batch(model, batch)
+    assert next(serial) == 6
+    assert each == together
+
+
+def test_t5s_later_blocks_share_the_position_bias() -> None:
+    stages = {stage.block: stage for stage in trace_micro_batch(on_meta(t5()), tokens(4, 64, labels=32)).stages}
+    bias = 4 * 4 * 64 * 64
+    assert stages["encoder.block.0"].output_bytes == stages["encoder.block.1"].output_bytes + bias
+    assert stages["encoder.block.0"].shared_bytes == 0
+    assert stages["encoder.block.1"].shared_bytes == bias
+
+
+def test_padding_makes_a_mask() -> None:
+    model, batch = on_meta(llama()), tokens(2, 64)
+    whole = trace_micro_batch(model, batch)
+    padded = trace_micro_batch(model, batch | {"attention_mask": batch["input_ids"]})
+    assert padded.stages[1].kept_bytes > whole.stages[1].kept_bytes  # keys and values are repeated for each head
+
+
+def test_a_loss_in_chunks_keeps_no_logits() -> None:
+    model, batch = on_meta(llama()), tokens(4, 64)
+    whole = trace_micro_batch(model, batch).stages[-1]
+    compute_loss_in_chunks(model, chunk_elements=2**13)
+    chunked = trace_micro_batch(model, batch).stages[-1]
+    assert chunked.kept_bytes < whole.kept_bytes - 4 * 4 * 64 * 512 + 2 * 4 * 64 * 128 * 4
+    assert chunked.forward_peak_bytes < whole.forward_peak_bytes
+
+
+def test_dropout_saves_a_mask_of_bytes_as_on_a_gpu() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList([Residual(WIDTH, HIDDEN, dropout) for dropout in (0.0, 0.1)])
+    without, with_dropout = (
+        trace_micro_batch(nn.Sequential(block, _Mean()), {"input": torch.empty(BATCH, WIDTH)}) for block in model
+    )
+    kept = [sum(stage.kept_bytes for stage in work.stages) for work in (without, with_dropout)]
+    assert kept[1] - kept[0] == 4 * BATCH * HIDDEN + BATCH * HIDDEN  # what goes into `down`, and the mask
+
+
+def test_numbers_that_are_known_are_read() -> None:
+    """transformers draws whether to leave out a layer, on the CPU."""
+
+    class Drops(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean() if torch.rand([]) < 0 else super().forward(x)
+
+    with torch.device("meta"):
+        model = Drops()
+    work = trace_micro_batch(model, {"x": torch.empty(BATCH, WIDTH)})
+    assert [stage.block for stage in work.stages if stage.block] == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+class _Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean()
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = on_meta(llama())
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    work = trace_micro_batch(model, tokens(2, 64))
+    assert isinstance(work, MicroBatch)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert all(parameter.grad is None and not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
