@@ -46,13 +46,13 @@ def _refused(instead: str) -> Key:
     return Key("refused", instead)
 
 
-_STAY = "it trains something else; stay with DeepSpeed for it"
-_PLAN = "the plan chooses where things live; no choice changes a number"
-_BUCKETS = "layers travel as wholes, through buffers that the plan sizes"
-_OVERLAP = "copies always overlap with computing"
+_STAY = "it changes what is trained; use DeepSpeed for it"
+_PLAN = "the plan decides where tensors live; the placement changes no number"
+_BUCKETS = "layers move as a whole, through buffers that the plan sizes"
+_OVERLAP = "copies always overlap with compute"
 _FP32_SUMS = "gradients are always added in fp32"
 _CUTS = "with several GPUs states and gradients are always shared between them"
-_NOT_ROUNDED = "nothing is quantised: weights are those of exact training"
+_NOT_ROUNDED = "nothing is quantised: training is exact"
 _LOGS = "Telemetry and Monitor record every step"
 
 KEYS: dict[str, Key] = {
@@ -66,7 +66,7 @@ KEYS: dict[str, Key] = {
     "optimizer.params.eps": _read("OffloadConfig(eps=...)"),
     "optimizer.params.weight_decay": _read("OffloadConfig(weight_decay=...), decoupled"),
     "optimizer.params.adam_w_mode": _read(
-        "of Adam: false, with a weight decay of the config, a group or a Trainer, is refused, since decay is decoupled"
+        "for Adam: false is refused with a weight decay in the config, a group or a Trainer, since decay is decoupled"
     ),
     "optimizer.params.torch_adam": _read("the step is exact fp32 AdamW anyway; true: weight_decay is 0.01 by default"),
     "optimizer.params.foreach": _ignored("the step is one pass over each layer"),
@@ -91,8 +91,10 @@ KEYS: dict[str, Key] = {
     "fp16.fp16_master_weights_and_grads": _ignored("master weights stay fp32"),
     "bf16.enabled": _read("OffloadConfig(working_dtype='bf16'), with fp32 master weights"),
     "bf16.check_grad_overflow": _read("true, the default: OffloadConfig(on_nonfinite='skip'); false: an error"),
-    "bf16.immediate_grad_update": _ignored("gradients are gathered as backward makes them"),
-    "bf16.bf16_master_weights_and_grads": _ignored("master weights stay fp32, at 2 bytes beside a bf16 weight"),
+    "bf16.immediate_grad_update": _ignored("gradients are gathered while backward computes them"),
+    "bf16.bf16_master_weights_and_grads": _ignored(
+        "master weights stay fp32; they need 2 bytes in addition to a bf16 weight"
+    ),
     "bf16.bf16_optimizer_states": _ignored("moments are fp32; precision='compact' keeps them in bf16"),
     "zero_optimization.stage": _ignored(f"{_PLAN}. Below stage 3 DeepSpeed ignores offload_param; the plan does not"),
     "zero_optimization.offload_optimizer.device": _read(f'"nvme": OffloadConfig(disk=nvme_path); else {_PLAN}'),
@@ -102,11 +104,11 @@ KEYS: dict[str, Key] = {
     "zero_optimization.offload_optimizer.pipeline_read": _ignored(_OVERLAP),
     "zero_optimization.offload_optimizer.pipeline_write": _ignored(_OVERLAP),
     "zero_optimization.offload_optimizer.fast_init": _ignored("states are never written before they are needed"),
-    "zero_optimization.offload_optimizer.ratio": _ignored("CPU and GPU share the step as makes it fastest"),
+    "zero_optimization.offload_optimizer.ratio": _ignored("CPU and GPU share the step for the highest speed"),
     "zero_optimization.offload_optimizer.super_offload": _ignored(_OVERLAP),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": _ignored("the step uses all cores"),
     "zero_optimization.offload_param.device": _read(
-        f'{_PLAN}. A warning for "nvme", since RAM must hold the weights, and below stage 3'
+        f'{_PLAN}. A warning for "nvme", since RAM must hold the weights, and for stages below 3'
     ),
     "zero_optimization.offload_param.nvme_path": _ignored("weights are never on disk: RAM must hold them"),
     "zero_optimization.offload_param.pin_memory": _ignored("memory that is copied from is always pinned"),
@@ -115,15 +117,15 @@ KEYS: dict[str, Key] = {
     "zero_optimization.offload_param.max_in_cpu": _ignored("weights are never on disk: RAM must hold them"),
     "zero_optimization.contiguous_gradients": _ignored("a layer's gradients are always in one buffer"),
     "zero_optimization.overlap_comm": _ignored(_OVERLAP),
-    "zero_optimization.reduce_scatter": _ignored("a gradient goes to the GPU that steps it, always"),
+    "zero_optimization.reduce_scatter": _ignored("a gradient always goes to the GPU that steps it"),
     "zero_optimization.reduce_bucket_size": _ignored(_BUCKETS),
     "zero_optimization.use_multi_rank_bucket_allreduce": _ignored(_BUCKETS),
     "zero_optimization.allgather_partitions": _ignored(_CUTS),
     "zero_optimization.allgather_bucket_size": _ignored(_BUCKETS),
     "zero_optimization.sub_group_size": _ignored(_BUCKETS),
-    "zero_optimization.compute_grad_norm": _ignored("the norm takes no pass of its own"),
+    "zero_optimization.compute_grad_norm": _ignored("computing the norm takes no extra pass"),
     "zero_optimization.load_from_fp32_weights": _ignored("checkpoints hold the fp32 master weights"),
-    "zero_optimization.elastic_checkpoint": _ignored("any number of GPUs goes on from any checkpoint"),
+    "zero_optimization.elastic_checkpoint": _ignored("any number of GPUs can resume from any checkpoint"),
     "zero_optimization.stage3_prefetch_bucket_size": _ignored(_BUCKETS),
     "zero_optimization.stage3_param_persistence_threshold": _ignored(_PLAN),
     "zero_optimization.stage3_model_persistence_threshold": _ignored(_PLAN),
@@ -135,7 +137,7 @@ KEYS: dict[str, Key] = {
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _ignored(_CUTS),
     "zero_optimization.stage3_allgather_sequential": _ignored(_BUCKETS),
     "zero_optimization.ignore_unused_parameters": _ignored("parameters without a gradient are not stepped"),
-    "zero_optimization.legacy_stage1": _ignored("there is one engine for all stages"),
+    "zero_optimization.legacy_stage1": _ignored("one engine covers all stages"),
     "zero_optimization.round_robin_gradients": _ignored(_OVERLAP),
     "zero_optimization.parameter_alignment": _ignored("parameters begin at multiples of 256 elements"),
     "zero_optimization.zero_hpz_partition_size": _ignored(_CUTS),
@@ -147,37 +149,37 @@ KEYS: dict[str, Key] = {
     "zero_optimization.override_module_apply": _ignored("weights are whole wherever they are read"),
     "zero_optimization.log_trace_cache_warnings": _ignored(_LOGS),
     "zero_optimization.enable_sanity_checks": _ignored("the engine always checks its calls"),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _ignored("there is no Muon here"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _ignored("DeepSpeed's Muon is not supported"),
     "zero_optimization.leaf_module": _ignored("blocks are found by the model's structure"),
-    "zero_optimization.zenflow": _ignored("every step uses all of its own gradients"),
+    "zero_optimization.zenflow": _ignored("every step uses all its gradients"),
     "zero_optimization.cpu_offload": _ignored(_PLAN),
     "zero_optimization.cpu_offload_param": _ignored(_PLAN),
     "zero_optimization.cpu_offload_use_pin_memory": _ignored("memory that is copied from is always pinned"),
-    "zero_allow_untested_optimizer": _ignored("optimizers that are not known are refused"),
-    "zero_force_ds_cpu_optimizer": _ignored("a client's AdamW gives its groups; the engine steps them itself"),
-    "activation_checkpointing": _ignored("the plan recomputes blocks where memory asks for it, or sends inputs to RAM"),
+    "zero_allow_untested_optimizer": _ignored("unknown optimizers are refused"),
+    "zero_force_ds_cpu_optimizer": _ignored("the client's AdamW provides the groups; the engine steps them itself"),
+    "activation_checkpointing": _ignored("the plan recomputes blocks if memory is short, or moves inputs to RAM"),
     "steps_per_print": _read("`initialize` prints a line every so many updates; Infinity: never"),
     "wall_clock_breakdown": _read("`initialize` prints the seconds of each update's phases"),
     "dataloader_drop_last": _read("drop_last of the DataLoader of training_data"),
-    "offloadkit": _read("fields of OffloadConfig, such as vram, ram, precision; DeepSpeed overlooks the section"),
-    "communication_data_type": _ignored(f"{_FP32_SUMS}, of gradients as backward made them"),
+    "offloadkit": _read("fields of OffloadConfig, such as vram, ram, precision; DeepSpeed ignores the section"),
+    "communication_data_type": _ignored(f"{_FP32_SUMS}, of gradients as computed by backward"),
     "seq_parallel_communication_data_type": _ignored(_FP32_SUMS),
     "data_types.grad_accum_dtype": _ignored(_FP32_SUMS),
-    "data_types.param_dtype": _ignored("fp16.enabled and bf16.enabled say it"),
+    "data_types.param_dtype": _ignored("fp16.enabled and bf16.enabled decide it"),
     "data_types.buffer_dtype": _ignored("buffers keep their dtypes"),
-    "data_types.keep_in_fp32_modules": _ignored("modules that a model of transformers names so stay fp32 in fp16"),
+    "data_types.keep_in_fp32_modules": _ignored("modules that a transformers model lists for this stay fp32 in fp16"),
     "prescale_gradients": _ignored(f"{_FP32_SUMS}, which do not overflow"),
     "gradient_predivide_factor": _ignored(f"{_FP32_SUMS}, which do not overflow"),
     "gradient_allreduce_op": _read('"sum" is refused: gradients are the mean over GPUs'),
     "disable_allgather": _ignored(_CUTS),
-    "checkpoint": _ignored("a checkpoint takes its name when it is whole, on any number of GPUs"),
+    "checkpoint": _ignored("a checkpoint gets its name once it is complete, on any number of GPUs"),
     "aio": _ignored("states on disk are read and written with O_DIRECT"),
     "dump_state": _ignored(_LOGS),
     "memory_breakdown": _ignored(_LOGS),
     "log_level": _ignored("Python's logging says it"),
-    "disable_python_gc": _ignored("Python's garbage is collected as always"),
+    "disable_python_gc": _ignored("Python's garbage collection is unchanged"),
     "timers": _ignored(_LOGS),
-    "flops_profiler": _ignored("engine.profile() traces steps and says what bounds them"),
+    "flops_profiler": _ignored("engine.profile() traces steps and names the bottleneck"),
     "comms_logger": _ignored(_LOGS),
     "tensorboard": _ignored(_LOGS),
     "wandb": _ignored(_LOGS),
@@ -187,12 +189,12 @@ KEYS: dict[str, Key] = {
     "datastates_ckpt": _ignored("checkpoints are read and written in pieces"),
     "compile": _ignored("OffloadConfig(compile_blocks=True) compiles"),
     "vocabulary_size": _ignored("the model knows it"),
-    "use_data_before_expert_parallelism": _ignored("there is no expert parallelism"),
+    "use_data_before_expert_parallelism": _ignored("expert parallelism is not supported"),
     "weight_quantization": _refused(_STAY),
     "torch_autocast": _refused('leave it out: "bf16" or "fp16" with {"enabled": true} keeps fp32 master weights'),
     "amp": _refused('leave it out: "bf16" or "fp16" with {"enabled": true} keeps fp32 master weights'),
     "tensor_parallel": _refused(_STAY),
-    "pipeline": _ignored("it is for DeepSpeed's PipelineModule, which does not train here"),
+    "pipeline": _ignored("it is for DeepSpeed's PipelineModule, which offloadkit does not train"),
     "expert_parallel": _refused(_STAY),
     "sequence_parallel_size": _refused(_STAY),
     "data_parallel_size": _ignored("all processes share the data"),
@@ -205,8 +207,10 @@ KEYS: dict[str, Key] = {
     "eigenvalue": _refused(_STAY),
     "sparse_attention": _refused(_STAY),
     "sparse_gradients": _refused("leave it out: gradients are dense"),
-    "elasticity": _refused("leave it out, and write the batch sizes: any number of GPUs goes on from any checkpoint"),
-    "nebula": _refused("leave it out: checkpoints go to a folder"),
+    "elasticity": _refused(
+        "leave it out, and write the batch sizes: any number of GPUs can resume from any checkpoint"
+    ),
+    "nebula": _refused("leave it out: checkpoints are written to a folder"),
 }
 """Keys by dotted name. A section without keys in this table, such as "tensorboard", is treated as a whole."""
 
@@ -340,12 +344,12 @@ def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None 
     stage = _stage(content)
     if ignored:
         logger.info(f"{where}: these change nothing: " + "; ".join(f"{name} ({why})" for name, why in ignored.items()))
-        _warn(f"{where}: these change nothing here, and docs/from-deepspeed.md says why: {', '.join(ignored)}")
+        _warn(f"{where}: these have no effect here, for the reasons in docs/from-deepspeed.md: {', '.join(ignored)}")
     _warn_of_weights(said.get("zero_optimization.offload_param.device"), stage, where)
     if auto:
         _warn(
-            f"{where} leaves {', '.join(auto)} open ('auto'): the arguments of a Trainer say them; else they are at "
-            "OffloadConfig's defaults"
+            f"{where} leaves {', '.join(auto)} open ('auto'): a Trainer's arguments set them; otherwise "
+            "OffloadConfig's defaults apply"
         )
     if said.get("steps_per_print") == math.inf:
         del said["steps_per_print"]
@@ -358,7 +362,7 @@ def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None 
         options.pop("on_nonfinite", None)  # DeepSpeed's default, not written in the file
     if clashing := sorted(own.keys() & options.keys()):
         raise ConfigError(
-            f'{where}: the section "offloadkit" says {", ".join(clashing)} again: DeepSpeed\'s own keys have said it'
+            f'{where}: the section "offloadkit" repeats {", ".join(clashing)}, which DeepSpeed\'s own keys already set'
         )
     found = DeepSpeedConfig(
         options=options | own,
@@ -388,8 +392,8 @@ def offload_config(source: str | Path | dict[str, Any] | DeepSpeedConfig, num_gp
     read = source if isinstance(source, DeepSpeedConfig) else read_deepspeed(source, num_gpus=num_gpus)
     if read is not source and read.schedule is not None:
         logger.warning(
-            f"the schedule {read.schedule[0]} is no part of OffloadConfig: offloadkit.initialize steps it; under a "
-            "Trainer say it by lr_scheduler_type and warmup_steps, in a loop of your own by a scheduler of torch's"
+            f"the schedule {read.schedule[0]} is not part of OffloadConfig: offloadkit.initialize steps it; with a "
+            "Trainer use lr_scheduler_type and warmup_steps, in your own loop a torch scheduler"
         )
     options, where = dict(read.options), read.where
     if read.dynamic_loss_scale is not None:
@@ -408,7 +412,9 @@ def _made(kind: type[_Made], options: dict[str, Any], where: str) -> _Made:
     for name in options:
         if name not in known:
             which = ", ".join(known)
-            raise ConfigError(f"{where}: it holds fields of {kind.__name__}, and {shown(name)} is none of {which}")
+            raise ConfigError(
+                f"{where}: it contains fields of {kind.__name__}, and {shown(name)} is not one of {which}"
+            )
     try:
         return kind(**options)
     except ConfigError as error:
@@ -430,11 +436,14 @@ def _warn_of_weights(device: str | None, stage: int, where: str) -> None:
     if device not in (None, "none", "cpu", "nvme"):
         raise ConfigError(f"{where}: {name} must be 'none', 'cpu' or 'nvme', got {shown(device)}")
     if device == "nvme":
-        _warn(f"{where}: {name} is 'nvme', and weights are never on disk here: RAM must hold what VRAM does not")
+        _warn(
+            f"{where}: {name} is 'nvme', but weights are never on disk here: RAM must hold the weights that VRAM does "
+            "not"
+        )
     if device in ("cpu", "nvme") and stage < 3:
         _warn(
             f"{where}: DeepSpeed ignores offload_param below stage 3, and the stage is {stage}; here the plan puts "
-            "weights into RAM where VRAM is short, at any stage"
+            "weights into RAM if VRAM is short, at any stage"
         )
 
 
@@ -448,8 +457,8 @@ def _check_optimizer(content: dict[str, Any], where: str) -> None:
     name = section.get("type") if isinstance(section, dict) else None
     if name not in (None, "auto") and str(name).lower() not in _OPTIMIZERS:
         raise ConfigError(
-            f"{where}: the optimizer {shown(name)} cannot be offloaded: 'AdamW', 'Adam' and 'Lion' can. Stay with "
-            "DeepSpeed for others"
+            f"{where}: the optimizer {shown(name)} cannot be offloaded: 'AdamW', 'Adam' and 'Lion' can. Use DeepSpeed "
+            "for other optimizers"
         )
 
 
@@ -495,14 +504,14 @@ def _leaves(section: dict[str, Any], prefix: str, where: str) -> Iterator[tuple[
             if isinstance(value, dict):
                 yield from _leaves(value, f"{name}.", where)
             elif value is not None:
-                raise ConfigError(f"{where}: {name} must be a section of its own ({{...}}), got {shown(value)}")
+                raise ConfigError(f"{where}: {name} must be a section ({{...}}), got {shown(value)}")
         elif name in KEYS:
             yield name, value
         else:
             near = _nearest(name, {*KEYS, *_SECTIONS})
             if prefix or near:
                 raise ConfigError(f"{where}: no key {shown(name)}{near}")
-            _warn(f"{where}: {shown(name)} is no key of DeepSpeed's, and is overlooked")
+            _warn(f"{where}: {shown(name)} is not a key of DeepSpeed, and is ignored")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -540,7 +549,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
     if name in ("optimizer.type", "scheduler.type") and not isinstance(value, str):
         raise ConfigError(f"{where}: {name} must be a name, got {shown(value)}")
     if name in ("offloadkit", "scheduler.params") and not isinstance(value, dict):
-        raise ConfigError(f"{where}: {name} must be a section of its own ({{...}}), got {shown(value)}")
+        raise ConfigError(f"{where}: {name} must be a section ({{...}}), got {shown(value)}")
     return value
 
 
@@ -572,7 +581,7 @@ def _batch_sizes(
         raise ConfigError(
             f"{where}: train_batch_size must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x GPUs, "
             f"but {train} is not {micro} x {accumulation} x {num_gpus} = {product}: change one of them, or leave one "
-            "out, which is then computed"
+            "out to have it computed"
         )
     return product, micro, accumulation
 
@@ -612,8 +621,8 @@ def _options(said: dict[str, Any], auto: list[str], where: str) -> dict[str, Any
         options["disk"] = str(said[f"{offload}.nvme_path"])
         if not Path(options["disk"]).expanduser().is_dir():
             _warn(
-                f"{where}: {offload}.nvme_path is no folder on this machine: {options['disk']}. Make it, or training "
-                "ends where RAM has no room for the states"
+                f"{where}: {offload}.nvme_path is not a folder on this machine: {options['disk']}. Create it, or "
+                "training ends if RAM has no room for the states"
             )
     return options
 

@@ -98,7 +98,7 @@ def initialize(
         raise ConfigError("initialize needs a model: initialize(model=model, config=...)")
     for name, given in {"mpu": mpu, "mesh_param": mesh_param}.items():
         if given is not None:
-            raise ConfigError(f"initialize({name}=...): offloadkit shares data only, no model; stay with DeepSpeed")
+            raise ConfigError(f"initialize({name}=...): offloadkit shards only data, not models; use DeepSpeed")
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     local_rank = _local_rank()
@@ -107,8 +107,8 @@ def initialize(
     read = read_deepspeed(_the_config(args, config, config_params), num_gpus=_world_size())
     if read.auto:
         raise ConfigError(
-            f"{read.where}: 'auto' in {', '.join(read.auto)}: a Trainer's arguments fill that in, and here is none. "
-            "Write numbers, or train with OffloadTrainer(..., offload=OffloadConfig.from_deepspeed(...))"
+            f"{read.where}: 'auto' in {', '.join(read.auto)}: a Trainer's arguments would set that, but there is no "
+            "Trainer here. Write numbers, or train with OffloadTrainer(..., offload=OffloadConfig.from_deepspeed(...))"
         )
     if read.micro_batch_size is None:
         raise ConfigError(f"{read.where} needs train_batch_size, or train_micro_batch_size_per_gpu")
@@ -164,8 +164,8 @@ def initialize(
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--deepspeed` (a flag for the script) and `--deepspeed_config PATH`, which `initialize` reads."""
-    group = parser.add_argument_group("DeepSpeed", "a config of DeepSpeed's, which offloadkit trains by")
-    group.add_argument("--deepspeed", action="store_true", help="a flag for the script; it changes nothing here")
+    group = parser.add_argument_group("DeepSpeed", "a DeepSpeed config for offloadkit")
+    group.add_argument("--deepspeed", action="store_true", help="a flag for the script; it has no effect here")
     group.add_argument("--deepspeed_config", default=None, type=str, metavar="PATH", help="ds_config.json")
     return parser
 
@@ -263,7 +263,8 @@ class DeepSpeedEngine:
             if not is_fp32 or not _OTHER_DTYPE.search(str(error)):
                 raise
             logger.warning(
-                f"the inputs are fp32, and the model computes in {self._dtype}: they are cast, and outputs back to fp32"
+                f"the inputs are fp32, but the model computes in {self._dtype}: they are cast, and outputs are cast "
+                "back to fp32"
             )
             self._casts = True
             set_random_states(states)
@@ -456,8 +457,9 @@ class DeepSpeedEngine:
             return getattr(self.module, name)
         except AttributeError as error:
             raise AttributeError(
-                f"neither the engine nor its module ({type(self.module).__name__}) has {name!r}. What there is of "
-                "DeepSpeed's methods is in docs/from-deepspeed.md; engine.offload is the OffloadEngine behind it",
+                f"neither the engine nor its module ({type(self.module).__name__}) has {name!r}. "
+                "docs/from-deepspeed.md lists the supported methods of DeepSpeed; engine.offload is the OffloadEngine "
+                "behind it",
                 name=name,
                 obj=self,
             ) from error
@@ -540,14 +542,14 @@ class DeepSpeedEngine:
         is_latest = tag is None
         if tag is None:
             if not (folder / _LATEST).is_file():
-                logger.warning(f"{folder} has no file {_LATEST!r}, so there is nothing to load: pass tag= otherwise")
+                logger.warning(f"{folder} has no file {_LATEST!r}, so there is nothing to load: otherwise pass tag=")
                 return None, None
             tag = (folder / _LATEST).read_text(encoding="utf-8").strip()
         found = folder / str(tag)
         if any(found.glob("*_model_states.pt")):
             raise ModelError(
-                f"{found} is DeepSpeed's checkpoint: turn it into weights with its zero_to_fp32.py, load them into the "
-                "model, and begin anew with them. The optimizer's states stay behind"
+                f"{found} is a DeepSpeed checkpoint: convert it to weights with its zero_to_fp32.py, load them into "
+                "the model, and start over with them. The optimizer states cannot be used"
             )
         if is_latest:
             found = world.from_first("looking for a checkpoint", partial(readable_or_before, found))
@@ -610,7 +612,7 @@ def _the_config(args: Any, config: Any, config_params: Any) -> Any:
     if len(found) != 1:
         have = f"there are {', '.join(found)}" if found else "there is none"
         raise ConfigError(
-            f"initialize takes one config, and {have}: pass config='ds_config.json', or --deepspeed_config"
+            f"initialize takes one config, but {have}: pass config='ds_config.json', or --deepspeed_config"
         )
     return next(iter(found.values()))
 
@@ -633,20 +635,20 @@ def _kind(client: Optimizer) -> str:
     kinds |= {"Lion": "lion", "FusedLion": "lion", "DeepSpeedCPULion": "lion"}
     if name not in kinds:
         raise ConfigError(
-            f"initialize(optimizer={name}): offloadkit steps AdamW, Adam and Lion, in pieces. Pass "
-            "torch.optim.AdamW, or stay with DeepSpeed"
+            f"initialize(optimizer={name}): offloadkit steps AdamW, Adam and Lion, in pieces. Pass torch.optim.AdamW, "
+            "or use DeepSpeed"
         )
     for group in client.param_groups:
         decoupled = group.get("decoupled_weight_decay", name != "Adam") and getattr(client, "adam_w_mode", True)
         if kinds[name] == "adamw" and not decoupled and group.get("weight_decay"):
             raise ConfigError(
                 f"initialize(optimizer={name}(weight_decay={group['weight_decay']})): {name} adds the decay to the "
-                "gradient, and decay is decoupled here. Pass torch.optim.AdamW, or weight_decay=0"
+                "gradient, but decay is decoupled here. Pass torch.optim.AdamW, or weight_decay=0"
             )
     if client.state:
         raise ConfigError(
-            f"initialize(optimizer={name}): it has been stepped, and its moments would be lost. Pass a new one, and go "
-            "on from a checkpoint with load_checkpoint"
+            f"initialize(optimizer={name}): it has been stepped, and its moments would be lost. Pass a new one, and "
+            "resume from a checkpoint with load_checkpoint"
         )
     return kinds[name]
 
@@ -657,7 +659,7 @@ def _freeze_others(model: nn.Module, groups: list[dict[str, Any]]) -> None:
     others = [name for name, each in model.named_parameters() if each.requires_grad and each not in listed]
     if not others:
         return
-    logger.warning(f"{len(others)} parameters are in no group of the optimizer, and are frozen: {others[0]}, ...")
+    logger.warning(f"{len(others)} parameters are in no group of the optimizer and are frozen: {others[0]}, ...")
     for name, parameter in model.named_parameters():
         if name in others:
             parameter.requires_grad_(False)

@@ -58,7 +58,7 @@ def prepare(*, on_cpu_steps: bool, to_disk: bool = False) -> None:
 
     if to_disk and not AsyncIOBuilder().is_compatible():
         raise ConfigError(
-            "states on a disk: DeepSpeed needs libaio for it (`apt install libaio-dev`). Without it leave disk out, or "
+            "states on a disk: DeepSpeed needs libaio for it (`apt install libaio-dev`). Otherwise leave disk out, or "
             "train with offloadkit's own engine"
         )
     if on_cpu_steps:
@@ -68,8 +68,8 @@ def prepare(*, on_cpu_steps: bool, to_disk: bool = False) -> None:
         except Exception as error:  # compilers and their drivers may raise anything
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError(
-                f"DeepSpeed cannot compile its AdamW for CPUs ({first}): it needs a C++ compiler (`apt install g++`) "
-                "and, beside a torch with CUDA, CUDA's own (CUDA_HOME). offloadkit's own engine needs neither"
+                f"DeepSpeed cannot compile its CPU AdamW ({first}): it needs a C++ compiler (`apt install g++`) and, "
+                "if torch has CUDA, also the CUDA toolkit (CUDA_HOME). offloadkit's own engine needs neither"
             ) from error
 
 

@@ -61,17 +61,21 @@ def deepspeed_arguments(
     offload = engine_config(offload or OffloadConfig(), args)
     optim = str(getattr(args.optim, "value", args.optim))
     refused = {
-        f"optim={optim!r}": (optim not in trainer_names(), "DeepSpeed steps with its AdamW here: leave it out"),
-        "deepspeed": (args.deepspeed, "leave it out: the config is made of `offload` and the plan"),
+        f"optim={optim!r}": (optim not in trainer_names(), "DeepSpeed uses its own AdamW here: leave it out"),
+        "deepspeed": (args.deepspeed, "leave it out: `offload` and the plan determine the config"),
         "fsdp": (args.fsdp, "leave it out"),
         "torch_compile=True": (args.torch_compile, "leave it out"),
-        "use_cpu=True": (args.use_cpu and torch.cuda.is_available(), "DeepSpeed trains on the GPU that is here"),
+        "use_cpu=True": (
+            args.use_cpu and torch.cuda.is_available(),
+            ("DeepSpeed trains on the GPU that this process uses"),
+        ),
     }
     if problems := [f"{name}: {advice}" for name, (given, advice) in refused.items() if given]:
-        raise ConfigError("TrainingArguments that DeepSpeed is not trained with here:\n  " + "\n  ".join(problems))
+        raise ConfigError("TrainingArguments that do not work with DeepSpeed here:\n  " + "\n  ".join(problems))
     if args.world_size > 1 and not torch.cuda.is_available():
         raise ConfigError(
-            f"{args.world_size} processes on the CPU: accelerate runs DeepSpeed on several GPUs only. Start one process"
+            f"{args.world_size} processes on the CPU: accelerate runs DeepSpeed on several processes only with GPUs. "
+            "Start one process"
         )
     zero = zero_for(offload, plan, logits=logits, num_ranks=args.world_size)
     if plan is not None and args.process_index == 0:
@@ -223,8 +227,6 @@ def newest_of_deepspeed(folder: Path) -> Path:
     found = [each for each in folder.glob("checkpoint-*") if (each / "trainer_state.json").is_file()]
     whole = [each for each in found if (each / "latest").is_file()]
     if not whole:
-        other = "; those there are offloadkit's own: leave engine='deepspeed' out" if found else ""
-        raise ConfigError(
-            f"resume=True: no checkpoint of DeepSpeed's in {folder}{other}. Leave resume out to begin anew"
-        )
+        other = "; the checkpoints there are offloadkit's: leave engine='deepspeed' out" if found else ""
+        raise ConfigError(f"resume=True: no DeepSpeed checkpoint in {folder}{other}. Leave resume out to start over")
     return max(whole, key=lambda each: int(each.name.rpartition("-")[2]))

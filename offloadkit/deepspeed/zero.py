@@ -101,24 +101,24 @@ def check(config: OffloadConfig) -> None:
     """
     scale = config.loss_scale
     refused = {
-        f"optimizer={config.optimizer!r}": (config.optimizer != "adamw", "DeepSpeed steps with its AdamW here"),
+        f"optimizer={config.optimizer!r}": (config.optimizer != "adamw", "DeepSpeed uses its own AdamW here"),
         f"precision={config.precision!r}": (config.precision != "exact", "DeepSpeed keeps fp32 moments: use 'exact'"),
         "compile_blocks=True": (config.compile_blocks, "leave it out"),
-        "on_nonfinite='rollback'": (config.on_nonfinite == "rollback", "training there goes on; leave it out"),
+        "on_nonfinite='rollback'": (config.on_nonfinite == "rollback", "training continues there; leave it out"),
         f"loss_scale={scale!r}": (
             isinstance(scale, DynamicLossScale) and (frexp(scale.start)[0] != 0.5 or scale.start < 1),
-            "DeepSpeed begins with a power of two from 1: pass such a `start`",
+            "DeepSpeed starts from a power of two >= 1: pass such a `start`",
         ),
     }
     problems = [f"{name}: {advice}" for name, (given, advice) in refused.items() if given]
     if problems:
-        raise ConfigError("options that DeepSpeed has no counterpart of:\n  " + "\n  ".join(problems))
+        raise ConfigError("options that DeepSpeed does not have:\n  " + "\n  ".join(problems))
 
 
 def _as_placed(placed: Placement, config: OffloadConfig) -> Zero:
     if placed.activations == "offload":
         raise ConfigError(
-            "activations='offload' has no counterpart in DeepSpeed with HuggingFace's models: use 'checkpoint'"
+            "activations='offload' has no equivalent in DeepSpeed with HuggingFace's models: use 'checkpoint'"
         )
     if placed.states == "ram" and placed.step == "gpu":
         raise ConfigError("states='ram' with step='gpu': DeepSpeed steps states in RAM on the CPU: use step='cpu'")

@@ -41,8 +41,8 @@ class HostSlab:
             self._mapping = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise OutOfRamError(
-                f"the system gives no {format_bytes(self.num_bytes)} of RAM ({error.strerror}): give the plan less "
-                "(ram=...), end other programs, or raise a limit that holds for this process (ulimit -v)"
+                f"the system refuses {format_bytes(self.num_bytes)} of RAM ({error.strerror}): give the plan less "
+                "(ram=...), end other programs, or raise the limit of this process (ulimit -v)"
             ) from error
         self._advise("MADV_HUGEPAGE")
         self._advise("MADV_DONTFORK")

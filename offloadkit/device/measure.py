@@ -82,7 +82,7 @@ def measure(
     if folder is not None:
         folder = Path(os.path.realpath(path_of(folder, "folder")))
         if not folder.is_dir():
-            raise OutputError(f"{folder} is no folder: the disk's rate is measured in a folder that exists")
+            raise OutputError(f"{folder} is not a folder: the disk's rate is measured in an existing folder")
     cached = {} if fresh else _known()
     key = _machine_key(device, num_ranks)
     rates = cached.get(key, {})
@@ -523,7 +523,7 @@ def disk_rates(folder: Path) -> dict[str, float]:
     try:
         file, direct = unnamed_file(folder, num_pieces * _DISK_PIECE_BYTES)
     except OSError as error:
-        raise OutputError(f"cannot write to {folder}: {error.strerror}; name a folder that can be written") from error
+        raise OutputError(f"cannot write to {folder}: {error.strerror}; name a writable folder") from error
     buffer = mmap.mmap(-1, _DISK_PIECE_BYTES)  # page-aligned for O_DIRECT
     buffer.write(os.urandom(_DISK_PIECE_BYTES))  # random bytes defeat compression
     targets = [mmap.mmap(-1, _DISK_PIECE_BYTES) for _ in range(_NUM_DISK_THREADS)]

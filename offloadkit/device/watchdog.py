@@ -156,9 +156,9 @@ def _abort(what: str) -> None:
 
 def _in_words(what: str) -> str:
     return (
-        f"waited {format_seconds(_limit())} for {what}, and nothing has moved: it hangs, or its thread has "
-        f"ended. {in_words(state.last_checkpoint)}: start the process anew and go on from a checkpoint. The stacks "
-        "below say where each thread is"
+        f"waited {format_seconds(_limit())} for {what}, and nothing has moved: it hangs, or its thread has ended. "
+        f"{in_words(state.last_checkpoint)}: restart the process and resume from a checkpoint. The stacks below show "
+        "where each thread is"
     )
 
 

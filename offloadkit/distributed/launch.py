@@ -164,14 +164,14 @@ def _first_error(ranks: Sequence[_Rank]) -> BaseException:
     if error is None or isinstance(error, SystemExit):
         what = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else text.rstrip(".\n")
         error = RankError(
-            f"{name} has ended: {what}. The other ranks were ended too. Checkpoints that are in the output folder are "
-            "whole: go on from the newest (finetune: resume=True)"
+            f"{name} has ended: {what}. The other ranks were ended too. The checkpoints in the output folder are "
+            "complete: resume from the newest (finetune: resume=True)"
         )
     else:
         error.add_note(f"It was raised on {name}:\n{text}")
     for each in ranks:
         if each.number and each.tail.strip():
-            error.add_note(f"The end of what rank {each.number} printed:\n{each.tail}")
+            error.add_note(f"The last output of rank {each.number}:\n{each.tail}")
     return error
 
 
@@ -327,8 +327,8 @@ def _write_work(function: Callable[..., Any], arguments: dict[str, Any], path: P
             except Exception as error:
                 raise ConfigError(
                     f"{name} cannot be sent to the processes of the other GPUs ({type(error).__name__}: {error}); got "
-                    f"{value!r:.200}. Pass rows, names and functions that hold no open file, lock or generator, or "
-                    "define it in a module that is imported"
+                    f"{value!r:.200}. Pass rows, names and functions without open files, locks or generators, or "
+                    "define it in an importable module"
                 ) from error
         raise
 

@@ -200,8 +200,8 @@ class Group:
             torch.cuda.synchronize(self._device)
         if len({*self.agree(np.array([most_ctas]))[:, 0].tolist()}) > 1:  # a barrier too: the old group is idle
             raise RankError(
-                "the ranks have plans with different numbers of NCCL's thread blocks: make the plan on one rank and "
-                "give it to all, or let the ranks plan together"
+                "the ranks' plans have different numbers of NCCL thread blocks: make the plan on one rank and give it "
+                "to all, or let the ranks plan together"
             )
         if most_ctas == self._most_ctas:
             return
@@ -332,7 +332,7 @@ class Group:
 
     def sum(self, numbers: NDArray[np.float64]) -> None:
         """All-reduce fp64 `numbers` in place. The order is irrelevant if at most one rank's number is not zero."""
-        with self._explained("adding up the gradient norm"):
+        with self._explained("summing the gradient norm"):
             dist.all_reduce(torch.from_numpy(numbers), group=self._of_stepping)
 
     def meet(self) -> None:
@@ -356,8 +356,8 @@ class Group:
             for file in filter(lambda file: file >= 0, made):
                 os.close(file)
             raise ConfigError(
-                "the ranks are on several hosts, and sharing RAM is built for one: choose a placement with "
-                "weights='vram', and with gradients='vram' or exchange='micro_batch' where you accumulate"
+                "the ranks are on several hosts, but RAM can be shared only within one: choose a placement with "
+                "weights='vram', and with accumulation also gradients='vram' or exchange='micro_batch'"
             )
         process, (files, expected) = int(told[0, 1]), told[0, 2:].reshape(2, -1).tolist()
         with self.together("opening memory that the ranks share"):
@@ -460,14 +460,16 @@ class Group:
             raise RankError(
                 f"{what} with the other ranks failed: rank {lost} has {_ENDED}"
                 if lost is not None
-                else f"{what} with the other ranks failed: one has ended, has raised an error, or has not come here "
-                f"within {self._timeout.total_seconds():g} seconds (ddp_timeout of finetune and TrainingArguments, "
-                "timeout of init_process_group). Every rank must call the engine alike. Look at the other ranks' "
-                "errors, and go on from a checkpoint"
+                else (
+                    f"{what} with the other ranks failed: a rank has ended, has raised an error, or did not arrive "
+                    f"here within {self._timeout.total_seconds():g} seconds (ddp_timeout of finetune and "
+                    "TrainingArguments, timeout of init_process_group). Every rank must call the engine alike. Look at "
+                    "the other ranks' errors, and resume from a checkpoint"
+                )
             ) from error
 
 
-_ENDED = "died or raised an error: look at that, and go on from a checkpoint"
+_ENDED = "died or raised an error: look at that, and resume from a checkpoint"
 
 
 def host() -> int:
@@ -491,9 +493,9 @@ def _opened(process: int, files: Sequence[int], expected: Sequence[int]) -> list
         for each in found:
             os.close(each)
         raise RankError(
-            f"the ranks of a host share weights and sums in RAM, and rank 0's memory cannot be opened: {error}. "
-            "Start all ranks as one user and in one container, or choose a placement with weights='vram', and with "
-            "gradients='vram' or exchange='micro_batch' where you accumulate"
+            f"the ranks of a host share weights and sums in RAM, but rank 0's memory cannot be opened: {error}. Start "
+            "all ranks as one user and in one container, or choose a placement with weights='vram', and with "
+            "accumulation also gradients='vram' or exchange='micro_batch'"
         ) from error
     return found
 

@@ -101,11 +101,11 @@ class Stepped:
             if missing is not None and not self.reached():
                 raise RankError(
                     f"rank {missing} has ended, or has raised an error, before it had stepped all weights: its error "
-                    "says why. Go on from a checkpoint"
+                    "says why. Resume from a checkpoint"
                 )
             if now - began > self._of.timeout:
                 raise RankError(
                     f"the other ranks have not stepped all weights within {self._of.timeout:g} seconds (ddp_timeout of "
-                    "finetune and TrainingArguments, timeout of init_process_group): look at their errors, and go on "
+                    "finetune and TrainingArguments, timeout of init_process_group): look at their errors, and resume "
                     "from a checkpoint"
                 )

@@ -46,9 +46,9 @@ def join(timeout: float | None = None) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=limit)
     except (ValueError, RuntimeError) as error:
         raise RankError(
-            f"the environment names {os.environ['WORLD_SIZE']} processes, and this one (RANK={os.environ['RANK']}) "
-            f"cannot reach the others ({error}): start it by torchrun, `accelerate launch` or the deepspeed launcher. "
-            "To train alone, remove RANK and WORLD_SIZE from the environment"
+            f"the environment names {os.environ['WORLD_SIZE']} processes, but this one (RANK={os.environ['RANK']}) "
+            f"cannot reach the other processes ({error}): start it with torchrun, `accelerate launch` or the deepspeed "
+            "launcher. To train on one GPU, remove RANK and WORLD_SIZE from the environment"
         ) from error
 
 
@@ -85,7 +85,7 @@ def from_first(what: str, run: Callable[[], _T]) -> _T:
         dist.broadcast_object_list(told, 0)
     except RuntimeError as error:
         if raised is None:
-            problem = "another process has died, has raised an error or has not come here in time: look at that"
+            problem = "another process has died, has raised an error or has not arrived here in time: look at that"
             raise RankError(f"{what} failed: {problem}") from error
     found, sent = told[0]
     if raised is not None or sent is not None:

@@ -120,7 +120,7 @@ def gpu_fault() -> str | None:
         return f"this torch build ({' '.join(torch.cuda.get_arch_list())}) has no kernels for {name}"
     free, total = hardware.vram_bytes(device)
     if free < _MIN_VRAM_BYTES:
-        return f"{format_bytes(free)} of {format_bytes(total)} of VRAM are free on {name}: other processes hold it"
+        return f"{format_bytes(free)} of {format_bytes(total)} of VRAM are free on {name}: other processes use it"
     return None
 
 
@@ -176,14 +176,14 @@ def _warnings(facts: Facts) -> Iterator[str]:
     if facts.gpu_in_machine and not machine.gpu_name and not facts.gpu_fault:
         if facts.torch_cuda is None:
             yield (
-                "There is an NVIDIA GPU, but torch is built for the CPU alone, so training runs on the CPU. Install "
-                "torch with CUDA: see https://pytorch.org/get-started/locally."
+                "There is an NVIDIA GPU, but torch is built without CUDA, so training runs on the CPU. Install torch "
+                "with CUDA: see https://pytorch.org/get-started/locally."
             )
         else:
             yield (
-                f"There is an NVIDIA GPU, but torch (built for CUDA {facts.torch_cuda}) sees none, so training runs on "
-                "the CPU. Update the driver if nvidia-smi shows an older CUDA version; see that CUDA_VISIBLE_DEVICES "
-                "hides none."
+                f"There is an NVIDIA GPU, but torch (built for CUDA {facts.torch_cuda}) does not see it, so training "
+                "runs on the CPU. Update the driver if nvidia-smi shows an older CUDA version; check that "
+                "CUDA_VISIBLE_DEVICES does not hide it."
             )
     if not facts.kernel_levels:
         compiler = facts.compiler
@@ -207,12 +207,12 @@ def _warnings(facts: Facts) -> Iterator[str]:
     narrow = [link for link in facts.links if 0 < link.width < link.max_width <= 32]
     if narrow:
         slots = ", ".join(f"{link.address} has {link.width} of {link.max_width} lanes" for link in narrow)
-        yield f"The PCIe slot is narrower than the card ({slots}): a wider slot copies faster, lane for lane."
+        yield f"The PCIe slot is narrower than the card ({slots}): a wider slot copies faster in proportion."
     rate = machine.h2d_bytes_per_second  # idle cards lower their link speed, so a faster copy means the card was idle
     slow = [link for link in facts.links if 0 < link.speed < link.max_speed and rate < link.bytes_per_second()]
     if machine.gpu_name and slow:
         slots = ", ".join(f"{link.address} at {link.speed:g} of {link.max_speed:g} GT/s" for link in slow)
-        yield f"PCIe runs slower than the card can ({slots}): see the slot and the BIOS's link speed."
+        yield f"PCIe runs slower than the card can ({slots}): check the slot and the BIOS's link speed."
     if facts.swap_used_bytes >= _LITTLE_SWAP_BYTES:
         yield (
             f"{format_bytes(facts.swap_used_bytes)} of swap are in use: RAM was short, and a step that waits for "
@@ -228,23 +228,23 @@ def _notes(facts: Facts) -> Iterator[str]:
     if machine.disk_folder is not None and free < _LITTLE_DISK_BYTES:
         yield (
             f"{machine.disk_folder} has {format_bytes(free)} free: a checkpoint takes about {_CHECKPOINT_BYTES} bytes "
-            f"a parameter, so up to {free / _CHECKPOINT_BYTES / 1e9:.2g} billion parameters can be saved once."
+            f"per parameter, so one of up to {free / _CHECKPOINT_BYTES / 1e9:.2g} billion parameters can be saved."
         )
     if machine.gpu_name and not machine.supports_bf16:
         yield (
-            f"{machine.gpu_name} has no native bf16 (torch emulates it, slowly): working_dtype='auto' takes fp16 with "
+            f"{machine.gpu_name} has no native bf16 (torch emulates it slowly): working_dtype='auto' uses fp16 with "
             "loss scaling."
         )
     if cores < _FEW_CORES:
         rate = machine.cpu_adamw_bytes_per_second / step_traffic_bytes("exact") / 1e9
         yield (
-            f"{cores} CPU core{'s' * (cores != 1)}, which step {rate:.2g} billion parameters a second: what is stepped "
-            "on the CPU waits for them, and DataLoader workers take their share."
+            f"{cores} CPU core{'s' * (cores != 1)}, which step {rate:.2g} billion parameters per second: layers "
+            "stepped on the CPU wait for them, and DataLoader workers use some of them."
         )
     if limit <= 0.95 * facts.machine_ram_bytes:
         yield (
             f"This process may use {format_bytes(limit)} of the machine's {format_bytes(facts.machine_ram_bytes)} of "
-            "RAM: its cgroup's limit (docker run --memory, or the cluster's job) decides what fits."
+            "RAM: its cgroup limit (docker run --memory, or the cluster's job) decides which models fit."
         )
 
 
@@ -278,7 +278,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
             ("VRAM", f"{vram}, {format_bytes(machine.vram_context_bytes)} for CUDA itself"),
         ]
     else:
-        rows += [("GPU", "none: RAM stands in for VRAM")]
+        rows += [("GPU", "none: RAM takes the role of VRAM")]
     to, back, both = machine.h2d_bytes_per_second, machine.d2h_bytes_per_second, machine.both_bytes_per_second
     rates = {precision: getattr(machine, name) for precision, name in CPU_STEP_RATES.items()}
     steps = ", ".join(f"{kept} {rate / step_traffic_bytes(kept) / 1e9:.2g}" for kept, rate in rates.items())

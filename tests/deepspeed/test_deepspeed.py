@@ -279,12 +279,12 @@ def test_a_client_that_was_stepped_is_refused() -> None:
     ("arguments", "message"),
     [
         ({"model": None}, "needs a model"),
-        ({"config": None}, "one config, and there is none"),
+        ({"config": None}, "one config, but there is none"),
         ({"config_params": PLAIN}, "there are config, config_params"),
         ({"config": PLAIN | {"gradient_clipping": "auto"}}, "'auto' in gradient_clipping"),
         ({"config": {"train_batch_size": 4}}, "there is no optimizer"),
         ({"config": {"optimizer": PLAIN["optimizer"]}}, "needs train_batch_size"),
-        ({"mpu": object()}, "stay with DeepSpeed"),
+        ({"mpu": object()}, "use DeepSpeed"),
         ({"config": COUPLED, "model_parameters": DECAYED}, "weight_decay 0.3 by a group of model_parameters"),
     ],
 )

@@ -51,7 +51,7 @@ def test_all_ranks_learn_which_one_has_failed(ranks: RankPool, steps: int, noted
     check_says(last, noted)
     assert len(others) == 2
     for found in others:
-        check_says(found, "rank 2", "go on from a checkpoint")
+        check_says(found, "rank 2", "resume from a checkpoint")
 
 
 def trains_after_an_error() -> tuple[dict[str, torch.Tensor], bool]:

@@ -210,7 +210,7 @@ def test_the_table_shows_what_was_measured() -> None:
         "built for CUDA 12.8",
     ):
         assert part in text
-    assert "none: RAM stands in for VRAM" in doctor.report(replace(FACTS, hardware=CPU_ONLY))
+    assert "none: RAM takes the role of VRAM" in doctor.report(replace(FACTS, hardware=CPU_ONLY))
 
 
 @pytest.fixture

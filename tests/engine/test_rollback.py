@@ -230,5 +230,5 @@ def test_a_profile_is_of_as_many_steps_where_one_goes_back(tmp_path: Path) -> No
 
 
 def test_deepspeed_as_the_engine_refuses_it() -> None:
-    with pytest.raises(ConfigError, match="on_nonfinite='rollback': training there goes on"):
+    with pytest.raises(ConfigError, match="on_nonfinite='rollback': training continues there"):
         check(OffloadConfig(on_nonfinite="rollback"))

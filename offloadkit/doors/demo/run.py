@@ -56,7 +56,7 @@ def run_demo(
     machine = hardware.describe_machine(device)
     where = machine["gpu"] if machine["gpu"] != "none" else f"{machine['num_cores']} CPU cores (no GPU)"
     where = f"{where}, {format_bytes(hardware.ram_limit_bytes())} RAM"
-    print(f"offloadkit demo: a small T5 learns to write dates in ISO form, on {where}\n", flush=True)
+    print(f"offloadkit demo: a small T5 learns to write dates in ISO format, on {where}\n", flush=True)
     train, held_out = date_pairs(NUM_TRAIN, NUM_PREDICTED, seed=seed)
     print(f"{len(train):,} made-up examples, such as")
     for pair in train[:4]:
@@ -144,11 +144,9 @@ def _show(summary: dict[str, Any], result: FinetuneResult) -> None:
             print(f"  {name:32} {step[phase] * 1e3:8.2f} ms")
     print(f"\npeak RAM {format_bytes(summary['peak_ram_bytes'])}", end="")
     print(f", peak VRAM {format_bytes(summary['peak_vram_bytes'])}" if summary["peak_vram_bytes"] else "", end="")
-    print(", Python and torch themselves included")
+    print(", including Python and torch")
     print(
         f"exact match on held-out dates: {summary['exact_match_before']:.1%} before, "
-        f"{summary['exact_match_after']:.1%} after {summary['steps']} steps, {summary['seconds']:.0f} s in all"
+        f"{summary['exact_match_after']:.1%} after {summary['steps']} steps, {summary['seconds']:.0f} s in total"
     )
-    print(
-        f"the model lies in {result.model_dir}, the numbers in {Path(result.output_dir) / 'summary.json'}", flush=True
-    )
+    print(f"the model is in {result.model_dir}, the numbers in {Path(result.output_dir) / 'summary.json'}", flush=True)

@@ -56,10 +56,10 @@ def test_a_placement_is_a_stage(placement: Placement, zero: Zero) -> None:
     ("options", "message"),
     [
         ({"precision": "tiny"}, r"precision='tiny': DeepSpeed keeps fp32 moments"),
-        ({"optimizer": "lion"}, r"optimizer='lion': DeepSpeed steps with its AdamW"),
+        ({"optimizer": "lion"}, r"optimizer='lion': DeepSpeed uses its own AdamW"),
         ({"compile_blocks": True}, "compile_blocks=True: leave it out"),
         ({"loss_scale": DynamicLossScale(start=1000)}, r"start=1000.*power of two"),
-        ({"placement": Placement(activations="offload")}, "activations='offload' has no counterpart"),
+        ({"placement": Placement(activations="offload")}, "activations='offload' has no equivalent"),
         ({"placement": Placement(gradients="vram", step="gpu")}, "DeepSpeed steps states in RAM on the CPU"),
         ({"placement": Placement(states="disk")}, "states='disk': name the folder"),
     ],
