@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from offloadkit.doors.planning import plan
     from offloadkit.engine.engine import OffloadEngine
     from offloadkit.errors import OffloadkitError
-    from offloadkit.facts.config import DynamicLossScale, OffloadConfig, Placement
+    from offloadkit.facts.config import DynamicLossScale, MuonOptions, OffloadConfig, Placement
     from offloadkit.facts.telemetry import StepRecord, Telemetry
     from offloadkit.hf.source import from_pretrained
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer, OffloadTrainerMixin
@@ -35,6 +35,7 @@ _HOME = {
     "DynamicLossScale": "facts.config",
     "FinetuneResult": "doors.finetuning",
     "Monitor": "monitor.monitor",
+    "MuonOptions": "facts.config",
     "OffloadConfig": "facts.config",
     "OffloadEngine": "engine.engine",
     "OffloadSeq2SeqTrainer": "hf.trainer",
@@ -65,6 +66,7 @@ __all__ = [
     "DynamicLossScale",
     "FinetuneResult",
     "Monitor",
+    "MuonOptions",
     "OffloadConfig",
     "OffloadEngine",
     "OffloadSeq2SeqTrainer",

@@ -45,7 +45,7 @@ from offloadkit.checkpoint.values import (
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights, num_bytes_of, write_weights
 from offloadkit.distributed.ranks import SOLO, Ranks
 from offloadkit.errors import ConfigError, ModelError, shown
-from offloadkit.optim.table import GroupOptions
+from offloadkit.optim.table import options_of
 
 RUN_FILE = "run.json"
 RANDOM_FILE = "random.json"
@@ -153,7 +153,7 @@ class RunNumbers:
             raise ModelError(f"{path} cannot be read ({why}): it is truncated or corrupt")
         for at, group in enumerate(values["groups"]):
             try:
-                GroupOptions.of(group["options"])
+                options_of(group["options"])
             except ConfigError as error:
                 raise ModelError(f"{path}, group {at}: {error}") from error
         values["adding"] = {name: values["adding"][name] for name in asdict(self.adding)}

@@ -63,6 +63,7 @@ from offloadkit.offload.layers import (
     check_is_plan,
     check_memory,
     check_plan,
+    divided_groups,
     flat_layers,
     listed_groups,
     plan_of,
@@ -81,7 +82,7 @@ from offloadkit.offload.shortage import (
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.offload.weights import forked
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.table import GroupOptions
+from offloadkit.optim.table import options_of
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, changed_options, check_states
 from offloadkit.planner import Plan
 from offloadkit.planner.plan import check_fits
@@ -155,7 +156,8 @@ class OffloadEngine:
         Args:
             model: any module. The plan places its trainable parameters; frozen ones move to `device`. Parameters that
                 `offloadkit.from_pretrained` left unread are read now, one flat layer at a time.
-            param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's.
+            param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's;
+                `optimizer` names its optimizer. Groups of `optimizer="muon"` have Muon's options instead of betas.
                 Other options of torch's optimizers are refused if they would change the step.
             device: None: the GPU if available, else the CPU.
             plan: a plan for this model; None: the engine makes one. If free VRAM is too small for the plan, the engine
@@ -193,9 +195,10 @@ class OffloadEngine:
         self.telemetry = telemetry or Telemetry()
         check_memory(model)
         param_groups = listed_groups(param_groups)
+        param_groups = divided_groups(model, self.config, param_groups)
         for group in param_groups or ():
             usual = {"lr": self.config.learning_rate, "eps": self.config.eps, "weight_decay": self.config.weight_decay}
-            GroupOptions.of({"betas": (0.0, 0.0), **usual, **group})
+            options_of({"betas": (0.0, 0.0), **usual, **group})
         layers = flat_layers(model, self.config, param_groups)
         self._undo = ExitStack()
         # Without the finalizer, an engine dropped without close() would keep its model and threads until exit.
@@ -204,12 +207,17 @@ class OffloadEngine:
         self._ranks = joined_ranks(self.device)
         self._undo.callback(self._ranks.close)
         if isinstance(self._ranks, Group):
+            if any(layer.kind.step_unit == "matrix" for layer in layers):
+                raise ConfigError(
+                    "optimizer='muon' trains on one GPU: a matrix is not divided between GPUs yet. Train on one GPU, "
+                    "or with optimizer='adamw'"
+                )
             planning = None if plan is not None else (chooses(self.config, self.device), example is None)
             self._join(self._ranks, layers, planning)
             self._undo.enter_context(shared_cores(self._ranks, self.device))
         planned, first_window = plan, None
         if planned is None:
-            planned, first_window = self._planned(model, layers, example, evaluation_rows)
+            planned, first_window = self._planned(model, layers, example, evaluation_rows, param_groups)
         check_plan(planned, layers, self.config)
         connect(planned, self._ranks)
         planned = own_part(planned, layers, self._ranks)
@@ -345,7 +353,12 @@ class OffloadEngine:
             layer.cut_for(ranks.rank, ranks.size)
 
     def _planned(
-        self, model: nn.Module, layers: list[FlatLayer], example: Any, evaluation_rows: int
+        self,
+        model: nn.Module,
+        layers: list[FlatLayer],
+        example: Any,
+        evaluation_rows: int,
+        param_groups: Sequence[dict[str, Any]] | None,
     ) -> tuple[Plan, FirstWindow | None]:
         """The initial plan, and the planner for the end of the first window if needed.
 
@@ -354,12 +367,12 @@ class OffloadEngine:
         """
         made, first_window = None, None
         if example is not None:
-            more: Any = {"evaluation_rows": evaluation_rows, "ranks": self._ranks}
+            more: Any = {"evaluation_rows": evaluation_rows, "ranks": self._ranks, "param_groups": param_groups}
             made = plan_for(model, self.config, self.device, example, **more)
         if made is None and not chooses(self.config, self.device):
             return plan_of(model, layers, self.config), None
         if made is None:
-            first = FirstWindow(model, layers, self.config, self.device, evaluation_rows, self._ranks)
+            first = FirstWindow(model, layers, self.config, self.device, evaluation_rows, self._ranks, param_groups)
             made, first_window = first.plan, None if first.is_settled else first
         check_fits(proposing_disk(made))
         return made, first_window
@@ -717,7 +730,7 @@ class OffloadEngine:
             why = f"num_updates is {shown(done)}, and a whole number >= 0 is needed"
         for at, group in enumerate(state["param_groups"] if why is None else ()):
             try:
-                GroupOptions.of(group)
+                options_of(group)
             except ConfigError as error:
                 why = f"in group {at}, {error}"
         if why is None:

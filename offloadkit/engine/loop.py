@@ -23,7 +23,7 @@ from offloadkit.offload.records import StepRecords, num_tokens
 from offloadkit.offload.states import LayerState
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.table import GroupOptions
+from offloadkit.optim.table import options_of
 
 
 class TrainingLoop:
@@ -182,7 +182,7 @@ class TrainingLoop:
         """
         try:
             layers = self.placed.start_update(order)
-            options = [GroupOptions.of(group) for group in self._optimizer.param_groups]
+            options = [options_of(group) for group in self._optimizer.param_groups]
             clip, computed = self._config.max_grad_norm, record_compute(self._device)
             update = Update(self.num_updates + 1, layers, options, clip, computed)
             if self.loss_scale is not None:

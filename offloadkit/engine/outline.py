@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -104,9 +104,16 @@ class Outline:
         return replace(made, basis=replace(made.basis, held_bytes=self.held_bytes))
 
 
-def outlined(model: Any, config: OffloadConfig, machine: Hardware, *, assumed: bool = False) -> Outline:
+def outlined(
+    model: Any,
+    config: OffloadConfig,
+    machine: Hardware,
+    *,
+    assumed: bool = False,
+    param_groups: Sequence[dict[str, Any]] | None = None,
+) -> Outline:
     """The outline of `model`, which is on the meta device. Its dtypes and its training mode stay changed."""
-    layers = flat_layers(model, config)
+    layers = flat_layers(model, config, param_groups)
     _take_working_dtypes(model, layers, config)
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):  # the model's own recomputation cannot be traced
@@ -169,6 +176,7 @@ def plan_for(
     rows_option: str = "",
     evaluation_rows: int = 0,
     ranks: Solo | Group | None = None,
+    param_groups: Sequence[dict[str, Any]] | None = None,
 ) -> Plan | None:
     """The plan of a module in memory for micro-batches like `example`. The module is not changed.
 
@@ -179,6 +187,7 @@ def plan_for(
         rows_option: the user's name for the number of rows. A plan that does not fit proposes fewer rows.
         evaluation_rows: batch size of evaluation, if larger than training's.
         ranks: the ranks that train together; None: the ranks of torch.distributed.
+        param_groups: as for `flat_layers`.
 
     Returns:
         None if the module or this example cannot run on the meta device.
@@ -189,8 +198,9 @@ def plan_for(
     if ranks is None:
         with planning_ranks(device) as found:
             options: Any = {"rows_option": rows_option, "evaluation_rows": evaluation_rows}
+            options["param_groups"] = param_groups
             return plan_for(model, config, device, example, **options, ranks=found)
-    outline = _outline_of_copy(model, config, device, ranks)
+    outline = _outline_of_copy(model, config, device, ranks, param_groups)
     make = partial(_plan_for, outline, example, rows_option, evaluation_rows)
     return _of_the_largest(ranks, _num_elements(example), make)
 
@@ -244,7 +254,11 @@ def _with_rows(example: Any, number: int) -> Call:
 
 
 def _outline_of_copy(
-    model: nn.Module, config: OffloadConfig, device: torch.device, ranks: Solo | Group
+    model: nn.Module,
+    config: OffloadConfig,
+    device: torch.device,
+    ranks: Solo | Group,
+    param_groups: Sequence[dict[str, Any]] | None,
 ) -> Outline | None:
     """The outline of a copy of `model`; None if it cannot be copied. Several ranks measure the machine together."""
     machine = _with_room_of(model, measured_by(ranks, device, config.states_folder))
@@ -253,7 +267,12 @@ def _outline_of_copy(
     except Exception as error:
         logger.warning(f"this model cannot be planned, since it cannot be copied: {type(error).__name__}: {error}")
         return None
-    return replace(outlined(copied, config, machine), held_bytes=held_in_ram(model), num_ranks=ranks.size)
+    copies = dict(zip(model.parameters(), copied.parameters(), strict=True))
+    groups = param_groups and [
+        {**group, "params": [copies[each] for each in group["params"] if each in copies]} for group in param_groups
+    ]
+    outline = outlined(copied, config, machine, param_groups=groups)
+    return replace(outline, held_bytes=held_in_ram(model), num_ranks=ranks.size)
 
 
 def held_in_ram(model: nn.Module) -> int:
@@ -304,16 +323,17 @@ class FirstWindow:
         device: torch.device,
         evaluation_rows: int = 0,
         ranks: Solo | Group = SOLO,
+        param_groups: Sequence[dict[str, Any]] | None = None,
     ) -> None:
         """
         Args:
             model: it still has its weights.
             layers: its flat layers.
-            evaluation_rows: as for `plan_for`.
+            evaluation_rows, param_groups: as for `plan_for`.
             ranks: the ranks that train together.
         """
         self._evaluation_rows, self._ranks = evaluation_rows, ranks
-        self._outline = _outline_of_copy(model, config, device, ranks)
+        self._outline = _outline_of_copy(model, config, device, ranks, param_groups)
         self._example: Call | None = None
         self._example_elements = -1
         if self._outline is None:

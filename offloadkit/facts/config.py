@@ -98,6 +98,57 @@ class DynamicLossScale:
             raise ConfigError(f"consecutive_hysteresis of the loss scale must be True or False, got {given}")
 
 
+@dataclass(frozen=True)
+class MuonOptions:
+    """Options of Muon, with the names and defaults of `torch.optim.Muon`, except `adjust_lr_fn` and `learning_rate`.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    learning_rate: float | None = None
+    """Step size; None: that of AdamW, which suits "match_rms_adamw"."""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay, multiplied by the learning rate; for all matrices, whatever the decay of AdamW."""
+
+    momentum: float = 0.95
+    """Decay rate of the momentum buffer."""
+
+    nesterov: bool = True
+    """Nesterov momentum: the update is a mean of the gradient and the momentum buffer."""
+
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Learning rate by shape: "match_rms_adamw" multiplies it by 0.2 * sqrt(max(rows, columns)), so that updates are as
+    large as AdamW's; "original" by sqrt(max(1, rows / columns))."""
+
+    eps: float = 1e-7
+    """Least Frobenius norm by which an update is divided."""
+
+    ns_steps: int = 5
+    """Newton-Schulz iterations."""
+
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    """Coefficients of the iteration's polynomial."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        for name in ("learning_rate", "weight_decay", "eps"):
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 <= value < float("inf")) and (name, value) != ("learning_rate", None):
+                raise ConfigError(f"{name} of Muon must be a number >= 0, got {shown(value)}")
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum of Muon must be a number in [0, 1), got {shown(self.momentum)}")
+        if not isinstance(self.nesterov, bool):
+            raise ConfigError(f"nesterov of Muon must be True or False, got {shown(self.nesterov)}")
+        if type(self.ns_steps) is not int or not 0 < self.ns_steps < 100:
+            raise ConfigError(f"ns_steps of Muon must be a whole number from 1 to 99, got {shown(self.ns_steps)}")
+        some = self.ns_coefficients if isinstance(self.ns_coefficients, tuple | list) else ()
+        if len(some) != 3 or not all(_is_number(each) and abs(each) < float("inf") for each in some):
+            raise ConfigError(f"ns_coefficients of Muon must be three numbers, got {shown(self.ns_coefficients)}")
+        object.__setattr__(self, "ns_coefficients", tuple(map(float, some)))
+
+
 @runtime_checkable
 class ConfigFile(Protocol):
     """A parsed DeepSpeed config file. A Trainer's arguments must not contradict it."""
@@ -120,8 +171,12 @@ class OffloadConfig:
 
     optimizer: str = "adamw"
     """"adamw", or "lion": one moment instead of two (6 instead of 10 bytes of RAM per parameter), precision "exact"
-    only.
+    only. "muon": Muon for the matrices of the model's blocks (6 bytes), AdamW for all other parameters; precision
+    "exact" only. A parameter group's `optimizer` overrides it.
     """
+
+    muon: MuonOptions = field(default_factory=MuonOptions)
+    """Options of Muon. The other fields are AdamW's, and Muon's learning rate by default."""
 
     learning_rate: float = 1e-4
     """Step size; a parameter group's `lr` overrides it."""
@@ -222,6 +277,8 @@ class OffloadConfig:
             raise ConfigError(f"save_minutes must be a positive number of minutes, or None; got {shown(minutes)}")
         if not isinstance(self.optimizer, str):
             raise ConfigError(f"optimizer must be a name such as 'adamw' or 'lion', got {shown(self.optimizer)}")
+        if not isinstance(self.muon, MuonOptions):
+            raise ConfigError(f"muon must be an offloadkit.MuonOptions, got {shown(self.muon)}")
         if self.betas is not None:
             betas = self.betas if isinstance(self.betas, tuple | list) else ()
             if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
@@ -293,7 +350,7 @@ def _is_number(value: object) -> bool:
     return True
 
 
-def _check_choices(options: Placement | OffloadConfig) -> None:
+def _check_choices(options: Placement | MuonOptions | OffloadConfig) -> None:
     hints = get_type_hints(type(options))
     for each in fields(options):
         value, choices = getattr(options, each.name), get_args(hints[each.name])

@@ -38,6 +38,8 @@ COMPILED_TRAFFIC = 0.6
 """Bytes that the non-matmul ops of a compiled block move, as a fraction of the same ops uncompiled. Steps."""
 STEP_EFFICIENCY = 0.85
 """Fraction of the VRAM bandwidth that the AdamW kernel and the copies and norms of gradients reach. Steps."""
+MATRIX_TRAFFIC = 110
+"""Bytes that the element-wise operations of a step of matrices move, for each element. Counted, not measured."""
 KERNEL_SECONDS = 4e-6
 """Seconds of an empty kernel. Steps."""
 

@@ -1,6 +1,6 @@
 """The step of matrices in a workspace: bit-equal to `reference.step_reference` on the same device, without allocating.
 
-A step on the stepping thread must not run out of VRAM, so a plan counts `workspace_bytes` of its largest matrix. The
+A step on the stepping thread must not run out of VRAM, so a plan counts `Matrix.workspace_bytes`. The
 workspace also gives every matrix the same alignment, on which BLAS libraries base their choice of a kernel.
 """
 
@@ -12,41 +12,15 @@ import torch
 from torch import Tensor
 
 from offloadkit.optim.moments import CANONICAL_NAN
-from offloadkit.optim.muon import MuonScalars, adjusted_lr
+from offloadkit.optim.muon import MuonScalars, adjusted_lr, rows_at_once
 from offloadkit.optim.reference import round_to_fp32
-from offloadkit.optim.table import FlatState, Matrix, Segment, aligned, check_state
-
-SLICE = 1 << 22
-"""Elements (in whole rows) that element-wise operations take at a time."""
-
-
-def _sizes(matrix: Matrix) -> dict[str, int]:
-    """Bytes of the workspace's arrays."""
-    numel, short = matrix.rows * matrix.columns, min(matrix.rows, matrix.columns)
-    scratch = _rows_at_once(matrix) * _row(matrix)
-    arrays = {"one": 2 * numel, "two": 2 * numel, "gram": 2 * short**2, "polynomial": 2 * short**2}
-    arrays |= {"fp32": 4 * scratch, "mask": scratch}
-    return {name: aligned(size) for name, size in arrays.items()}
-
-
-def workspace_bytes(matrix: Matrix) -> int:
-    """Bytes of VRAM that the step of a matrix takes beside its states."""
-    return sum(_sizes(matrix).values())
-
-
-def _row(matrix: Matrix) -> int:
-    return matrix.rows if matrix.is_transposed else matrix.columns
-
-
-def _rows_at_once(matrix: Matrix) -> int:
-    row = _row(matrix)
-    return min(max(1, SLICE // row), matrix.rows * matrix.columns // row)
+from offloadkit.optim.table import FlatState, Matrix, Segment, check_state
 
 
 class _Workspace:
     def __init__(self, memory: Tensor, matrix: Matrix) -> None:
         at, found = 0, {}
-        for name, size in _sizes(matrix).items():
+        for name, size in matrix.workspace.items():
             found[name], at = memory[at : at + size], at + size
         numel, short = matrix.rows * matrix.columns, min(matrix.rows, matrix.columns)
         self.one, self.two = (found[name].view(torch.bfloat16)[:numel] for name in ("one", "two"))
@@ -66,10 +40,10 @@ def step_matrices(
     """One step in place of the matrices that `segments` name, one after the other. Raises as `check_state` does.
 
     Args:
-        memory: uint8, at least `workspace_bytes` of the largest matrix; None: it is allocated.
+        memory: uint8, at least `workspace_bytes` of the matrix with the most; None: it is allocated.
     """
     check_state(state, gradient, segments)
-    sizes = [workspace_bytes(segment.matrix) for segment in segments if segment.matrix is not None]
+    sizes = [segment.matrix.workspace_bytes for segment in segments if segment.matrix is not None]
     if memory is None:
         memory = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=gradient.device)
     scale = round_to_fp32(grad_scale)
@@ -82,7 +56,7 @@ def _step(
     state: FlatState, gradient: Tensor, segment: Segment, matrix: Matrix, scale: float, workspace: _Workspace
 ) -> None:
     s = MuonScalars(*segment.scalars)  # type: ignore[arg-type]
-    row, size = _row(matrix), _row(matrix) * _rows_at_once(matrix)
+    row, size = matrix.row, matrix.row * rows_at_once(segment.length, matrix.row)
     slices = [slice(first, min(first + size, segment.length)) for first in range(0, segment.length, size)]
     staged = workspace.one.view(matrix.rows, matrix.columns)
     update = staged.T if matrix.is_transposed else staged  # in the shape of the parameter

@@ -20,8 +20,9 @@ from torch import nn
 from offloadkit.errors import ConfigError, ModelError, shown
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.hardware import Hardware
+from offloadkit.offload.matrices import matrices_of, one_optimizer_each, several_optimizers
 from offloadkit.optim.norm import NORM_BLOCK
-from offloadkit.optim.table import DTYPES, Dtype, LayerKind, StateTable
+from offloadkit.optim.table import DTYPES, Dtype, LayerKind, Matrix, StateTable
 from offloadkit.planner import LayerShape, MicroBatch, Plan, make_plan
 
 VIEW_ALIGNMENT = 256
@@ -44,6 +45,8 @@ class ParameterView:
     """Index of the optimizer group."""
     owners: list[tuple[nn.Module, str]]
     """All (module, attribute) pairs that hold this tensor; more than one for tied weights."""
+    matrix: Matrix | None = None
+    """The shape in which an optimizer of matrices steps the parameter; None for an optimizer of elements."""
     start: int = 0
     """First element in the flat layer."""
     first: int = 0
@@ -142,6 +145,7 @@ class FlatLayer:
             num_ranks=max(len(self.cuts) - 1, 1),
             exchanges_sums=self.exchange == "step",
             norm_blocks_of_all=self.num_norm_blocks if is_cut else None,
+            matrices=tuple(sorted(view.matrix for view in self.views if view.matrix is not None)),
         )
 
     @property
@@ -175,14 +179,20 @@ def flat_layers(
 ) -> list[FlatLayer]:
     """The flat layers of `model`'s trainable parameters, in definition order; works on the meta device.
 
+    Args:
+        param_groups: as `divided_groups` returns them.
+
     Raises:
         ModelError: nothing can be trained, or a parameter's dtype or group is not supported.
         ConfigError: the optimizer is not supported, or not with this precision.
     """
+    matrices = matrices_of(model, repeated_blocks(model)) if several_optimizers(config, param_groups) else {}
+    param_groups = divided_groups(model, config, param_groups)
     groups = group_indices(model, param_groups)
     dtypes = _working_dtypes(model, groups, config.working_dtype)
+    optimizers = [group.get("optimizer", config.optimizer) for group in param_groups or [{}]]
     kinds = {
-        parameter: LayerKind(DTYPE_NAMES[dtype], config.optimizer, config.precision)
+        parameter: LayerKind(DTYPE_NAMES[dtype], optimizers[groups[parameter]], config.precision)
         for parameter, dtype in dtypes.items()
     }
     for kind in dict.fromkeys(kinds.values()):
@@ -190,7 +200,23 @@ def flat_layers(
     layers = cut(model, groups, kinds)
     for layer in layers:
         layer.exchange = config.exchange
+        if layer.kind.step_unit == "matrix":
+            for view in layer.views:
+                view.matrix = matrices[view.parameter]
     return layers
+
+
+def divided_groups(
+    model: nn.Module, config: OffloadConfig, param_groups: Sequence[dict[str, Any]] | None
+) -> Sequence[dict[str, Any]] | None:
+    """`param_groups`, divided if there are several optimizers: one optimizer for each group, under "optimizer".
+
+    Raises:
+        ConfigError: as `one_optimizer_each`.
+    """
+    if not several_optimizers(config, param_groups):
+        return param_groups
+    return one_optimizer_each(model, matrices_of(model, repeated_blocks(model)), config, param_groups)
 
 
 def plan_of(

@@ -32,6 +32,7 @@ from offloadkit.facts.hardware import process_ram_bytes, trim_heap
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, ParameterView
+from offloadkit.offload.matrix_steps import MatrixSteps
 from offloadkit.offload.outside import Alias, Outside, refuse_to_empty, unwatched
 from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint_activations, forget_found
 from offloadkit.offload.shards import WeightGathers
@@ -51,6 +52,7 @@ from offloadkit.planner import (
     Plan,
     step_buffer_bytes,
 )
+from offloadkit.planner.layout import check_matrices, workspace_bytes
 from offloadkit.planner.phases import READ_AHEAD_BYTES
 
 
@@ -108,7 +110,7 @@ class PlacedModel:
         self._waits, self._ranks = Waits(device), ranks
         self.gathers = WeightGathers(ranks, device, self._waits) if isinstance(ranks, Group) else None
         self._stepped: dict[FlatLayer, Stepped] = {}
-        self._check_alike(plan.placements)
+        self._check(plan.placements)
         parameters = [view.parameter for layer in layers for view in layer.views]
         cpu = torch.device("cpu")
         self._given = {each: (cpu if each.is_meta else each.device, each.dtype) for each in parameters}
@@ -236,11 +238,14 @@ class PlacedModel:
             if not parameter.is_meta:
                 self._ranks.broadcast(parameter)
 
-    def _check_alike(self, placements: Sequence[Placement]) -> None:
+    def _check(self, placements: Sequence[Placement]) -> None:
         """
         Raises:
-            ConfigError: a layer's weights, or exchanged gradient sums, are in VRAM on one rank and in RAM on another.
+            ConfigError: a layer's weights, or exchanged gradient sums, are in VRAM on one rank and in RAM on another;
+                or the CPU of a machine with a GPU would step matrices.
         """
+        if self._device.type != "cpu":
+            check_matrices(self._shapes, placements)
         exchanged = [layer for layer in self._layers if exchanges_sums(layer, self._config)]
         for what in ("weights", *(["gradients"] if exchanged else [])):
             told = self._ranks.agree(np.array([getattr(where, what) == "ram" for where in placements], dtype=np.int64))
@@ -348,8 +353,10 @@ class PlacedModel:
             self._disk.use(shared[:num_disk])
         step_buffer = step_buffer_bytes(placed, self._accumulation)
         ring = StateRing(self._device, step_buffer, NUM_STEP_BUFFERS) if step_buffer else None
+        workspace = workspace_bytes(self._shapes)
+        matrix_steps = MatrixSteps(self._device, workspace) if workspace else None
         for state in self.states:
-            state.join(ring)
+            state.join(ring, matrix_steps)
         streamed = [state.weights for state in self.states if isinstance(state.weights, StreamedWeights)]
         self._ring = None
         if streamed:
@@ -404,7 +411,7 @@ class PlacedModel:
         Raises:
             RankError: another rank's move failed.
         """
-        self._check_alike(placements)
+        self._check(placements)
         changes = self._changes(placements)
         shared, sums = self._shared_in(placements)
         try:

@@ -21,13 +21,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import ClassVar
 
 import torch
 
 from offloadkit.device.streams import CopyStream, Event, record_compute
 from offloadkit.kernels.dispatch import optimizer_step
+from offloadkit.offload.matrix_steps import MatrixSteps
 from offloadkit.optim.table import FlatState, Segment, aligned
 from offloadkit.planner import chunk_numel
 
@@ -74,6 +75,7 @@ class PassingStates:
         host: the states in RAM, and the weights in RAM if they are not `resident`.
         resident: 1-D working weights that live in VRAM.
         gradient: 1-D, in RAM; None if it is in VRAM.
+        cuts: the starts of the chunks, if the layer's matrices pass one by one; None: chunks of equal size.
         drained: the end of the newest copy into `host`'s arrays, which must not be accessed earlier.
     """
 
@@ -81,6 +83,7 @@ class PassingStates:
     host: FlatState
     resident: torch.Tensor | None
     gradient: torch.Tensor | None
+    cuts: Sequence[int] | None = None
     drained: Event | None = None
 
     @cached_property
@@ -88,9 +91,9 @@ class PassingStates:
         """The layer's chunks, in passing order."""
         total = self.host.weights.numel()
         size = max(chunk_numel(total), 1)  # a rank may own no part of a layer
+        starts = range(0, total, size) if self.cuts is None else self.cuts
         chunks = []
-        for start in range(0, total, size):
-            end = min(start + size, total)
+        for start, end in pairwise([*starts, total]):
             host = {} if self.resident is not None else {"weights": self.host.weights[start:end]}
             host |= {array.name: self.host[array.name][array.part(start, end)] for array in self.host.table.arrays}
             if self.gradient is not None:
@@ -162,6 +165,7 @@ class StateRing:
         stream: CopyStream,
         *,
         unread: Event | None = None,
+        matrix_steps: MatrixSteps | None = None,
     ) -> Event:
         """Queue one optimizer step of a layer; it ends with `layer.drained`.
 
@@ -169,6 +173,7 @@ class StateRing:
             gradient: 1-D, in VRAM; None if the gradient passes from RAM.
             stream: the kernels' stream.
             unread: event after which the weights in RAM are no longer read.
+            matrix_steps: steps the layer if its step unit is a matrix.
 
         Returns:
             The end of the kernels, when weights in VRAM are up to date.
@@ -188,7 +193,10 @@ class StateRing:
             own = here["gradient"] if gradient is None else gradient[chunk.start : chunk.start + chunk.numel]
             assert buffer.arrived is not None
             stream.wait(buffer.arrived)
-            stream.run(partial(optimizer_step, state, own, parts, grad_scale))
+            if matrix_steps is not None:
+                matrix_steps.step(state, own, parts, grad_scale, stream)
+            else:
+                stream.run(partial(optimizer_step, state, own, parts, grad_scale))
             self._stepped = stepped = stream.record()
             self.under_way.append(stepped)
             self.d2h.wait(stepped)

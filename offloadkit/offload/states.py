@@ -18,18 +18,19 @@ from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.kernels.dispatch import optimizer_step, split_into
 from offloadkit.offload.gradients import LayerGradient, runs
 from offloadkit.offload.layers import FlatLayer, ParameterView
+from offloadkit.offload.matrix_steps import MatrixSteps
 from offloadkit.offload.outside import unwatched
 from offloadkit.offload.state_ring import PassingStates, StateRing
 from offloadkit.offload.weight_ring import SharedRam, StreamedWeights
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim.moments import random_key
 from offloadkit.optim.reference import join_master, split_master
-from offloadkit.optim.table import FlatState, GroupOptions, Optimizer, Segment
+from offloadkit.optim.table import FlatState, Optimizer, Options, Segment
 from offloadkit.planner import cpu_can_step, gpu_can_step
 
 
 @lru_cache(maxsize=256)
-def _scalars(optimizer: Optimizer, options: GroupOptions, step: int) -> tuple[float, ...]:
+def _scalars(optimizer: Optimizer, options: Options, step: int) -> tuple[float, ...]:
     return optimizer.scalars(**vars(options), step=step)
 
 
@@ -143,6 +144,7 @@ class LayerState:
         )
         self.ring: StateRing | None = None
         self._passing: PassingStates | None = None
+        self._matrix_steps: MatrixSteps | None = None
         self.on_gpu, self.switchable = placement.step == "gpu", False
         self._copy_is_stale = False
         self._seen_writes: dict[ParameterView, int] = {}
@@ -150,22 +152,28 @@ class LayerState:
         self.steps = torch.zeros(len(layer.views), dtype=torch.float32)
         self.uploaded: Event | None = None
 
-    def join(self, ring: StateRing | None) -> None:
-        """Pass the states through `ring` when the GPU steps them. None if the GPU steps no states that are in RAM."""
+    def join(self, ring: StateRing | None, matrix_steps: MatrixSteps | None = None) -> None:
+        """Pass the states through `ring` when the GPU steps them. None if the GPU steps no states that are in RAM.
+
+        matrix_steps: steps the layer if its step unit is a matrix.
+        """
         placement, self.ring, self._passing = self.placement, ring, None
+        is_matrix = self.layer.kind.step_unit == "matrix"
+        self._matrix_steps = matrix_steps if is_matrix else None
         if ring is not None and placement.states == "ram" and gpu_can_step(placement):
             passing_gradient = self.gradient.host if placement.gradients == "ram" else None
             resident_weights = self.weights.own if self._streamed is None else None
-            self._passing = PassingStates(f"{self.layer.name} states", self.flat, resident_weights, passing_gradient)
+            name, cuts = f"{self.layer.name} states", [view.start for view in self.layer.views] if is_matrix else None
+            self._passing = PassingStates(name, self.flat, resident_weights, passing_gradient, cuts)
         self.on_gpu = placement.step == "gpu"
-        by_either = cpu_can_step(placement) and self._passing is not None
+        by_either = cpu_can_step(placement) and self._passing is not None and not is_matrix
         self.switchable = self._config.placement is None and by_either
 
     def leave_ring(self) -> None:
         """Leave the ring. The layer is settled; the RAM copy of weights in VRAM is updated."""
         self._refresh_copy()
         self._wait_for_copies()
-        self.ring = self._passing = self.uploaded = None
+        self.ring = self._passing = self._matrix_steps = self.uploaded = None
         self.on_gpu = self.switchable = False
 
     def moved(
@@ -384,7 +392,7 @@ class LayerState:
         """`flat` in the parameter's shape at world size 1; unchanged otherwise."""
         return flat.view(piece.parameter.shape) if self.shard is self.layer else flat
 
-    def step(self, views: set[int], options: Sequence[GroupOptions], grad_scale: float, stream: CopyStream) -> None:
+    def step(self, views: set[int], options: Sequence[Options], grad_scale: float, stream: CopyStream) -> None:
         """One in-place optimizer step of the parameters at `views`; other parameters keep everything.
 
         A step on the CPU blocks; a step on the GPU is queued. Forward may use the layer's weights after `uploaded`.
@@ -436,13 +444,18 @@ class LayerState:
         passing, streamed = self._passing, self._streamed
         if passing is None:
             gradient = self.gradient.kept
-            stream.run(lambda: optimizer_step(self.flat, gradient, segments, grad_scale))
+            if self._matrix_steps is not None:
+                self._matrix_steps.step(self.flat, gradient, segments, grad_scale, stream)
+            else:
+                stream.run(lambda: optimizer_step(self.flat, gradient, segments, grad_scale))
             self.uploaded = stream.record()
             return
         assert self.ring is not None
         kept = self.gradient.kept if passing.gradient is None else None
         unread = None if streamed is None else streamed.copied
-        self.uploaded = self.ring.step(passing, kept, segments, grad_scale, stream, unread=unread)
+        self.uploaded = self.ring.step(
+            passing, kept, segments, grad_scale, stream, unread=unread, matrix_steps=self._matrix_steps
+        )
         if streamed is None:
             self._copy_is_stale = self.gradient.host is not None
         else:
@@ -485,19 +498,19 @@ class LayerState:
             if event is not None:
                 event.synchronize()
 
-    def _segments(self, views: set[int], options: Sequence[GroupOptions]) -> list[Segment]:
+    def _segments(self, views: set[int], options: Sequence[Options]) -> list[Segment]:
         if len(views) == len(self.layer.views):
             self.steps += 1  # takes a third of an indexed addition's time
         else:
             self.steps[list(views)] += 1
         steps = [int(step) for step in self.steps.tolist()]  # tolist once: reading a tensor element by element is slow
-        if self.layer.states.is_rounded:
+        if self.layer.states.is_rounded or self.layer.kind.step_unit == "matrix":
             found = []
             for index in sorted(views & self._pieces.keys()):  # one segment per parameter, with separate random bits
                 piece, step = self._pieces[index], steps[index]
                 scalars = _scalars(self.layer.states.optimizer, options[piece.group], step)
-                key = random_key(self._config.seed, piece.name, step)
-                found.append(Segment(piece.start, piece.numel, scalars, key, piece.first))
+                key = random_key(self._config.seed, piece.name, step) if self.layer.states.is_rounded else 0
+                found.append(Segment(piece.start, piece.numel, scalars, key, piece.first, piece.matrix))
             return found
         kinds: dict[tuple[int, int], set[int]] = {}
         for index in views & self._pieces.keys():

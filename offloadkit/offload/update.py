@@ -31,7 +31,7 @@ from offloadkit.offload.gradients import LayerGradient, compute_host_sums
 from offloadkit.offload.states import LayerState, Posting
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.norm import sum_in_order
-from offloadkit.optim.table import GroupOptions
+from offloadkit.optim.table import Options
 from offloadkit.planner import NUM_STATE_BUFFERS
 
 LayerUpdate = tuple[LayerState, set[int], PendingUpdate]
@@ -58,7 +58,7 @@ class Update:
 
     number: int
     layers: list[LayerUpdate]
-    options: Sequence[GroupOptions]
+    options: Sequence[Options]
     max_grad_norm: float | None
     compute_done: Event
     loss_scale: float = 1.0

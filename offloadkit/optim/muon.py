@@ -17,6 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SLICE = 1 << 22
+"""Elements, in whole rows, that element-wise operations in a workspace take at a time."""
+
 
 class MuonScalars(NamedTuple):
     """Scalars of one step, not rounded to fp32."""
@@ -51,6 +54,25 @@ def muon_scalars(
     """Compute the scalars of a step. Muon ignores `step`."""
     matches = adjust_lr_fn == "match_rms_adamw"
     return MuonScalars(lr, 1 - lr * weight_decay, momentum, nesterov, matches, eps, ns_steps, *ns_coefficients)
+
+
+def workspace_sizes(rows: int, columns: int, row: int) -> dict[str, int]:
+    """Bytes of the arrays of `kernels.muon`'s workspace. `row`: elements of a row of the parameter."""
+    numel, short = rows * columns, min(rows, columns)
+    scratch = rows_at_once(numel, row) * row
+    return {
+        "one": 2 * numel,
+        "two": 2 * numel,
+        "gram": 2 * short**2,
+        "polynomial": 2 * short**2,
+        "fp32": 4 * scratch,
+        "mask": scratch,
+    }
+
+
+def rows_at_once(numel: int, row: int) -> int:
+    """Rows of a parameter that element-wise operations take at a time."""
+    return min(max(1, SLICE // row), numel // row)
 
 
 def adjusted_lr(scalars: MuonScalars, rows: int, columns: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from numbers import Real
 from typing import Any, Literal, NamedTuple
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from offloadkit.errors import ConfigError, shown
-from offloadkit.facts.config import Precision
+from offloadkit.facts.config import MuonOptions, Precision
 from offloadkit.optim import moments
 from offloadkit.optim.adamw import adamw_scalars, adamw_update
 from offloadkit.optim.lion import lion_scalars, lion_update
-from offloadkit.optim.muon import muon_scalars, muon_update
+from offloadkit.optim.muon import muon_scalars, muon_update, newton_schulz_flops, workspace_sizes
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 """Names of working-weight dtypes in a plan."""
@@ -117,6 +117,8 @@ def check_options(group: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: an option of a torch optimizer is unsupported and would change the step.
     """
+    if group.get("optimizer") == "muon":
+        return
     for name, off in _OFF.items():
         if name == "decoupled_weight_decay" and not group.get("weight_decay"):
             continue
@@ -137,7 +139,7 @@ class GroupOptions:
     weight_decay: float
 
     @classmethod
-    def of(cls, group: dict[str, Any]) -> GroupOptions:
+    def of(cls, group: Mapping[str, Any]) -> GroupOptions:
         """Read the present options of one of the optimizer's param_groups.
 
         Raises:
@@ -152,6 +154,46 @@ class GroupOptions:
             raise ConfigError(f"betas of a parameter group must be two numbers in [0, 1), got {shown(betas)}")
         check_options(group)
         return cls(lr, (first, second), eps, weight_decay)
+
+
+@dataclass(frozen=True)
+class MuonGroup:
+    """Options of a parameter group of Muon at the time of `step()`."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_coefficients: tuple[float, float, float]
+    eps: float
+    ns_steps: int
+    adjust_lr_fn: str
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> MuonGroup:
+        """Read the present options of one of the optimizer's param_groups.
+
+        Raises:
+            ConfigError: a value is missing or out of range.
+        """
+        lr, own = _number(group.get("lr"), "lr"), [field.name for field in fields(MuonOptions)[1:]]
+        if lacking := [name for name in own if name not in group]:
+            raise ConfigError(f"a parameter group of Muon lacks {lacking[0]}")
+        options = MuonOptions(**{name: group[name] for name in own})
+        return cls(lr, **{name: getattr(options, name) for name in own})
+
+
+Options = GroupOptions | MuonGroup
+
+
+def options_of(group: Mapping[str, Any]) -> Options:
+    """Read the present options of one of the optimizer's param_groups, by the group's optimizer.
+
+    Raises:
+        ConfigError: as `GroupOptions.of`, or the group's optimizer is unknown.
+    """
+    is_muon = optimizer_named(group.get("optimizer", "adamw")).name == "muon"
+    return MuonGroup.of(group) if is_muon else GroupOptions.of(group)
 
 
 def _number(value: Any, name: str) -> float:
@@ -207,12 +249,11 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 
 NEED_WHOLE_MATRICES = {
-    "muon": "it orthogonalises the update of each whole matrix",
     "adafactor": "it keeps the means of each whole matrix's rows and columns",
     "shampoo": "it multiplies each whole matrix by preconditioners",
     "soap": "it rotates each whole matrix into a basis of its own",
 }
-"""Optimizers that cannot step chunks of elements, with the reason."""
+"""Optimizers that cannot step chunks of elements and are not supported, with the reason."""
 
 
 def trainer_names() -> dict[str, str]:
@@ -226,13 +267,13 @@ def optimizer_named(name: str) -> Optimizer:
     Raises:
         ConfigError: the optimizer is unknown or needs whole matrices.
     """
-    if name in OPTIMIZERS and OPTIMIZERS[name].step_unit == "element":
+    if name in OPTIMIZERS:
         return OPTIMIZERS[name]
-    choices = ", ".join(repr(name) for name, optimizer in OPTIMIZERS.items() if optimizer.step_unit == "element")
+    choices = ", ".join(map(repr, OPTIMIZERS))
     if str(name).lower() in NEED_WHOLE_MATRICES:
         why = NEED_WHOLE_MATRICES[str(name).lower()]
         raise ConfigError(
-            f"optimizer={shown(name)} cannot be offloaded: {why}, and offloadkit steps layers in chunks of elements. "
+            f"optimizer={shown(name)} cannot be offloaded: {why}, and offloadkit steps layers in chunks. "
             f"Choose one of {choices}"
         )
     raise ConfigError(f"optimizer must be one of {choices}; got {shown(name)}")
@@ -273,7 +314,7 @@ def state_table(optimizer: str, precision: Precision, weights_dtype: torch.dtype
     Raises:
         ConfigError: the optimizer is unknown or does not support the precision.
     """
-    chosen, kept = OPTIMIZERS.get(optimizer) or optimizer_named(optimizer), PRECISIONS[precision]
+    chosen, kept = optimizer_named(optimizer), PRECISIONS[precision]
     if precision not in chosen.precisions:
         raise ConfigError(
             f"optimizer={shown(optimizer)} with precision={shown(precision)}: its moments are kept in "
@@ -347,6 +388,27 @@ class Matrix(NamedTuple):
     columns: int
     is_transposed: bool = False
     """Whether the parameter, [columns, rows], holds the transpose of the matrix."""
+
+    @property
+    def row(self) -> int:
+        """Elements of a row of the parameter."""
+        return self.rows if self.is_transposed else self.columns
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a step."""
+        return newton_schulz_flops(self.rows, self.columns)
+
+    @property
+    def workspace(self) -> dict[str, int]:
+        """Aligned bytes of the arrays that the step takes beside the states, by name."""
+        sizes = workspace_sizes(self.rows, self.columns, self.row)
+        return {name: aligned(size) for name, size in sizes.items()}
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that the step takes beside the states."""
+        return sum(self.workspace.values())
 
     def of(self, flat: Tensor) -> Tensor:
         """View of a parameter's elements as the matrix."""

@@ -29,6 +29,8 @@ from offloadkit.planner.layout import (
     choices,
     gpu_can_step,
     is_built,
+    is_small,
+    workspace_bytes,
 )
 from offloadkit.planner.phases import forward_bytes, handed_over_bytes, ram_peak, staged_bytes
 from offloadkit.planner.seconds import IN_VRAM
@@ -50,6 +52,7 @@ class Counts:
       gradients to RAM throughout and not all at once.
     - The last layers have their states on disk.
     - GPU steps are spread evenly over layers with states in RAM, so that CPU and GPU both advance with forward.
+    - The GPU steps all layers of matrices. Small layers beside them (norms) stay in VRAM.
     """
 
     recomputed: int
@@ -124,6 +127,9 @@ class Spread:
         in_ram = Placement(gradients="ram")
         self._must_keep = ~np.array([is_built(in_ram, layer, accumulation, one_host=one_host) for layer in layers])
         self._columns = np.arange(len(layers))
+        self._matrices = np.array([bool(layer.matrices) for layer in layers])
+        self._stay = _beside_matrices(layers)
+        self._workspace = workspace_bytes(layers)
         self._fixed_vram = frozen_bytes + context_bytes + ALLOCATOR_BYTES
         self._frozen_bytes = frozen_bytes
         self._staged, self._forward = staged_bytes(layers), forward_bytes(work)
@@ -175,14 +181,17 @@ class Spread:
 
         number = len(self._layers)
         streamed = self._may_stream & _is_among(column("streamed"), self.block_of, max(1, len(self.blocks)))
-        resident = ~streamed
+        streamed &= ~self._stay
+        resident = ~streamed & ~self._stay
         may_hold = np.maximum(1, resident.sum(1))[:, None]
         from_the_end = may_hold - np.cumsum(resident, 1)
-        in_vram = resident & _is_among(column("states_in_vram"), from_the_end, may_hold)
-        on_disk = ~in_vram & (self._columns >= number - column("states_on_disk"))
+        in_vram = self._stay | (resident & _is_among(column("states_in_vram"), from_the_end, may_hold))
+        on_disk = ~in_vram & (self._columns >= number - column("states_on_disk")) & ~self._matrices
         in_ram = ~in_vram & ~on_disk
-        before = np.cumsum(in_ram, 1) - in_ram
-        on_gpu = in_ram & _is_among(column("gpu_steps"), before, np.maximum(1, in_ram.sum(1))[:, None])
+        either = in_ram & ~self._matrices
+        before = np.cumsum(either, 1) - either
+        on_gpu = either & _is_among(column("gpu_steps"), before, np.maximum(1, either.sum(1))[:, None])
+        on_gpu |= in_ram & self._matrices
         kept = np.array([counts.gradients_in_vram for counts in some])[:, None]
         keeps = (kept == "all") | (on_gpu & (kept == "gpu")) | self._must_keep
         codes = streamed * _STREAMED + keeps * _KEEPS + on_gpu * _ON_GPU + on_disk * _ON_DISK
@@ -194,7 +203,7 @@ class Spread:
         """For each of `some`: the additional VRAM of each resident layer if its states are in VRAM too."""
         codes = self.codes(some)
         more = self._vram[:, [_IN_VRAM]].T - self._vram[self._columns, codes]
-        resident = ~each(codes, lambda where: where.weights == "ram")
+        resident = ~each(codes, lambda where: where.weights == "ram") & ~self._stay
         return [of[kept] for of, kept in zip(more, resident, strict=True)]
 
     def bytes(self, some: Sequence[Counts], codes: Codes) -> Ints:
@@ -232,10 +241,19 @@ class Spread:
         streamed = np.where(each(codes, lambda where: where.weights == "ram"), self._weights, 0) @ self._same_name
         passes = _any(codes, lambda where: where.states == "ram" and where.step == "gpu")
         passing = self._passing[self._columns, codes].max(1) * passes
-        vram = gradients + NUM_WEIGHT_BUFFERS * streamed.max(1) + NUM_STEP_BUFFERS * passing
+        vram = gradients + NUM_WEIGHT_BUFFERS * streamed.max(1) + NUM_STEP_BUFFERS * passing + self._workspace
         adds = NUM_STAGING * (self._accumulation > 1)
         ram = adds * np.where(through_ram, self._on_the_way, 0).max(1)
         return vram, ram + NUM_STATE_BUFFERS * self._disk[self._columns, codes].max(1), gradients
+
+
+def _beside_matrices(layers: Sequence[LayerShape]) -> NDArray[np.bool_]:
+    """Whether each layer is small in comparison with the matrices of its block."""
+    of_block: dict[str, int] = {}
+    for layer in layers:
+        if layer.matrices:
+            of_block[layer.name] = of_block.get(layer.name, 0) + layer.numel
+    return np.array([not layer.matrices and is_small(layer.numel, of_block.get(layer.name, 0)) for layer in layers])
 
 
 def _recomputation(block: int, counts: Counts) -> Literal["keep", "checkpoint", "offload"]:

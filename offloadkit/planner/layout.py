@@ -9,10 +9,11 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from offloadkit.errors import ConfigError
 from offloadkit.facts.config import Placement
 from offloadkit.facts.fitted import NCCL_BYTES, NCCL_FEW_BYTES
 from offloadkit.facts.hardware import Hardware
-from offloadkit.optim.table import MASTER_WEIGHTS, MOMENTS, Dtype, LayerKind, StateTable, aligned
+from offloadkit.optim.table import MASTER_WEIGHTS, MOMENTS, Dtype, LayerKind, Matrix, StateTable, aligned
 from offloadkit.planner.work import MicroBatch
 
 NUM_GRADIENT_BUCKETS = 2
@@ -69,6 +70,8 @@ class LayerShape:
     """Whether several ranks exchange sums of several micro-batches, instead of every micro-batch."""
     norm_blocks_of_all: int | None = None
     """Norm blocks of the elements that all ranks step; None with world size 1."""
+    matrices: tuple[Matrix, ...] = ()
+    """The matrices that are stepped as a whole, if that is the step unit."""
 
     def shared_by(self, num_ranks: int) -> LayerShape:
         """An equal part of the layer, for planning before the layer is cut (`FlatLayer.cut_for`).
@@ -155,9 +158,19 @@ class LayerShape:
         """Memory traffic of a step: the gradient is read, states and working weights are read and written."""
         return self.gradient_bytes(accumulation) + 2 * (sum(self.state_bytes().values()) + self.stepped_bytes())
 
+    def chunk_numel(self) -> int:
+        """Most elements of a chunk of the states on their way through VRAM."""
+        if self.matrices:
+            return max(-(-each.rows * each.columns // _PART) * _PART for each in self.matrices)
+        return chunk_numel(self.own_numel)
+
+    def num_chunks(self) -> int:
+        """Number of chunks of the states on their way through VRAM."""
+        return len(self.matrices) or max(1, -(-self.own_numel // STEP_CHUNK))
+
     def passing_bytes(self, placement: Placement, accumulation: int) -> int:
         """Bytes of a full chunk in a step buffer: the states, and the weights and gradient if they live in RAM."""
-        size = chunk_numel(self.own_numel)
+        size = self.chunk_numel()
         chunk = replace(self, numel=size, own=None if self.own is None else size)
         passing = sum(chunk.state_bytes().values())
         if placement.weights == "ram":
@@ -244,6 +257,34 @@ def possible(placement: Placement, layer: LayerShape) -> Placement:
     return replace(placement, weights="vram", activations=placement.activations if layer.in_block else "keep")
 
 
+def for_matrices(placement: Placement, layer: LayerShape) -> Placement:
+    """`placement`, with the step on the GPU and without the disk if the layer's step unit is a matrix."""
+    if not layer.matrices or placement.states == "vram":
+        return placement
+    return replace(placement, states="ram", step="gpu")
+
+
+def check_matrices(layers: Sequence[LayerShape], placements: Sequence[Placement]) -> None:
+    """Check placements for a machine with a GPU.
+
+    Raises:
+        ConfigError: the CPU would step matrices, or their states are on disk.
+    """
+    for layer, where in zip(layers, placements, strict=True):
+        if for_matrices(where, layer) != where:
+            what = "states='disk'" if where.states == "disk" else "step='cpu'"
+            raise ConfigError(
+                f"Placement({what}) for {layer.name!r}, whose matrices {layer.kind.optimizer.capitalize()} steps: a "
+                "step of matrices is too slow on the CPU. Choose step='gpu' and states in RAM or VRAM, or leave the "
+                "placement out"
+            )
+
+
+def workspace_bytes(layers: Sequence[LayerShape]) -> int:
+    """VRAM that steps of matrices take beside states and step buffers."""
+    return max((each.workspace_bytes for layer in layers for each in layer.matrices), default=0)
+
+
 def tier_bytes(
     layers: Sequence[LayerShape], placements: Sequence[Placement], accumulation: int
 ) -> dict[str, dict[str, int]]:
@@ -301,7 +342,8 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
         "vram": {
             "gradients": buckets_bytes + received + max(summed, default=0),
             "weight buffers": NUM_WEIGHT_BUFFERS * max(streamed.values(), default=0),
-            "state buffers": NUM_STEP_BUFFERS * step_buffer_bytes(placed, accumulation),
+            "state buffers": NUM_STEP_BUFFERS * step_buffer_bytes(placed, accumulation)
+            + workspace_bytes([layer for layer, _ in placed]),
         },
         "ram": {"gradients": NUM_STAGING * staging, "state buffers": NUM_STATE_BUFFERS * max(on_disk, default=0)},
     }
@@ -313,7 +355,10 @@ def step_buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulati
         return 0
     passing = [item for item in placed if item[1].states == "ram" and gpu_can_step(item[1])]
     kinds = {  # a model has few kinds, and is planned over and over
-        (layer.numel, layer.own, layer.kind, layer.shared, where.weights, where.gradients): (layer, where)
+        (layer.numel, layer.own, layer.kind, layer.shared, layer.matrices, where.weights, where.gradients): (
+            layer,
+            where,
+        )
         for layer, where in passing
     }
     return max(layer.passing_bytes(where, accumulation) for layer, where in kinds.values())

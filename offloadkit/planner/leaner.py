@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from offloadkit.facts.config import Placement
-from offloadkit.planner.layout import is_built, possible, tier_bytes
+from offloadkit.planner.layout import for_matrices, is_built, possible, tier_bytes
 from offloadkit.planner.make import placed, replanned, wishes
 from offloadkit.planner.plan import Plan
 from offloadkit.planner.prediction import TIERS
@@ -64,7 +64,7 @@ def _down_the_rungs(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan 
     for rung in _rungs(short, on_disk=plan.basis.config.disk is not None):
         before = list(where)
         for at in reversed(range(len(where))):
-            old, new = where[at], possible(rung(where[at]), plan.layers[at])
+            old, new = where[at], for_matrices(possible(rung(where[at]), plan.layers[at]), plan.layers[at])
             where[at] = new if is_built(new, plan.layers[at], plan.accumulation, one_host=one_host) else old
             found = _totals(plan, where)
             if too_much(found):

@@ -7,11 +7,21 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from offloadkit.errors import ConfigError
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.fitted import CROWDED, FEW_CTAS, LOADED_LATER_BYTES
 from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.units import parse_bytes
-from offloadkit.planner.layout import LayerShape, activations, choices, outside_bytes, possible, run_bytes
+from offloadkit.planner.layout import (
+    LayerShape,
+    activations,
+    check_matrices,
+    choices,
+    for_matrices,
+    outside_bytes,
+    possible,
+    run_bytes,
+)
 from offloadkit.planner.prediction import Basis, Prediction
 from offloadkit.planner.ranks import for_ranks
 from offloadkit.planner.search import Search
@@ -35,11 +45,13 @@ def make(kind: type[P], layers: Sequence[LayerShape], basis: Basis) -> P:
     layers = tuple(
         replace(
             layer,
-            kind=replace(layer.kind, optimizer=config.optimizer, precision=config.precision),
+            kind=replace(layer.kind, precision=config.precision),
             exchanges_sums=config.exchange == "step",
         )
         for layer in layers
     )
+    if layers[0].num_ranks > 1 and any(layer.matrices for layer in layers):
+        raise ConfigError("optimizer='muon' trains on one GPU: a matrix is not divided between GPUs yet")
     budgets = _budgets(config, hardware, layers[0].num_ranks)
     if work is None or hardware is None or not hardware.few_ctas_link_bytes_per_second:
         return _plan(kind, layers, basis, budgets, _placements(layers, basis, budgets))
@@ -180,7 +192,12 @@ def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, i
     placement = config.placement or Placement()
     if config.activation_checkpointing and placement.activations == "keep":
         placement = replace(placement, activations="checkpoint")
-    return tuple(possible(placement, layer) for layer in layers)
+    found = tuple(possible(placement, layer) for layer in layers)
+    if config.placement is None:
+        return tuple(for_matrices(where, layer) for where, layer in zip(found, layers, strict=True))
+    if hardware is not None and hardware.device != "cpu":
+        check_matrices(layers, found)
+    return found
 
 
 def _search(layers: tuple[LayerShape, ...], basis: Basis, work: MicroBatch, hardware: Hardware) -> Search:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from offloadkit.facts.config import OffloadConfig, Precision
+from offloadkit.facts.config import Precision
 from offloadkit.facts.units import format_bytes, rounded_up
 from offloadkit.optim.table import optimizer_named
 from offloadkit.planner.make import P, exchanged_otherwise, is_short_of_ram, replanned, wishes
@@ -57,9 +57,11 @@ def nearest_fits(plan: P, most: int = 4) -> list[tuple[str, P]]:
     return list(islice(((words, other) for words, other in _others(plan) if other.fits), most))
 
 
-def _leaner_precisions(config: OffloadConfig) -> tuple[Precision, ...]:
-    order = optimizer_named(config.optimizer).precisions
-    return order[order.index(config.precision) + 1 :]
+def _leaner_precisions(plan: Prediction) -> tuple[Precision, ...]:
+    """Precisions after the present one that all optimizers of the plan have."""
+    names = {layer.kind.optimizer for layer in plan.layers}
+    order = min((optimizer_named(name).precisions for name in names), key=len)
+    return order[order.index(plan.basis.config.precision) + 1 :]
 
 
 def _others(plan: P) -> Iterator[tuple[str, P]]:
@@ -102,7 +104,7 @@ def _leanest(plan: P) -> Iterator[tuple[str, P]]:
     if "ram" not in plan.lacking():
         return
     how, changes = _to_disk(plan)
-    leaner = _leaner_precisions(plan.basis.config)[-1:]
+    leaner = _leaner_precisions(plan)[-1:]
     states = [*(f"precision={precision!r}" for precision in leaner), *([how] if how else [])]
     if leaner:
         changes["precision"] = leaner[0]
@@ -114,7 +116,7 @@ def _leanest(plan: P) -> Iterator[tuple[str, P]]:
 
 
 def _leaner(plan: P) -> Iterator[tuple[str, P]]:
-    leaner, one_is_enough = _leaner_precisions(plan.basis.config), False
+    leaner, one_is_enough = _leaner_precisions(plan), False
     for precision in leaner:
         other = replanned(plan, precision=precision)
         one_is_enough |= other.fits
@@ -216,7 +218,7 @@ def _help(plan: Prediction) -> Iterator[str]:
                 break
             if tier == "ram" and not is_short_of_ram(other):
                 break  # larger budgets lead to the same plan
-    if plan.basis.config.precision == "exact" and "compact" in _leaner_precisions(plan.basis.config):
+    if plan.basis.config.precision == "exact" and "compact" in _leaner_precisions(plan):
         other = replanned(plan, precision="compact")
         assert other.seconds is not None
         if other.fits and step / other.seconds.step >= _MIN_SPEEDUP:
@@ -268,6 +270,8 @@ def _in_the_other_order(plan: Prediction) -> str:
 def _with_another_gpu(plan: P) -> P | None:
     """The plan with one more GPU or, beyond `GPUS_PER_HOST`, one more host; None if the GPU is unknown."""
     if plan.on_cpu or plan.basis.hardware is None or plan.basis.work is None:
+        return None
+    if any(layer.matrices for layer in plan.layers):
         return None
     more = 1 if plan.num_gpus < GPUS_PER_HOST else GPUS_PER_HOST
     return replanned(plan, num_gpus=plan.num_gpus + more)

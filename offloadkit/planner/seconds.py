@@ -42,6 +42,7 @@ from offloadkit.facts.fitted import (
     FORWARD_LAUNCHES,
     KERNEL_SECONDS,
     LAYER_LAUNCHES,
+    MATRIX_TRAFFIC,
     NORM_EFFICIENCY,
     RANKS_SLOW,
     RECOMPUTED_LAUNCHES,
@@ -56,7 +57,6 @@ from offloadkit.planner.layout import (
     NUM_STAGING,
     NUM_STEP_BUFFERS,
     NUM_WEIGHT_BUFFERS,
-    STEP_CHUNK,
     LayerShape,
 )
 from offloadkit.planner.work import MicroBatch, Pass, Stage
@@ -548,7 +548,8 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
     traffic, own, ranks = layer.step_bytes(accumulation), layer.own_numel, layer.num_ranks
     sums = layer.sums_whole(accumulation)
     added = layer.numel if sums else own * ranks  # elements added by one micro-batch
-    num_chunks = max(1, -(-own // STEP_CHUNK))
+    flops = sum(each.flops for each in layer.matrices)
+    orthogonalising = flops / hardware.bf16_flops_per_second + MATRIX_TRAFFIC * layer.numel / vram if flops else 0.0
     of_all = layer.received_bytes(accumulation)
     link = link_rate(hardware, ranks)
     exchange = of_all // ranks * (ranks - 1) / link + EXCHANGE_SECONDS if ranks > 1 else 0.0
@@ -564,9 +565,11 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
         gradient_bytes=gradient,
         state_bytes=sum(layer.state_bytes().values()),
         step_bytes=traffic,
-        num_chunks=num_chunks,
-        cpu_step=traffic / cpu_step_rate(layer.kind.precision, hardware) + STEP_LAUNCHES * hardware.launch_seconds,
-        gpu_step=traffic / vram + KERNEL_SECONDS,
+        num_chunks=layer.num_chunks(),
+        cpu_step=traffic / cpu_step_rate(layer.kind.precision, hardware)
+        + orthogonalising
+        + STEP_LAUNCHES * hardware.launch_seconds,
+        gpu_step=traffic / vram + orthogonalising + KERNEL_SECONDS,
         bucket=3 * bucket / vram,
         adding_in_vram=(8 * added + received) / vram,
         adding_in_ram=(8 * added + 2 * received) / (dram * ADD_EFFICIENCY),

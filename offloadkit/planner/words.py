@@ -142,6 +142,7 @@ def speed(plan: Prediction) -> list[str]:
 
 def about(plan: Prediction) -> list[str]:
     lines = [*(line for sentence in assumed(plan) for line in _wrapped(sentence)), trained(plan)]
+    lines += [line for sentence in _by_optimizer(plan) for line in _wrapped(sentence)]
     if plan.num_tokens is None:
         lines.append("(activations and the framework's own memory come on top)")
     if plan.on_cpu:
@@ -160,6 +161,20 @@ def trained(plan: Prediction) -> str:
     config, kinds = plan.basis.config, dict.fromkeys(layer.dtype for layer in plan.layers)
     moments = "" if config.precision == "exact" else f", {_optimizer(plan)} moments {config.precision}"
     return ", ".join([f"{first} in {'+'.join(kinds)}{moments}", *_tokens(plan)])
+
+
+def _by_optimizer(plan: Prediction) -> list[str]:
+    """ "Muon steps 224 matrices with 6,979,321,856 parameters, AdamW the rest", if Muon steps any."""
+    matrices = [layer for layer in plan.layers if layer.matrices]
+    if not matrices:
+        return []
+    number, of = sum(len(layer.matrices) for layer in matrices), sum(layer.num_parameters for layer in matrices)
+    others = {layer.kind.optimizer: _NAMES[layer.kind.optimizer] for layer in plan.layers if not layer.matrices}
+    rest = f", {' and '.join(others.values())} the rest" if others else ""
+    return [f"Muon steps {number:,} matrices with {of:,} parameters{rest}"]
+
+
+_NAMES = {"adamw": "AdamW", "lion": "Lion"}
 
 
 def _optimizer(plan: Prediction) -> str:

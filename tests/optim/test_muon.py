@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from offloadkit.kernels import muon as kernel
+from offloadkit.optim import muon as formula
 from offloadkit.optim.muon import muon_scalars, newton_schulz_flops
 from offloadkit.optim.reference import join_master, step_reference
 from offloadkit.optim.table import FlatState, Matrix, Segment, state_table
@@ -65,14 +66,14 @@ def test_it_is_torch_s_function(step: Any, nesterov: bool, adjust: str, is_trans
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["Linear", "Conv1D"])
 def test_the_workspace_gives_the_reference_s_bits(monkeypatch: pytest.MonkeyPatch, is_transposed: bool) -> None:
     """Two of three matrices in one layer are stepped, in slices of three rows, in a workspace that held NaN."""
-    monkeypatch.setattr(kernel, "SLICE", 300)
+    monkeypatch.setattr(formula, "SLICE", 300)
     matrices = [Matrix(33, 96, is_transposed), Matrix(96, 33, is_transposed), Matrix(64, 64, is_transposed)]
     starts = [0, 3328, 6656]
     segments = [
         Segment(start, matrix.rows * matrix.columns, scalars(), matrix=matrix)
         for start, matrix in zip(starts[1:], matrices[1:], strict=True)
     ]
-    memory = torch.full((max(map(kernel.workspace_bytes, matrices)),), 255, dtype=torch.uint8)
+    memory = torch.full((max(matrix.workspace_bytes for matrix in matrices),), 255, dtype=torch.uint8)
     for weights, gradients in product(DTYPES, DTYPES):
         state, gradient = make_state(weights, 11_000, optimizer="muon"), make_gradient(gradients, 11_000)
         state.weights[3400] = float("nan")
