@@ -1,6 +1,6 @@
 """Processes that run a function as the ranks of a gloo group.
 
-They are started once and stay, since importing torch takes seconds; each run makes a group of the size that it needs.
+They are started once and stay, after an error too; each run makes a group of the size that it needs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from typing import Any
 
 LIMIT = 60
@@ -49,6 +50,15 @@ def _serve(rank: int, on_gpus: bool, tasks: Connection) -> None:
         tasks.send(answer)
 
 
+def _context(backend: str) -> BaseContext:
+    """How processes start: by a fork of a server that has imported the libraries. With CUDA: each imports them."""
+    if backend == "nccl":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "transformers.trainer_seq2seq", "datasets"])
+    return context
+
+
 class RankPool:
     """Starts ranks as they are needed."""
 
@@ -61,7 +71,7 @@ class RankPool:
         """What `function`, importable by name, returns on each of `size` ranks.
 
         Raises:
-            BaseException: what the first failing rank raised; the processes end then.
+            BaseException: what the first failing rank raised.
         """
         answers = self.answers(size, function, **arguments)
         for answer in answers:
@@ -71,7 +81,7 @@ class RankPool:
 
     def answers(self, size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
         """As `run`; for a rank that failed, its error."""
-        context = multiprocessing.get_context("spawn")
+        context = _context(self._backend)
         while len(self._ranks) < size:
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -83,18 +93,19 @@ class RankPool:
         with tempfile.TemporaryDirectory() as folder:
             for _, pipe in self._ranks[:size]:
                 pipe.send((function, size, f"{folder}/store", self._backend, arguments))
-            answers = []
+            answers, lost = [], False
             for _, pipe in self._ranks[:size]:
                 try:
                     done, value = pipe.recv() if pipe.poll(ON_GPUS * LIMIT + 10) else (False, None)
                 except EOFError:
                     done, value = False, None
                 if not done:
+                    lost = lost or value is None
                     error, text = value or (RuntimeError("a rank ended, or hung: its stacks are above"), "")
                     error.add_note(text)
                     value = error
                 answers.append(value)
-        if any(isinstance(answer, BaseException) for answer in answers):
+        if lost:
             self.close()
         return answers
 
