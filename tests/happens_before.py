@@ -36,7 +36,7 @@ import offloadkit
 from offloadkit.device import host_memory, streams
 from offloadkit.device.streams import Event, Pairs, Stream
 from offloadkit.kernels import cpu
-from offloadkit.offload import gradients, shards, state_ring, states, update
+from offloadkit.offload import gradients, matrix_steps, shards, state_ring, states, update
 
 PACKAGE = Path(offloadkit.__file__).parent
 _MOST_QUERIES = 8
@@ -318,8 +318,14 @@ class Watched:
             patch.setattr(queue, "SimpleQueue", self._queue())
             for name in ("allocate", "allocate_shared"):
                 patch.setattr(host_memory, name, self._slab(getattr(host_memory, name)))
-            for module in (states, state_ring):
-                step = self._kernel(module.optimizer_step, lambda state, gradient, *_: (gradient, state))
+            for module in (states, state_ring, matrix_steps):
+
+                def split(
+                    state: Any, gradient: Any, segments: Any, scale: float, workspace: Any = ()
+                ) -> tuple[Any, Any]:
+                    return gradient, (state, workspace)
+
+                step = self._kernel(module.optimizer_step, split)
                 patch.setattr(module, "optimizer_step", step)
             for module in (gradients, shards):
                 sums = self._kernel(module.block_sums, lambda gradient, blocks, out: (gradient, out))

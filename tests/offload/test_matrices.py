@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import offloadkit
 from offloadkit import MuonOptions, OffloadConfig, OffloadEngine, Placement
+from offloadkit.engine import engine as engine_module
 from offloadkit.errors import ConfigError
 from offloadkit.offload.layers import flat_layers
+from offloadkit.optim.muon import newton_schulz_flops
 from offloadkit.planner.layout import check_matrices
 from offloadkit.planner.make import placed
+from tests.distributed.mirrored import MirroredRanks
 
 PLACEMENTS = {
     "default": None,
@@ -267,3 +271,31 @@ def test_what_does_not_go_together_is_refused_by_name() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             config(**{name: MuonOptions(**value) if isinstance(value, dict) else value})
+
+
+def test_several_ranks_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="optimizer='muon' trains on one GPU"):
+        offloadkit.plan("t5-small", num_gpus=2, gpu="RTX 4090", batch_size=1, offload=config())
+    monkeypatch.setattr(engine_module, "joined_ranks", MirroredRanks)
+    with pytest.raises(ConfigError, match="optimizer='muon' trains on one GPU"):
+        engine_of()
+
+
+def test_the_plan_counts_flops_slots_and_the_workspace() -> None:
+    plan = offloadkit.plan("t5-3b", gpu="RTX 4090", batch_size=4, ram="64GiB", vram="20GiB", offload=config())
+    matrices = [matrix for layer in plan.layers for matrix in layer.matrices]
+    assert len(matrices) == 24 * 6 + 24 * 10
+    assert all(where.step == "gpu" for where, layer in zip(plan.placements, plan.layers, strict=True) if layer.matrices)
+    largest = max(matrices, key=lambda matrix: matrix.workspace_bytes)
+    numel = largest.rows * largest.columns
+    passing = [
+        layer.passing_bytes(where, 1)
+        for where, layer in zip(plan.placements, plan.layers, strict=True)
+        if layer.matrices and where.states == "ram"
+    ]
+    assert min(passing) >= 6 * numel
+    assert plan.tiers["vram"]["state buffers"] == 3 * max(passing) + largest.workspace_bytes
+    assert plan.seconds is not None
+    flops = sum(newton_schulz_flops(matrix.rows, matrix.columns) for matrix in matrices)
+    assert plan.basis.hardware is not None
+    assert plan.seconds.busy["GPU step"] > flops / plan.basis.hardware.bf16_flops_per_second

@@ -34,7 +34,17 @@ from tests.distributed.mirrored import MirroredRanks
 from tests.engine.test_engine_waits import EmbedsByHand
 from tests.happens_before import Wait, Watched, waits, without
 from tests.models import Residual, TinyLM, tokens, train
-from tests.offload.test_state_ring import EVERYWHERE, IN_VRAM, LEAST_RAM, at_random, lm, mixed, numbers, trained
+from tests.offload.test_state_ring import (
+    EVERYWHERE,
+    IN_VRAM,
+    LEAST_RAM,
+    STREAMED,
+    at_random,
+    lm,
+    mixed,
+    numbers,
+    trained,
+)
 
 DEPTH = len(EVERYWHERE) - 1
 
@@ -43,6 +53,21 @@ def everywhere(accumulation: int) -> None:
     """All placements at once, and layers that go from one processor to the other."""
     options: dict[str, Any] = {"working_dtype": "bf16", "gradient_accumulation": accumulation}
     trained("cpu", 3, mixed(OffloadConfig(**options), EVERYWHERE, DEPTH), depth=DEPTH, **options)
+
+
+def matrices() -> None:
+    """Muon steps the blocks' matrices, AdamW the other parameters; layers move after a skipped step."""
+    options: dict[str, Any] = {"working_dtype": "bf16", "optimizer": "muon"}
+    config = OffloadConfig(on_nonfinite="skip", **options)
+    places = [IN_VRAM, *STREAMED, Placement(), replace(STREAMED[3], activations="offload")]
+    trained("cpu", 3, mixed(OffloadConfig(**options), places, DEPTH), depth=DEPTH, **options)
+    with warnings.catch_warnings(), OffloadEngine(lm(), config, device="cpu", plan=mixed(config, places)) as engine:
+        warnings.simplefilter("ignore")
+        for number, batch in enumerate(tokens(4)):
+            engine.backward(engine(batch) * (float("nan") if number == 1 else 1.0))
+            engine.step()
+            if number == 1:
+                engine.move(mixed(config, places[::-1]))
 
 
 def moved(accumulation: int) -> None:
@@ -374,6 +399,7 @@ def ranks_that_share_weights() -> None:
 RUNS: dict[str, Callable[[], None]] = {
     "everywhere": lambda: everywhere(1),
     "accumulating": lambda: everywhere(2),
+    "matrices": matrices,
     "moved": lambda: moved(1),
     "moved, accumulating": lambda: moved(2),
     "saved at once": saved_at_once,
