@@ -148,7 +148,7 @@ class RunNumbers:
         if why is None and (scale := values["counts"]["loss_scale"]) is not None:
             why = why_unlike(scale, self.counts["loss_scale"], "loss_scale", whole=True)
         if why is None and (type(done := values["counts"]["num_updates"]) is not int or done < 0):
-            why = f"num_updates is {shown(done)}, and a whole number >= 0 is needed"
+            why = f"num_updates is {shown(done)}, but a whole number >= 0 is needed"
         if why is not None:
             raise ModelError(f"{path} cannot be read ({why}): it is truncated or corrupt")
         for at, group in enumerate(values["groups"]):

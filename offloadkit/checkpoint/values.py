@@ -180,7 +180,7 @@ def why_unlike(saved: Any, own: Any, place: str, *, whole: bool = False) -> str 
     if is_number and isinstance(saved, torch.Tensor) and saved.numel() == 1:
         return None
     if not isinstance(saved, kind) or (name == "a number" and not is_number):
-        return f"{place} is {shown(saved)}, and {name} is needed"
+        return f"{place} is {shown(saved)}, but {name} is needed"
     if is_number and abs(saved) > 2**63 and abs(saved) != math.inf:
         return f"{place} is {shown(saved)}, which is too large"
     pairs: list[tuple[Any, Any, str]] = []

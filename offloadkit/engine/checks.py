@@ -46,26 +46,26 @@ def check_not_wrapped(model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule) and any(each.requires_grad for each in module.parameters()):
             where = f"its module {path!r}" if path else "the model"
             raise ModelError(
-                f"{where} is scripted (torch.jit.script or trace), and takes no hooks, by which the engine waits for "
-                "weights: pass the module as it was before it was scripted, or freeze its parameters"
+                f"{where} is scripted (torch.jit.script or trace), so it has no hooks, which the engine needs to wait "
+                "for weights: pass the module as it was before scripting, or freeze its parameters"
             )
         if name == "OptimizedModule" and any(parameter.requires_grad for parameter in module.parameters()):
             raise ModelError(
-                "torch.compile() made this model, or a part of it: compiled as a whole, it would compute other numbers "
-                "under each plan. Pass the model that was given to torch.compile(); OffloadConfig(compile_blocks=True) "
+                "torch.compile() made this model, or a part of it: compiled as a whole, its numbers would depend on "
+                "the plan. Pass the model that was given to torch.compile(); OffloadConfig(compile_blocks=True) "
                 "compiles its blocks"
             )
         if name in _WRAPPERS:
             raise ModelError(
-                f"the model is wrapped in {name}, which is not needed: pass the module inside it (its `.module`). "
-                "The engines of all ranks add up gradients themselves. In a loop with accelerate, give the DataLoader "
-                "alone to `accelerator.prepare`"
+                f"the model is wrapped in {name}, which is not needed: pass the module inside it (its `.module`). The "
+                "engines of all ranks reduce gradients themselves. In a loop with accelerate, pass only the DataLoader "
+                "to `accelerator.prepare`"
             )
     for parameter_name, parameter in model.named_parameters():
         if type(parameter.data).__name__ == "DTensor":
             raise ModelError(
-                f"the parameter {parameter_name!r} is a DTensor, cut between ranks by FSDP or tensor parallelism: pass "
-                "the model as it was before; the engines of all ranks share the states themselves"
+                f"the parameter {parameter_name!r} is a DTensor, sharded by FSDP or tensor parallelism: pass the model "
+                "before sharding; the engines of all ranks share the states themselves"
             )
     _check_not_quantised(model)
 
@@ -89,8 +89,8 @@ def _check_not_quantised(model: nn.Module) -> None:
             what = f"its parameter {name!r} ({type(parameter).__name__})"
     if what is not None:
         raise ModelError(
-            f"{what} is quantised, and quantised weights cannot be trained: only what is left beside them would be. "
-            "Load the model without quantization_config, or call its dequantize() first; or put adapters on it (PEFT)"
+            f"{what} is quantised, and quantised weights cannot be trained: only the remaining weights would be. Load "
+            "the model without quantization_config, or call its dequantize() first; or add adapters (PEFT)"
         )
 
 
@@ -105,7 +105,9 @@ def check_free(model: nn.Module, config: OffloadConfig) -> None:
         forget_last_error()  # the engine may be held only by an interrupt's frames or a reference cycle
     if (other := _other(model)) is not None:
         which = "this model" if other is model else f"a {type(other).__name__} with parameters of this model"
-        raise EngineStateError(f"{which} already has an open engine: call its close() first, or that of its Trainer")
+        raise EngineStateError(
+            f"{which} already has an open engine: call close() of that engine or of its Trainer first"
+        )
     if config.working_dtype == "auto":
         return
     dtype, others = DTYPES[config.working_dtype], [at for at, engine in list(_open_engines.items()) if engine()]
@@ -113,8 +115,8 @@ def check_free(model: nn.Module, config: OffloadConfig) -> None:
     for name, parameter in model.named_parameters():
         if id(parameter) in theirs and parameter.dtype.is_floating_point and parameter.dtype != dtype:
             raise EngineStateError(
-                f"the frozen parameter {name!r} is {parameter.dtype}, and another model with an open engine computes "
-                f"with it: working_dtype={config.working_dtype!r} would cast it. Train both with one working dtype"
+                f"the frozen parameter {name!r} is {parameter.dtype}, and another model with an open engine uses it: "
+                f"working_dtype={config.working_dtype!r} would cast it. Train both with one working dtype"
             )
 
 

@@ -226,7 +226,7 @@ class OffloadEngine:
         if begun is not planned:
             begun = own_part(begun, layers, self._ranks)
             words = moved_in_words(planned, begun)
-            message = f"less VRAM is free than was planned with: the plan is leaner ({words})"
+            message = f"less VRAM is free than when the plan was made: the plan is leaner ({words})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         forget_peak(self.device)  # OOM messages must report this engine's peak only
         self.step_thread = StepThread(self.device, self._ranks)
@@ -345,9 +345,9 @@ class OffloadEngine:
         facts = repr(([layer.shape() for layer in layers], run, planning)).encode()
         if len({*ranks.agree(np.array([zlib.crc32(facts)])).flat}) > 1:
             raise RankError(
-                "the ranks build engines for other models, dtypes, parameter groups or configs: build the same on all "
-                "ranks; only placement, vram, ram and disk may differ, and a plan, an example and something to choose "
-                "are there on all ranks or on none"
+                "the ranks build engines for different models, dtypes, parameter groups or configs: build the same on "
+                "all ranks; only placement, vram, ram and disk may differ, and all ranks or none must pass a plan, "
+                "pass an example and leave placements to choose"
             )
         for layer in layers:
             layer.cut_for(ranks.rank, ranks.size)
@@ -570,21 +570,22 @@ class OffloadEngine:
         folder = self.last_checkpoint if self.own_return is None else self.own_return()
         if folder is None:
             return NonFiniteGradientError(
-                f"{said}, and on_nonfinite='rollback' has nothing to go back to. {watchdog.in_words(None)}: save "
-                f"sooner, in a loop before the first step. {LOOK}, or pass on_nonfinite='skip' to skip such steps"
+                f"{said}, and on_nonfinite='rollback' has no checkpoint to go back to. {watchdog.in_words(None)}: save "
+                f"earlier, in a custom loop before the first step. {LOOK}, or pass on_nonfinite='skip' to skip such "
+                "steps"
             )
         if step > self._failed_at:
             self._failed_at, self._num_rollbacks = step, 0
         if self._num_rollbacks == MAX_ROLLBACKS:
             return NonFiniteGradientError(
-                f"{said}. Training has gone back {MAX_ROLLBACKS} times and has not come past step {self._failed_at}, "
-                f"so the fault does not pass. {LOOK}, or go on with on_nonfinite='skip' to skip such steps. "
+                f"{said}. Training has gone back {MAX_ROLLBACKS} times without passing step {self._failed_at}, so the "
+                f"fault is permanent. {LOOK}, or continue with on_nonfinite='skip' to skip such steps. "
                 f"{watchdog.in_words(folder)}"
             )
         self._num_rollbacks += 1
         back = RolledBackError(
-            f"{said}. Training goes back to step {self._num_saved_updates}, {str(folder)!r} "
-            f"(time {self._num_rollbacks} of {MAX_ROLLBACKS} before step {self._failed_at} is passed)"
+            f"{said}. Training goes back to step {self._num_saved_updates}, {str(folder)!r} (time "
+            f"{self._num_rollbacks} of {MAX_ROLLBACKS} before step {self._failed_at} is passed)"
         )
         back.step, back.num_updates, back.checkpoint = step, self._num_saved_updates, folder
         if self.own_return is not None:
@@ -727,7 +728,7 @@ class OffloadEngine:
         needed = dict.fromkeys(name for name in wanted if name != "loss_scale")
         why = why_unlike(state, needed, "it", whole=True) or why_unlike(state, wanted, "it")
         if why is None and (type(done := state["num_updates"]) is not int or done < 0):
-            why = f"num_updates is {shown(done)}, and a whole number >= 0 is needed"
+            why = f"num_updates is {shown(done)}, but a whole number >= 0 is needed"
         for at, group in enumerate(state["param_groups"] if why is None else ()):
             try:
                 options_of(group)
@@ -738,11 +739,11 @@ class OffloadEngine:
             both = own["module"].keys() & state["module"].keys()
             differing += sorted(name for name in both if _shape(own["module"][name]) != _shape(state["module"][name]))
             if differing:
-                why = f"module[{differing[0]!r}] is not as in this model"
+                why = f"module[{differing[0]!r}] differs from this model"
         for name, arrays in own["optimizer"].items():
             for array, value in state["optimizer"].get(name, {}).items() if why is None else ():
                 if array in arrays and torch.as_tensor(value).shape != arrays[array].shape:
-                    why = f"{array} of {name!r} has another shape than in this model"
+                    why = f"{array} of {name!r} differs in shape from this model"
         if why is not None:
             raise ModelError(f"the state cannot be loaded: {why}. Load a state_dict() of an engine of this model")
 
@@ -951,8 +952,8 @@ class OffloadEngine:
         error = sys.exception()
         if lacks and error is not None:
             said = (
-                "The weights of this process lack what other ranks have stepped in the newest update: save nothing of "
-                "them, and go on from a checkpoint"
+                "The weights of this process lack parts of the newest update that other ranks have stepped: do not "
+                "save them, and resume from a checkpoint"
             )
             error.add_note(said)
             warnings.warn(said, RuntimeWarning, stacklevel=3)  # a handler may swallow the error
@@ -986,7 +987,10 @@ class OffloadEngine:
 
     is_beginning = property(
         lambda self: self.replanner.first_window is not None,
-        doc="Whether the placements are those to begin with: what the first window brings is planned for at its end.",
+        doc=(
+            "Whether the engine still uses its initial placements; it plans for the first window's micro-batches at "
+            "its end."
+        ),
     )
 
     training = property(lambda self: self.module.training, doc="The module's mode.")

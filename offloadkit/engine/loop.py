@@ -66,13 +66,13 @@ class TrainingLoop:
         """The module's output. Each layer's last update is finished before the layer is used."""
         if kwargs.get("use_cache") and self.placed.caching:
             raise ModelError(
-                "use_cache=True in training: cached keys and values serve generation only. Leave it out, or call the "
-                "engine under torch.no_grad()"
+                "use_cache=True in training: cached keys and values are only useful in generation. Leave it out, or "
+                "call the engine under torch.no_grad()"
             )
         if not self._module.training and self.placed.recomputes_in_training and self.newest_update is None:
             warnings.warn(
-                "the model is in eval mode, in which blocks of transformers keep their activations although the plan "
-                "has them recomputed: call model.train() first",
+                "the model is in eval mode, so transformers' blocks keep their activations although the plan "
+                "recomputes them: call model.train() first",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -102,7 +102,7 @@ class TrainingLoop:
         if self.placed.gradients.window_is_full:
             raise EngineStateError(
                 f"backward() was called more than gradient_accumulation={accumulation} times in a window: the ranks "
-                "exchange their sums in the last one. Call step(boundary=True) before it, or set "
+                "exchange gradients in the last micro-batch. Call step(boundary=True) before it, or set "
                 "OffloadConfig(gradient_accumulation=...)"
             )
         if loss.numel() != 1:
@@ -159,9 +159,9 @@ class TrainingLoop:
             leaf = getattr(node, "variable", None)
             if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
                 raise EngineStateError(
-                    f"the loss reaches a parameter of shape {tuple(leaf.shape)} outside of the engine's model, and in "
-                    "fp16 the engine multiplies the loss by a scale that only its own step divides by: make it part of "
-                    "the model, freeze it, or train in bf16 or with OffloadConfig(loss_scale=1.0)"
+                    f"the loss reaches a parameter of shape {tuple(leaf.shape)} outside the engine's model, but in "
+                    "fp16 the engine scales the loss, and only the engine's own step removes the scale: make it part "
+                    "of the model, freeze it, or train in bf16 or with OffloadConfig(loss_scale=1.0)"
                 )
             waiting += [following for following, _ in node.next_functions]
 
@@ -242,5 +242,5 @@ class TrainingLoop:
         said = watchdog.in_words(self.last_checkpoint)
         if isinstance(failure, RankError):
             raise RankError(f"{failure}. {said}") from failure
-        message = f"the optimizer step failed; the weights may be half updated: go on from a checkpoint. {said}"
+        message = f"the optimizer step failed; the weights may be half updated: resume from a checkpoint. {said}"
         raise EngineStateError(message) from failure

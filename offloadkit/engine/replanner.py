@@ -338,8 +338,8 @@ class Replanner:
             full = why
         return RepeatWindowError(
             f"{full}. The engine has moved to a leaner plan ({words}), which changes no number. The gradients since "
-            "the last update were dropped: repeat this window, from its first micro-batch and with the random states "
-            "that it had, and training goes on as if nothing had been"
+            "the last update were dropped: repeat this window, from its first micro-batch and with its original random "
+            "states, and training continues with the same numbers"
         )
 
     def _leave_vram_at_rest(self, error: OutOfVramError) -> None:
@@ -350,8 +350,8 @@ class Replanner:
         """
         if self._loop.num_backwards or self._loop.has_graph or self._loop.placed.is_busy:
             raise OutOfVramError(
-                f"{error}. An accumulation window is under way, in which nothing can move: evaluate and generate after "
-                "the step() that ends it, and the engine makes room"
+                f"{error}. An accumulation window is open, so nothing can move: evaluate and generate after the step() "
+                "that ends it, and the engine can recover"
             ) from error
         plan = with_less_vram_at_rest(self.plan, self._device) if self._ranks.size == 1 else None
         if plan is None:
@@ -394,11 +394,11 @@ class Replanner:
         if plan is None:
             return
         try:
-            self.move(plan, "the first window was done, and its micro-batches are planned for")
+            self.move(plan, "the first window was done, and the plan is now made for its micro-batches")
         except OffloadkitError as error:
             if self.is_lost:
                 raise
-            logger.warning(f"training goes on as it began, not as planned for its micro-batches: {error}")
+            logger.warning(f"training continues with the initial plan instead of one for its micro-batches: {error}")
 
     def _move_for_rates(self) -> None:
         """Move if another plan is faster at the measured rates. If the move fails, training goes on with a warning."""
@@ -448,10 +448,10 @@ class Replanner:
                 if not isinstance(error, Exception):
                     raise  # an interrupt
                 alone = self._ranks.size == 1
-                apart = "and so did going on with what had moved" if alone else "on this rank or another"
+                apart = "and so did continuing with the layers that had moved" if alone else "on this rank or another"
                 raise EngineStateError(
-                    f"a move failed, {apart}: the engine is closed, and the model has its weights; the optimizer's "
-                    f"states are gone. Go on from a checkpoint ({error})"
+                    f"a move failed, {apart}: the engine is closed, and the model has its weights; the optimizer "
+                    f"states are lost. Resume from a checkpoint ({error})"
                 ) from error
             plan = placed(before, loop.placed.placements)
             raise

@@ -28,9 +28,9 @@ def why_no_name(name: str) -> str | None:
     except UnicodeEncodeError:
         return "it has half of a character in it (a lone surrogate)"
     if (longest := max(map(len, encoded.split(b"/")))) > _LONGEST_PART:
-        return f"a part of it has {longest:,} bytes, and file systems take {_LONGEST_PART}"
+        return f"a part of it has {longest:,} bytes, but file systems allow {_LONGEST_PART}"
     if len(encoded) > _LONGEST_NAME:
-        return f"it has {len(encoded):,} bytes, and file systems take {_LONGEST_NAME:,}"
+        return f"it has {len(encoded):,} bytes, but file systems allow {_LONGEST_NAME:,}"
     if name.startswith("~") and encoded.startswith(b"~") and not os.path.lexists(name):
         return f"there is no user {name.split('/')[0][1:]!r}"
     return None
@@ -72,7 +72,7 @@ def read_json(path: Path, object_pairs_hook: Callable[[list[tuple[str, Any]]], A
         raise OSError(errno.EINVAL, f"it is {other}, not a file")
     with open(path, "rb") as file:
         if (size := os.fstat(file.fileno()).st_size) > MOST_JSON_BYTES:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes; {MOST_JSON_BYTES:,} are the most that are read")
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes; at most {MOST_JSON_BYTES:,} are read")
         content = file.read(MOST_JSON_BYTES)
     return parse_json(content, object_pairs_hook)
 

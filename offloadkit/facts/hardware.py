@@ -134,7 +134,7 @@ def with_disk(machine: Hardware, folder: str) -> Hardware:
         OutputError: `folder` is not a folder.
     """
     if not os.path.isdir(folder):
-        raise OutputError(f"{folder} is no folder: name one on a local disk, for optimizer states")
+        raise OutputError(f"{folder} is not a folder: name one on a local disk, for optimizer states")
     rate = ASSUMED_DISK / machine.num_ranks
     return replace(
         machine,

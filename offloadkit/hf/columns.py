@@ -127,11 +127,11 @@ class ColumnWish:
                 what = "a text with {column}s in it" if name == "template" else "the name of a column"
                 raise ConfigError(f"{name} must be {what}, got {reprlib.repr(value)}")
         if self.input is not None and self.template is not None:
-            raise ConfigError("input_column and template both make the input: pass one of them")
+            raise ConfigError("input_column and template both define the input: pass one of them")
         if self.template is not None and (not self.inputs or not all(self.inputs)):
             raise ConfigError(
-                f"template {self.template!r} must have names of columns in braces, such as "
-                "'Question: {question}'; braces of the text itself are doubled: {{ }}"
+                f"template {self.template!r} must contain column names in braces, such as "
+                "'Question: {question}'; double the braces of the text itself: {{ }}"
             )
 
     @property
@@ -275,8 +275,8 @@ def _wished(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> 
     if not inputs:
         others = ", ".join(name for name in names if name != wish.target) or "none"
         raise DataError(
-            f"the target is {wish.target!r}, and of the other columns ({others}) no name says which is the input: "
-            "pass input_column= or template= (--input-column, --template)"
+            f"the target is {wish.target!r}, but no name of the other columns ({others}) says which is the input: pass "
+            "input_column= or template= (--input-column, --template)"
         )
     if inputs == _TEXT.inputs and wish.target is None and "text" in kinds and _is_written_out(names):
         return replace(_TEXT, template=wish.template or "")
@@ -284,7 +284,7 @@ def _wished(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> 
     known = [name for name in (("label",) if labelled else _TARGETS) if name in names and name not in inputs]
     target = wish.target or (known[0] if len(known) == 1 else "")
     if target in wish.inputs and target:
-        raise DataError(f"column {target!r} cannot be input and target at once")
+        raise DataError(f"column {target!r} cannot be both input and target")
     if not target and "text" not in kinds:
         raise DataError(
             f"the input is {' + '.join(inputs)}, and the target is missing: pass target_column= (--target-column). "
@@ -301,15 +301,15 @@ def _unclear(names: Sequence[str]) -> str:
     if len(targets) > 1:
         return f"{_listed(targets)} could each be the target"
     if targets and not _inputs(names):
-        return f"{targets[0]!r} can be the target, and it is open which columns make the input"
-    return "no name says what is input and what is target"
+        return f"{targets[0]!r} can be the target, but the names leave open which columns are the input"
+    return "no column name says which is the input and which the target"
 
 
 def _how_to_say(names: Sequence[str]) -> str:
     return (
-        f"Columns found: {cut(', '.join(names)) or 'none'}. Accepted: {ACCEPTED}. Of yours say which are which: "
-        "input_column= and target_column=, or template= where several columns make the input, with their names in "
-        "braces (--input-column, --target-column, --template)"
+        f"Columns found: {cut(', '.join(names)) or 'none'}. Accepted: {ACCEPTED}. Name your columns: input_column= and "
+        "target_column=, or template= if several columns form the input, with their names in braces (--input-column, "
+        "--target-column, --template)"
     )
 
 

@@ -100,9 +100,9 @@ def prepare(
     )
     tokenized = tokenize(run)
     if len(tokenized) == 0:
-        why = "all labels are -100" if columns.kind == "tokenized" else "their text gives no tokens to predict"
+        why = "all labels are -100" if columns.kind == "tokenized" else "their text has no tokens to predict"
         why = run.why_cut_off() if run.cut_off else why
-        raise DataError(f"there is nothing to learn in any of the {len(dataset)} rows: {why}")
+        raise DataError(f"none of the {len(dataset)} rows teaches anything: {why}")
     run.check_known()
     run.warn_of_losses()
     number, limit = len(dataset), longest_of_model(model_config)
@@ -216,14 +216,16 @@ def _task_of(columns: Columns, dataset: Dataset, config: PreTrainedConfig, task:
     of_kind["pairs"] = "seq2seq" if encoder_decoder else "causal"
     wanted = task or of_kind.get(columns.kind) or _task_of_tokenized(dataset, config)
     if wanted == "seq2seq" and not encoder_decoder:
-        raise DataError(f"seq2seq is learned by an encoder-decoder (T5, BART), and {config.model_type!r} is none")
+        raise DataError(f"seq2seq needs an encoder-decoder (T5, BART), and {config.model_type!r} is not one")
     if wanted == "causal" and encoder_decoder:
         raise DataError(
-            f"{' + '.join(columns.inputs)} trains a causal language model, and {config.model_type!r} is an "
+            f"{' + '.join(columns.inputs)} trains a causal language model, but {config.model_type!r} is an "
             "encoder-decoder: give it the columns input + target"
         )
     if wanted == "causal" and _fills_in_masks(config):
-        raise DataError(f"{config.model_type!r} is an encoder and writes no text: give it the columns text + label")
+        raise DataError(
+            f"{config.model_type!r} is an encoder and cannot generate text: give it the columns text + label"
+        )
     return wanted
 
 
@@ -236,8 +238,8 @@ def _task_of_tokenized(dataset: Dataset, config: PreTrainedConfig) -> Task:
     if config.is_encoder_decoder:
         if label is None:
             raise DataError(
-                f"an encoder-decoder ({config.model_type}) needs `labels` beside `input_ids`. "
-                f"Columns found: {', '.join(dataset.column_names)}"
+                f"an encoder-decoder ({config.model_type}) needs `labels` in addition to `input_ids`. Columns found: "
+                f"{', '.join(dataset.column_names)}"
             )
         return "seq2seq"
     return "causal"

@@ -45,10 +45,10 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
     if name in PRESETS:
         return PRESETS[name].hub_name
     if name and folder.is_file():
-        raise ModelNotFoundError(f"{name!r} is a file: give the folder that it is in, {str(folder.parent)!r}")
+        raise ModelNotFoundError(f"{name!r} is a file: pass its folder, {str(folder.parent)!r}")
     looks_like_path = isinstance(name_or_path, os.PathLike) or name.startswith((".", "~", "/")) or name.count("/") > 1
     if looks_like_path or not name or "\\" in name:
-        raise ModelNotFoundError(no_model_message(name, "it is no hub name (owner/name)"))
+        raise ModelNotFoundError(no_model_message(name, "it is not a hub name (owner/name)"))
     return name
 
 
@@ -66,7 +66,7 @@ def check_folder(source: str) -> None:
     if (folder / "config.json").is_file():
         return
     inner = sorted(path.parent.name for path in folder.glob("*/config.json"))
-    hint = f"; did you mean one of the folders in it: {', '.join(inner)}?" if inner else ""
+    hint = f"; did you mean one of its folders: {', '.join(inner)}?" if inner else ""
     raise ModelNotFoundError(f"the folder {source!r} has no config.json, so save_pretrained did not write it{hint}")
 
 
@@ -100,26 +100,26 @@ def _check_json(path: Path) -> None:
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}): it is cut or broken. {_PUT_IN_PLACE}") from error
+        raise ModelError(f"{path} cannot be read ({error}): it is truncated or corrupt. {_PUT_IN_PLACE}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} holds {shown(content)}, and an object is needed. {_PUT_IN_PLACE}")
+        raise ModelError(f"{path} contains {shown(content)}, but an object is needed. {_PUT_IN_PLACE}")
     limit = content.get("model_max_length")
     if path.name == "tokenizer_config.json" and limit is not None and not _is_number(limit):
-        raise ModelError(f"{path}: model_max_length is {shown(limit)}, and a number is needed. {_PUT_IN_PLACE}")
+        raise ModelError(f"{path}: model_max_length is {shown(limit)}, but a number is needed. {_PUT_IN_PLACE}")
     for name, value in content.items():
         ids = value if isinstance(value, list) else [value]
         if name.endswith("_token_id") and not all(each is None or type(each) is int for each in ids):
-            raise ModelError(f"{path}: {name} is {shown(value)}, and a whole number is needed. {_PUT_IN_PLACE}")
+            raise ModelError(f"{path}: {name} is {shown(value)}, but a whole number is needed. {_PUT_IN_PLACE}")
     if path.name == "config.json":
         named = content.get("architectures")
         if named is not None and not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
-            raise ModelError(f"{path}: architectures is {shown(named)}, and a list of names is needed. {_PUT_IN_PLACE}")
+            raise ModelError(f"{path}: architectures is {shown(named)}, but a list of names is needed. {_PUT_IN_PLACE}")
         for name, value in _numbers(content):
             most = next((most for words, most in _MOST.items() if re.search(words, name)), _LARGEST_SIZE)
             if not 0 <= value <= most and _SIZE.search(name):
-                raise ModelError(f"{path}: {name} is {shown(value)}, and no model has that. {_PUT_IN_PLACE}")
+                raise ModelError(f"{path}: {name} is {shown(value)}, which no model has. {_PUT_IN_PLACE}")
             if _LARGEST_NUMBER < abs(value) != float("inf"):
-                raise ModelError(f"{path}: {name} is {shown(value)}, which fp32 does not hold. {_PUT_IN_PLACE}")
+                raise ModelError(f"{path}: {name} is {shown(value)}, which fp32 cannot represent. {_PUT_IN_PLACE}")
     if path.name.endswith(".index.json"):
         _check_index(path, content)
 
@@ -149,11 +149,11 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 def _check_index(path: Path, content: dict[str, Any]) -> None:
     names = content.get("weight_map")
     if not isinstance(names, dict) or not isinstance(content.get("metadata"), dict):
-        raise ModelError(f"{path} has no metadata, or no weight_map of tensors and their files. {_PUT_IN_PLACE}")
+        raise ModelError(f"{path} has no metadata, or no weight_map from tensors to files. {_PUT_IN_PLACE}")
     for tensor, name in names.items():
         if not isinstance(name, str) or why_no_name(name) or os.path.isabs(name) or ".." in Path(name).parts:
             raise ModelError(
-                f"{path}: the weight {shown(tensor)} is said to be in {shown(name)}, which is no name of a file in "
+                f"{path}: the weight {shown(tensor)} should be in {shown(name)}, which is not the name of a file in "
                 f"that folder. {_PUT_IN_PLACE}"
             )
         if (other := why_not_plain(path.parent / name)) is not None:
@@ -207,7 +207,9 @@ def readable_push_errors() -> Iterator[None]:
             todo = (
                 f"set the environment variable HF_TOKEN to a token that may write (hub_model_id says where), {without}"
             )
-            raise ModelAccessError(f"push_to_hub: the hub refuses to make the repository ({error}): {todo}") from error
+            raise ModelAccessError(
+                f"push_to_hub: the hub refuses to create the repository ({error}): {todo}"
+            ) from error
         if _is_lost(chain) or (isinstance(error, OSError) and not hub_answers()):
             todo = f"check the connection and run again, {without}"
             raise DownloadError(f"push_to_hub: the hub could not be reached ({chain[-1]}): {todo}") from error
@@ -247,7 +249,7 @@ def unreachable(name: str, kind: str) -> OffloadkitError:
     todo = "Check the connection and run again: a rerun resumes with the files that are still missing"
     if constants.HF_HUB_OFFLINE:
         why, todo = "HF_HUB_OFFLINE is set, so the hub was not asked", "Unset it and run again"
-    why += ", and its cache on this machine holds nothing of that name"
+    why += ", and its cache on this machine has nothing of that name"
     if kind == "dataset":
         return DataError(f"no dataset {name!r}: there is no such file, and {why}. {todo}")
     if kind == "tokenizer":
@@ -268,7 +270,10 @@ def _translate(error: BaseException, name: str, kind: str, found: bool, file: st
         refused = DataError if kind == "dataset" else ModelAccessError
         return refused(_access_message(name, kind, status))
     if class_names & {"RepositoryNotFoundError", "HFValidationError", "DatasetNotFoundError"}:
-        private = f"A private or gated one answers the same: accept its licence at {_page(name, kind)} and set HF_TOKEN"
+        private = (
+            f"A private or gated repository gives the same answer: accept its licence at {_page(name, kind)} and set "
+            "HF_TOKEN"
+        )
         if kind == "dataset":
             return DataError(f"no dataset {name!r}: there is no such file, and the hub knows none. {private}")
         return ModelNotFoundError(f"{no_model_message(name, 'the hub knows none')}. {private}")
@@ -286,8 +291,8 @@ def _translate(error: BaseException, name: str, kind: str, found: bool, file: st
     is_cut = "PytorchStreamReader" in str(error)
     if is_cut or "SafetensorError" in class_names or isinstance(error, pickle.UnpicklingError):
         return ModelError(
-            f"{_broken_weights(name)} of {name!r} cannot be read ({chain[-1]}): it is broken, or holds more than plain "
-            f"tensors. {_PUT_IN_PLACE if os.path.isdir(name) else 'Delete it and run again: it is fetched anew'}"
+            f"{_broken_weights(name)} of {name!r} cannot be read ({chain[-1]}): it is corrupt, or contains more "
+            f"than plain tensors. {_PUT_IN_PLACE if os.path.isdir(name) else 'Delete it to fetch it again'}"
         )
     if kind == "model" and isinstance(error, OSError) and "no file named" in str(error) and os.path.isdir(name):
         return ModelError(f"the folder {name!r} has no weights: {_DRAW} ({error})")
@@ -295,7 +300,7 @@ def _translate(error: BaseException, name: str, kind: str, found: bool, file: st
         return None
     if file and not _is_ours(error):
         said = f"{type(error).__name__}: {cut(str(error))}"
-        return ModelError(f"{file} of {name!r} has values that cannot be used ({said}). {_PUT_IN_PLACE}")
+        return ModelError(f"{file} of {name!r} has unusable values ({said}). {_PUT_IN_PLACE}")
     if "ignore_mismatched_sizes" in str(error):
         return ModelError(
             f"{name!r} cannot be loaded: its weights have other shapes than its config.json says. {_PUT_IN_PLACE}"
@@ -328,8 +333,8 @@ def _broken_weights(name: str) -> str:
 
 
 _DRAW = 'init="random" (--random-weights) draws some; or pass the folder that save_pretrained wrote them to'
-_PUT_IN_PLACE = "Put a whole copy in its place"
-_RERUN = "Run the same again: a rerun resumes with the files that are still missing"
+_PUT_IN_PLACE = "Put a complete copy in its place"
+_RERUN = "Run the same command again: it resumes with the files that are still missing"
 
 
 def _access_message(name: str, kind: str, status: int | None) -> str:
@@ -338,8 +343,8 @@ def _access_message(name: str, kind: str, status: int | None) -> str:
     if os.environ.get("HF_TOKEN"):
         token = "HF_TOKEN is set, but its account has no access yet"
     return (
-        f"the hub does not hand out {name!r} (HTTP {status or 403}): it is private or behind a licence. "
-        f"Accept the licence at {_page(name, kind)}, and {token}; then run again"
+        f"the hub does not provide {name!r} (HTTP {status or 403}): it is private or behind a licence. Accept the "
+        f"licence at {_page(name, kind)}, and {token}; then run again"
     )
 
 

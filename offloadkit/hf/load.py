@@ -291,7 +291,7 @@ def build(config: PreTrainedConfig, task: str, dtype: torch.dtype | None, device
         if _has_own_head(config):
             _untie_head(model)
     if (number := sum(parameter.numel() for parameter in model.parameters())) > _MOST_PARAMETERS:
-        raise ModelError(f"its config.json asks for {number:,} parameters, and no model has so many: correct its sizes")
+        raise ModelError(f"its config.json asks for {number:,} parameters, which no model has: correct its sizes")
     return model
 
 
@@ -365,8 +365,8 @@ def _check_complete(source: str, model: Any, loading: Mapping[str, Any], task: s
     if lacking:
         raise ModelError(
             f"{source} lacks {len(lacking)} of {len(model.state_dict())} tensors of {type(model).__name__}, such as "
-            f"{min(lacking)!r}: they would be trained from random numbers. Pass all of it, and its config.json, or "
-            f"model=offloadkit.from_pretrained({source!r}, allow_missing=True) to have them drawn"
+            f"{min(lacking)!r}: they would start from random numbers. Pass the complete checkpoint and its "
+            f"config.json, or model=offloadkit.from_pretrained({source!r}, allow_missing=True) to initialise them"
         )
 
 
@@ -381,7 +381,7 @@ def read_lazily_or_now(
     try:
         return read_lazily(source, load)
     except ConversionNeededError as reason:
-        print(f"{source}: {reason}, so the whole model is read into RAM before training takes it over", flush=True)
+        print(f"{source}: {reason}, so the whole model is read into RAM before training", flush=True)
         return load()
 
 

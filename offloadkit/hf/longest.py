@@ -53,7 +53,7 @@ def longest_batch(trainer: Any) -> tuple[dict[str, Any], str]:
         rows, collate = _as_trained(trainer, rows, description)
         read.append(_read_elsewhere(_Longest(rows, collate, trainer.args.per_device_train_batch_size)))
         if len(rows) > MOST_ROWS and description == "training":
-            said = f"lengths of {MOST_ROWS:,} of the {len(rows):,} rows were read, spread evenly"
+            said = f"lengths of {MOST_ROWS:,} of the {len(rows):,} rows were read, evenly spaced"
     if not read:
         raise NotReadableError("there are no rows")
     return _largest([shapes for found in read for shapes in found]), said
@@ -81,7 +81,7 @@ def _check_standard(trainer: Any) -> None:
     kind = type(trainer)
     for name, what in (("compute_loss", "computes the loss"), ("get_train_dataloader", "makes the batches")):
         if not is_standard(getattr(kind, name)):
-            raise NotReadableError(f"{kind.__name__}.{name} {what} in its own way")
+            raise NotReadableError(f"{kind.__name__}.{name} {what} in a custom way")
 
 
 def is_standard(method: Any) -> bool:

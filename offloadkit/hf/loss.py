@@ -218,7 +218,7 @@ class Logits(torch.Tensor):
     def check_weights(self) -> None:
         if self.weight_version is not None and self.weight_version != self.weight._version:
             raise EngineStateError(
-                "the logits of a large vocabulary are computed when they are read, and the weights have been stepped "
+                "the logits of a large vocabulary are computed when they are read, but the weights have been stepped "
                 "since this forward: read outputs.logits before engine.step() or optimizer.step()"
             )
 
@@ -257,14 +257,14 @@ class Logits(torch.Tensor):
 
 def _refuse_gradient(logits: torch.Tensor) -> None:
     raise EngineStateError(
-        "a custom autograd function took the logits of a large vocabulary, which are computed when torch functions "
+        "a custom autograd function received the logits of a large vocabulary, which are computed when torch functions "
         "need them: its gradient would be lost. Give it a plain tensor: logits.clone()"
     )
 
 
 @functools.cache
 def _say_whole(name: str) -> None:
-    logger.warning("the logits are computed whole, not in chunks: %s needs them", name)
+    logger.warning("the logits are computed as a whole, not in chunks: %s needs them", name)
 
 
 # ---- operations that do not materialise the logits; arguments: the function, the logits, further arguments ----

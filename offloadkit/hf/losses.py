@@ -70,7 +70,7 @@ class WithLosses(nn.Module):
             raise ModelError(
                 f"{folder} lacks {LOSS_FILE}, the losses' own weights ({', '.join(own)}), which sentence-transformers' "
                 "Trainer does not save: resume from a checkpoint that has it, or pass "
-                "offload=OffloadConfig(resume_incomplete=True) to go on with the values that the losses have"
+                "offload=OffloadConfig(resume_incomplete=True) to continue with the present values of the losses"
             )
         if own and path.is_file():
             with ArrayFile(path) as file:

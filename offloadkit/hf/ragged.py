@@ -169,7 +169,7 @@ class ResumableOrder(Sampler[int]):
             try:
                 self._again = None if state is None else torch.Generator().set_state(state).get_state()
             except (TypeError, RuntimeError) as error:
-                raise ModelError(f"{path} holds no random state ({error}): it is cut or broken") from error
+                raise ModelError(f"{path} has no valid random state ({error}): it is truncated or corrupt") from error
 
     def begin_anew(self) -> None:
         """Forget the saved random state."""

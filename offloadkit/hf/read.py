@@ -58,7 +58,7 @@ def _private_folder() -> str:
         _folders.append(tempfile.TemporaryDirectory(prefix="offloadkit-", dir=cache, ignore_cleanup_errors=True))
     except OSError as error:
         raise DataError(
-            f"the folder {str(cache)!r}, where rows of files are kept while they are used, cannot be written "
+            f"the folder {str(cache)!r}, where rows of files are stored while they are used, cannot be written "
             f"({error.strerror or error}): set HF_DATASETS_CACHE to another one"
         ) from error
     return _folders[-1].name
@@ -94,7 +94,7 @@ def _features(path: Path, named: Collection[str]) -> Features:
         if len(types) > 1 or not types <= set(known):
             named_types = sorted((each.__name__, first_rows[each]) for each in types)
             names = " and ".join(f"{name} (row {number})" for name, number in named_types)
-            raise DataError(f"{str(path)!r}: column {column!r} holds {names}: give every row text")
+            raise DataError(f"{str(path)!r}: column {column!r} has values of types {names}: give every row text")
         features[column] = known[types.pop()] if types else Value("null")
     return Features(features)
 
@@ -127,14 +127,14 @@ def _of_line(line: str, number: int) -> dict[str, Any]:
 
 def _checked(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{place} is no JSON object but a {type(value).__name__}")
+        raise ValueError(f"{place} is not a JSON object but a {type(value).__name__}")
     return value
 
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _ACCEPTED = (
-    "a datasets.Dataset, a list of dicts, a pandas frame, a path to a .jsonl, .json, .csv or .parquet file, "
-    "or a dataset's hub name"
+    "a datasets.Dataset, a list of dicts, a pandas DataFrame, a path to a .jsonl, .json, .csv or .parquet file, or a "
+    "hub dataset name"
 )
 
 
@@ -196,7 +196,7 @@ def _load(data: object, split: str, columns: Collection[str]) -> Dataset:
         return _as_table(lambda: datasets.Dataset.from_pandas(frame, preserve_index=False))
     if isinstance(data, Sequence):
         return _from_rows(data)
-    raise DataError(f"a {type(data).__name__} is no dataset: pass {_ACCEPTED}")
+    raise DataError(f"a {type(data).__name__} is not a dataset: pass {_ACCEPTED}")
 
 
 def _from_rows(rows: Sequence[Any]) -> Dataset:
@@ -238,7 +238,7 @@ def _as_table(make: Callable[[], Any]) -> Dataset:
     try:
         return cast("Dataset", make())
     except (TypeError, ValueError, OverflowError) as error:  # pyarrow's errors are subclasses of these
-        raise DataError(f"the rows do not make a table: {cut(str(error))}. A column has one type") from error
+        raise DataError(f"the rows do not form a table: {cut(str(error))}. A column has one type") from error
 
 
 def _from_name(name: str | os.PathLike[str], split: str, columns: Collection[str]) -> Dataset:
@@ -247,11 +247,11 @@ def _from_name(name: str | os.PathLike[str], split: str, columns: Collection[str
     if path.is_file():
         return _from_file(path, columns)
     if (other := why_not_plain(path)) is not None and not path.is_dir():
-        raise DataError(f"{text!r} is {other}, not a file: copy what comes from it into one, and pass that")
+        raise DataError(f"{text!r} is {other}, not a file: copy its content to a file, and pass that")
     if path.is_dir():
         raise DataError(
-            f"{text!r} is a folder: pass one file of it ({', '.join(_BUILDERS)}), or datasets.load_from_disk({text!r}) "
-            "if save_to_disk wrote it"
+            f"{text!r} is a folder: pass one of its files ({', '.join(_BUILDERS)}), or "
+            f"datasets.load_from_disk({text!r}) if save_to_disk wrote it"
         )
     return _from_hub(text, split)
 
@@ -261,7 +261,7 @@ def _from_file(path: Path, columns: Collection[str]) -> Dataset:
 
     builder = _BUILDERS.get(path.suffix.lower())
     if builder is None:
-        raise DataError(f"the extension of {path.name!r} says nothing about its form: use {', '.join(_BUILDERS)}")
+        raise DataError(f"the extension of {path.name!r} does not tell its format: use {', '.join(_BUILDERS)}")
     if path.stat().st_size == 0:
         raise DataError(f"{str(path)!r} is empty: at least one row is needed")
     if builder == "json":
@@ -292,6 +292,6 @@ def _from_hub(name: str, split: str) -> Dataset:
             return cast("Dataset", datasets.load_dataset(name, split=split))
         except ValueError as error:
             raise DataError(
-                f"the hub's dataset {name!r} cannot be taken as it is ({error}): load the part you want with "
+                f"the hub dataset {name!r} cannot be loaded directly ({error}): load the part you want with "
                 f"datasets.load_dataset({name!r}, ...) and pass that"
             ) from error

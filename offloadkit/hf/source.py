@@ -103,7 +103,7 @@ class ModelSource:
         if not said.get("dequantize") and method not in ("mxfp4", "fp8"):  # transformers can dequantise these
             raise ModelError(
                 f"the weights of {self.given!r} are quantised (quantization_config in its config.json: {method}), and "
-                "quantised weights cannot be trained: pass a checkpoint that is not"
+                "quantised weights cannot be trained: pass a checkpoint that is not quantised"
             )
 
     @cached_property
@@ -269,7 +269,7 @@ class ModelSource:
         if tokenizer is None:
             tokenizer = self._tokenizer_name
             if not tokenizer:
-                raise ModelError("a model made in memory has no tokenizer of its own: pass tokenizer=")
+                raise ModelError("a model made in memory has no tokenizer: pass tokenizer=")
         if isinstance(tokenizer, str) and tokenizer == "byte":
             return cast("PreTrainedTokenizerBase", ByT5Tokenizer())
         if not isinstance(tokenizer, PreTrainedTokenizerBase | str | os.PathLike):
@@ -339,7 +339,7 @@ def resolve(
         raise ModelError(f"a {type(model).__name__} is not a HuggingFace model: train it with {engine}")
     if not isinstance(model, PreTrainedModel):
         name = reprlib.repr(model)
-        raise ModelError(f"{name} is no model: pass a hub name, a preset, a folder, or a HuggingFace model")
+        raise ModelError(f"{name} is not a model: pass a hub name, a preset, a folder, or a HuggingFace model")
     _check_decoder(model.config, f"the config of this {type(model).__name__}", "model.config.decoder_start_token_id")
     return ModelSource(model, "", cast(Init, init), task)
 
@@ -347,8 +347,8 @@ def resolve(
 def _check_decoder(config: Any, of: str, field: str) -> None:
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         raise ModelError(
-            f"{of} has no decoder_start_token_id, the token that its decoder begins with: set {field} (T5's is its pad "
-            "token, 0)"
+            f"{of} has no decoder_start_token_id, the first token of its decoder: set {field} (T5 uses its pad token, "
+            "0)"
         )
 
 
@@ -366,11 +366,11 @@ def _check_head(model: Any, task: Task, id2label: dict[int, str] | None) -> None
     names = {name for each in heads._model_mapping.values() for name in ([each] if isinstance(each, str) else each)}
     classes = [each for each in type(model).__mro__ if each.__module__.startswith("transformers.models.")]
     if not (names & {each.__name__ for each in classes} or isinstance(model, tuple(heads._extra_content.values()))):
-        raise ModelError(f"a {type(model).__name__} does not do {task!r}: pass a model with that head, or its name")
+        raise ModelError(f"a {type(model).__name__} cannot learn {task!r}: pass a model with that head, or its name")
     if task == "classification" and id2label and config.num_labels != len(id2label):
         raise ModelError(
-            f"the model tells {config.num_labels} labels apart and the dataset has {len(id2label)}: "
-            f"load it with num_labels={len(id2label)}"
+            f"the model has {config.num_labels} labels but the dataset has {len(id2label)}: load it with "
+            f"num_labels={len(id2label)}"
         )
 
 
@@ -394,9 +394,9 @@ def _read_tokenizer(location: str) -> PreTrainedTokenizerBase:
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     if len(set(tokenizer.get_vocab()) - special) < 2:
         raise ModelError(
-            f"{location!r} has no tokenizer files, or not all of them: without these transformers makes an empty "
-            f"{type(tokenizer).__name__}, to which every word is unknown. Put them there, or pass tokenizer= the name "
-            "or folder of the tokenizer that the model was trained with, or 'byte' for a model with random weights"
+            f"{location!r} has no tokenizer files, or not all of them: without them transformers makes an empty "
+            f"{type(tokenizer).__name__}, for which every word is unknown. Add them, or pass tokenizer= the name or "
+            "folder of the tokenizer that the model was trained with, or 'byte' for a model with random weights"
         )
     return tokenizer
 
@@ -441,7 +441,7 @@ def from_pretrained(
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype must be a torch.dtype, such as torch.bfloat16, or None, got {shown(dtype)}")
     if not isinstance(name_or_path, str | os.PathLike):
-        raise ModelError(f"{reprlib.repr(name_or_path)} is no name: pass a hub name, a preset or a folder")
+        raise ModelError(f"{reprlib.repr(name_or_path)} is not a name: pass a hub name, a preset or a folder")
     if not isinstance(allow_missing, bool):
         raise ConfigError(f"allow_missing must be True or False, got {shown(allow_missing)}")
     source = resolve(name_or_path, init=init, task=task)

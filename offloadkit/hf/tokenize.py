@@ -47,11 +47,12 @@ def label_names(dataset: Dataset, column: str, config: PreTrainedConfig) -> dict
             raise DataError(f"row {row} has no {column!r}: fill it in or drop the row")
         if not isinstance(value, str | int):
             raise DataError(
-                f"row {row} has the {column} {value!r}: a label is a string or a whole number (there is no regression)"
+                f"row {row} has the {column} {value!r}: a label must be a string or a whole number (regression is not "
+                "supported)"
             )
     found = sorted(set(values), key=int if all(str(value).isdecimal() for value in values) else None)
     if len(found) < 2:
-        raise DataError(f"every row has the {column} {found[0]!r}: there is nothing to tell apart")
+        raise DataError(f"every row has the {column} {found[0]!r}: at least two labels are needed")
     feature = dataset.features[column]
     if isinstance(feature, ClassLabel):
         return dict(enumerate(feature.names))
@@ -120,12 +121,14 @@ class Tokenizing:
     def warn_of_losses(self) -> None:
         """Log how many rows were left out or truncated."""
         if self.num_skipped:
-            logger.warning("%d of %d rows left out: they teach nothing", self.num_skipped, len(self.dataset))
+            logger.warning("%d of %d rows left out: they have nothing to learn", self.num_skipped, len(self.dataset))
         if self.cut_off:
             logger.warning("%d of %d rows left out: %s", len(self.cut_off), len(self.dataset), self.why_cut_off())
         if self.num_truncated:
             lengths = f"max_input_length {self.max_input_length}, max_target_length {self.max_target_length}"
-            logger.warning("%d inputs or targets cut (%s): raise these to keep them whole", self.num_truncated, lengths)
+            logger.warning(
+                "%d inputs or targets truncated (%s): raise these to keep them whole", self.num_truncated, lengths
+            )
 
     def why_cut_off(self) -> str:
         """Explain why the rows in `cut_off` cannot be learned."""
@@ -260,8 +263,8 @@ def _with_chat_template(run: Tokenizing, batch: _Columns, indices: list[int]) ->
             opened = template(prompt, tokenize=False)
         if not whole.startswith(opened):
             raise DataError(
-                f"row {index}: the tokenizer's chat template writes the input otherwise when an answer follows, so it "
-                f"is open where {run.columns.target!r} begins: set tokenizer.chat_template to one that does not, or "
+                f"row {index}: the tokenizer's chat template writes the input differently if an answer follows, so the "
+                f"start of {run.columns.target!r} is unknown: set tokenizer.chat_template to one that does not, or "
                 "give the rows as `messages`, which are learned as a whole"
             )
         texts.append((opened, whole))
@@ -383,9 +386,9 @@ def _check_lists(run: Tokenizing, name: str, tokens: _Columns, indices: list[int
     of_tokens = name in ("attention_mask", "token_type_ids") or (name == "labels" and run.task == "causal")
     for index, row, ids in zip(indices, tokens[name], tokens["input_ids"], strict=True):
         if not isinstance(row, list) or not all(type(each) is int for each in row):
-            raise DataError(f"row {index} has {shown(row)} in {name!r}, and a list of whole numbers is needed")
+            raise DataError(f"row {index} has {shown(row)} in {name!r}, but a list of whole numbers is needed")
         if of_tokens and len(row) != len(ids):
-            raise DataError(f"row {index} has {len(row)} numbers in {name!r} and {len(ids)} in 'input_ids'")
+            raise DataError(f"row {index} has {len(row)} numbers in {name!r} but {len(ids)} in 'input_ids'")
 
 
 _TOKENIZERS: dict[str, Callable[[Tokenizing, _Columns, list[int]], _Columns]] = {
@@ -431,7 +434,7 @@ def _check_token_ids(run: Tokenizing, tokens: _Columns, indices: list[int]) -> N
             if ids and (max(ids) >= run.vocab_size or min(ids) < 0):
                 worst = max(ids) if max(ids) >= run.vocab_size else min(ids)
                 raise DataError(
-                    f"row {index} has the token id {worst} in {column!r}, and the model's vocabulary is 0 ... "
+                    f"row {index} has the token id {worst} in {column!r}, but the model's vocabulary is 0 ... "
                     f"{run.vocab_size - 1}: is the tokenizer the model's own?"
                 )
 

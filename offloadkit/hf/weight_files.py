@@ -61,7 +61,7 @@ class _File:
         self._path = path
         self._is_safetensors = path.endswith(".safetensors")
         if not self._is_safetensors and not _begins_as_zip(path):
-            raise ConversionNeededError(f"{os.path.basename(path)} is in the format of torch before 1.6")
+            raise ConversionNeededError(f"{os.path.basename(path)} is in torch's format before 1.6")
         self._mapping: Any = None
         self._num_read = 0
 
@@ -208,8 +208,8 @@ class WeightFiles:
         own = len(model.state_dict())
         if (number := sum(map(_num_tensors, checkpoint_files))) > _MOST_A_TENSOR * own + _MOST_TENSORS:
             raise ModelError(
-                f"the weight files of {self._source} hold {number:,} tensors, and the model of its config.json has "
-                f"{own}: put the files of this model in their place"
+                f"the weight files of {self._source} contain {number:,} tensors, but the model of its config.json has "
+                f"{own}: replace them with the files of this model"
             )
         stored = {
             name: _Stored(file, name, shape, dtype, self._sources)
@@ -222,15 +222,15 @@ class WeightFiles:
         if info.mismatched_keys and not load_config.ignore_mismatched_sizes:  # transformers would initialise them first
             name, saved, own = min(info.mismatched_keys, key=str)
             raise ModelError(
-                f"{self._source}: the saved {name!r} has shape {tuple(saved)}, its config.json asks for {tuple(own)}. "
-                "Put the config of these weights in its place"
+                f"{self._source}: the saved {name!r} has shape {tuple(saved)}, but its config.json asks for "
+                f"{tuple(own)}. Use the config of these weights"
             )
         self._read_buffers(model, buffers)
         self._decide_ties(model, info.missing_keys)
         open_questions = info.missing_and_mismatched()
         for name, parameter in model.named_parameters():
             if parameter not in self._sources and name not in open_questions:
-                raise ConversionNeededError(f"its tensors are converted to those of the model (such as {name!r})")
+                raise ConversionNeededError(f"its tensors must be converted for the model (such as {name!r})")
         return info, offloaded
 
     def _read_buffers(self, model: nn.Module, names: Sequence[str]) -> None:

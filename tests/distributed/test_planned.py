@@ -95,7 +95,7 @@ def test_after_the_first_window_all_ranks_move_to_the_plan_of_the_longest_micro_
 
 def test_ranks_of_which_only_some_plan_get_an_error(ranks: RankPool) -> None:
     for found in ranks.run(2, apart):
-        assert "something to choose are there on all ranks or on none" in found
+        assert "all ranks or none must pass a plan" in found
 
 
 def test_what_a_rank_tells_is_told_to_all_and_so_is_its_failure(ranks: RankPool) -> None:

@@ -78,7 +78,7 @@ def test_a_nan_on_one_rank_has_all_go_back(
 def test_all_ranks_end_after_three_times(ranks: RankPool, tmp_path: Path) -> None:
     found = ranks.run(2, looped, folder=tmp_path, times=100, placement=CPU_STEP, accumulation=1)
     assert [each["backs"] for each in found] == [[(4, 2, 2)] * 3] * 2
-    assert all("has not come past step 4" in each["error"] for each in found)
+    assert all("without passing step 4" in each["error"] for each in found)
 
 
 def trained(folder: Path, times: int = 0) -> dict[str, torch.Tensor]:

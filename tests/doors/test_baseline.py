@@ -103,13 +103,13 @@ def of_my_own() -> Any:
 
 @pytest.mark.parametrize(
     ("model", "reason"),
-    [(frozen, "parts of the model are frozen"), (of_my_own, "OfMyOwn is no class of transformers'")],
+    [(frozen, "parts of the model are frozen"), (of_my_own, "OfMyOwn is not a transformers class")],
 )
 def test_what_cannot_be_made_again_is_predicted_and_the_reason_is_said(
     model: Any, reason: str, asked: list[dict[str, Any]], monitors: list[Monitor], capsys: pytest.CaptureFixture[str]
 ) -> None:
     finetune(model(), baseline="measure")
-    assert f"not measured, and predicted instead: {reason}" in capsys.readouterr().out
+    assert f"not measured, but predicted: {reason}" in capsys.readouterr().out
     assert monitors[0].baseline_seconds is None
 
 
@@ -119,7 +119,7 @@ def test_what_does_not_fit_without_offloading_is_predicted_and_says_what_it_need
     plan = {"status": "measured", "forecasts": [forecast.as_row(T5_3B)]}
     monkeypatch.setattr(runner, "in_fresh_process", lambda task, **_: plan)
     finetune(t5(), baseline="measure")
-    assert "predicted instead: does not fit: needs at least 44.9 GiB of VRAM, has 11 GiB" in capsys.readouterr().out
+    assert "but predicted: does not fit: needs at least 44.9 GiB of VRAM, has 11 GiB" in capsys.readouterr().out
     assert monitors[0].baseline_seconds is None
 
 

@@ -104,7 +104,9 @@ def test_training_goes_on_as_it_began_where_the_first_windows_plan_cannot_be(
         before = engine.plan
         weights = trained(engine)
         assert engine.plan == before
-    assert "goes on as it began, not as planned for its micro-batches: no room for both at once" in caplog.text
+    assert (
+        "continues with the initial plan instead of one for its micro-batches: no room for both at once" in caplog.text
+    )
     assert all(weights[name].equal(weight) for name, weight in plain.items())
 
 

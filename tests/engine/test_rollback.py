@@ -121,7 +121,7 @@ def test_the_error_says_which_step_and_to_which_checkpoint(tmp_path: Path) -> No
 
 def test_nan_that_comes_again_is_an_error_after_three_times(tmp_path: Path) -> None:
     with engine_of() as engine:
-        with pytest.raises(NonFiniteGradientError, match="3 times and has not come past step 4") as raised:
+        with pytest.raises(NonFiniteGradientError, match="3 times without passing step 4") as raised:
             loop(engine, tmp_path, schedule(engine), faults={3: 100})
         assert not isinstance(raised.value, RolledBackError)
         assert f"The last checkpoint is {str(tmp_path)!r}" in str(raised.value)
@@ -149,14 +149,16 @@ def test_nan_in_two_steps_in_turn_does_not_go_on_for_ever(tmp_path: Path) -> Non
             return loss
 
         engine.module.register_forward_hook(spoil)
-        with pytest.raises(NonFiniteGradientError, match=r"step 3 is nan .* has not come past step 4"):
+        with pytest.raises(NonFiniteGradientError, match=r"step 3 is nan .* without passing step 4"):
             loop(engine, tmp_path, schedule(engine))
         assert updates == []
 
 
 def test_without_a_checkpoint_the_error_says_so(tmp_path: Path) -> None:
     with engine_of() as engine:
-        with pytest.raises(NonFiniteGradientError, match=r"step 1 .*nothing to go back to\. No checkpoint was saved"):
+        with pytest.raises(
+            NonFiniteGradientError, match=r"step 1 .*no checkpoint to go back to\. No checkpoint was saved"
+        ):
             loop(engine, tmp_path, schedule(engine), faults={0: 1})
         loop(engine, tmp_path, schedule(engine))  # the step was not applied, and training may go on
 

@@ -16,7 +16,7 @@ from offloadkit.facts.files import DEEPEST_JSON, parse_json, path_of, read_json,
     [
         ("a\0b", "NUL"),
         ("a\ud800b", "lone surrogate"),
-        ("x/" + "y" * 256, "256 bytes, and file systems take 255"),
+        ("x/" + "y" * 256, "256 bytes, but file systems allow 255"),
         ("é" * 130, "260 bytes"),
         ("a/" * 3000, "6,000 bytes"),
         ("~nobody-of-that-name/x", "no user 'nobody-of-that-name'"),

@@ -78,7 +78,7 @@ def test_with_a_chat_template_what_it_writes_for_the_answer_is_learned(
 
 def test_a_chat_template_that_writes_the_prompt_otherwise_before_an_answer_is_refused() -> None:
     words = tiny.word_tokenizer(chat_template="{{ messages | length }} " + tiny.CHAT_TEMPLATE)
-    with pytest.raises(DataError, match=r"row 0: .* it is open where 'completion' begins"):
+    with pytest.raises(DataError, match=r"row 0: .* the start of 'completion' is unknown"):
         prepared([{"prompt": "hello", "completion": "the cat"}], words, LLAMA)
 
 
@@ -93,8 +93,8 @@ def test_a_prompt_that_leaves_no_room_for_its_target_is_left_out_and_named(caplo
     assert [len(learned(data, row)) for row in range(2)] == [5, 3]
     assert "2 of 4 rows left out: their input alone takes all of max_input_length 9" in caplog.text
     assert "(rows 1, 2)" in caplog.text
-    assert "1 inputs or targets cut" in caplog.text
-    with pytest.raises(DataError, match=r"nothing to learn in any of the 2 rows: .*\(rows 0, 1\): raise max_input"):
+    assert "1 inputs or targets truncated" in caplog.text
+    with pytest.raises(DataError, match=r"none of the 2 rows teaches anything: .*\(rows 0, 1\): raise max_input"):
         prepared(rows[1:3], BYTES, BYTE_LLAMA, max_input_length=9)
 
 
@@ -121,11 +121,14 @@ def test_known_names_make_pairs(row: dict[str, Any], pair: tuple[str, str]) -> N
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (("question", "options", "answer"), "'answer' can be the target, and it is open which columns make the input"),
-        (("question", "document", "answer"), "it is open which columns make the input"),
-        (("instruction", "history", "output"), "it is open which columns make the input"),
+        (
+            ("question", "options", "answer"),
+            "'answer' can be the target, but the names leave open which columns are the input",
+        ),
+        (("question", "document", "answer"), "names leave open which columns are the input"),
+        (("instruction", "history", "output"), "names leave open which columns are the input"),
         (("prompt", "output", "response"), "'output' and 'response' could each be the target"),
-        (("source", "label"), "no name says what is input and what is target"),
+        (("source", "label"), "no column name says which is the input and which the target"),
     ],
 )
 def test_names_that_leave_a_doubt_are_refused_with_what_to_say(names: tuple[str, ...], says: str) -> None:
@@ -217,8 +220,8 @@ def test_an_input_alone_is_the_text_of_a_decoder_and_lacks_a_target_elsewhere() 
     [
         (ColumnWish(input="c"), "there is no column 'c'. Columns found: a, b"),
         (ColumnWish(template="{a} {c}", target="b"), "there is no column 'c'"),
-        (ColumnWish(target="b"), "the target is 'b', and of the other columns .a. no name says which is the input"),
-        (ColumnWish(input="b", target="b"), "'b' cannot be input and target at once"),
+        (ColumnWish(target="b"), "the target is 'b', but no name of the other columns .a. says which is the input"),
+        (ColumnWish(input="b", target="b"), "'b' cannot be both input and target"),
         (ColumnWish(template="{a:d}", target="b"), "cannot be filled with row 0"),
     ],
 )
@@ -230,9 +233,9 @@ def test_wishes_that_the_columns_cannot_fulfil_are_refused(wish: ColumnWish, mes
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
-        ({"template": "no column"}, "must have names of columns in braces"),
+        ({"template": "no column"}, "must contain column names in braces"),
         ({"template": "{a"}, "cannot be read .*: braces of the text itself are doubled: {{ }}"),
-        ({"template": "{}"}, "must have names of columns in braces"),
+        ({"template": "{}"}, "must contain column names in braces"),
         ({"template": "{a}", "input": "a"}, "pass one of them"),
         ({"target": 3}, "target_column must be the name of a column, got 3"),
     ],

@@ -106,7 +106,7 @@ def test_long_rows_are_cut_with_their_end_token_and_counted(caplog: pytest.LogCa
     assert [len(row) for row in data.dataset["input_ids"]] == [4, 10, 10, 10]
     assert [len(row) for row in data.dataset["labels"]] == [4, 5, 5, 5]
     assert all(row[-1] == 1 for column in ("input_ids", "labels") for row in data.dataset[column])
-    assert "5 inputs or targets cut" in caplog.text
+    assert "5 inputs or targets truncated" in caplog.text
 
 
 def test_default_length_is_512_and_128_or_the_models_limit() -> None:
@@ -221,7 +221,7 @@ def test_tokenized_rows_are_taken_as_they_are() -> None:
 def test_tokenized_rows_of_a_causal_model_need_no_labels() -> None:
     data = prepared([{"input_ids": [1, 4, 6]}], WORDS, LLAMA)
     assert (data.task, data.dataset[0]["labels"]) == ("causal", [1, 4, 6])
-    with pytest.raises(DataError, match="needs `labels` beside `input_ids`"):
+    with pytest.raises(DataError, match="needs `labels` in addition to `input_ids`"):
         prepared([{"input_ids": [1, 4, 6]}], BYTES, T5)
 
 
@@ -242,9 +242,9 @@ def test_unknown_columns_shows_those_found_and_those_accepted() -> None:
 @pytest.mark.parametrize(
     ("rows", "tokenizer", "config", "message"),
     [
-        (PAIRS, BYTES, BERT, r"'bert' is an encoder and writes no text.* text \+ label"),
-        ([{"text": "the"}], BYTES, T5, r"text trains a causal language model, and 't5' .* input \+ target"),
-        ([{"text": "the"}], WORDS, BERT, r"'bert' is an encoder and writes no text.* text \+ label"),
+        (PAIRS, BYTES, BERT, r"'bert' is an encoder and cannot generate text.* text \+ label"),
+        ([{"text": "the"}], BYTES, T5, r"text trains a causal language model, but 't5' .* input \+ target"),
+        ([{"text": "the"}], WORDS, BERT, r"'bert' is an encoder and cannot generate text.* text \+ label"),
     ],
 )
 def test_columns_for_another_kind_of_model_are_refused(rows: Any, tokenizer: Any, config: Any, message: str) -> None:
@@ -268,7 +268,7 @@ def test_empty_file_is_refused(tmp_path: Path, suffix: str) -> None:
 
 def test_labels_all_masked_are_refused_and_single_rows_left_out(caplog: pytest.LogCaptureFixture) -> None:
     masked, learned = {"input_ids": [5, 1], "labels": [-100, -100]}, {"input_ids": [6, 1], "labels": [7, 1]}
-    with pytest.raises(DataError, match="nothing to learn in any of the 2 rows: all labels are -100"):
+    with pytest.raises(DataError, match="none of the 2 rows teaches anything: all labels are -100"):
         prepared([masked, masked])
     data = prepared([masked, learned])
     assert len(data.dataset) == 1
@@ -277,7 +277,7 @@ def test_labels_all_masked_are_refused_and_single_rows_left_out(caplog: pytest.L
 
 
 def test_causal_row_whose_only_label_is_its_first_token_teaches_nothing() -> None:
-    with pytest.raises(DataError, match="nothing to learn"):
+    with pytest.raises(DataError, match="teaches anything"):
         prepared([{"input_ids": [4, 5], "labels": [4, -100]}], WORDS, LLAMA)
 
 
@@ -354,7 +354,7 @@ def test_file_that_is_missing_or_of_unknown_form_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("data", [3, {"input": ["a"]}, [["a", "b"]], None])
 def test_what_is_no_dataset_says_what_is_accepted(data: Any) -> None:
-    with pytest.raises(DataError, match=r"a list of dicts, a pandas frame, a path to a \.jsonl"):
+    with pytest.raises(DataError, match=r"a list of dicts, a pandas DataFrame, a path to a \.jsonl"):
         load_dataset_like(data)
 
 

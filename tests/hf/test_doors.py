@@ -194,7 +194,7 @@ def test_where_rows_cannot_be_read_the_first_update_is_planned_for(
 ) -> None:
     trainer = train(tmp_path, t5(), seq2seq_rows(4), OwnLoss, {"offload": TIGHT}, **OPTIONS)
     said = capsys.readouterr().out
-    assert "OwnLoss.compute_loss computes the loss in its own way" in said
+    assert "OwnLoss.compute_loss computes the loss in a custom way" in said
     assert said.index("little in VRAM") < said.index("'loss'") < said.index(str(trainer.engine.plan))
     assert len(trainer.telemetry.moves) == 1
 
@@ -399,7 +399,7 @@ def test_of_many_rows_some_thousand_are_read_and_that_is_said(tmp_path: Path, mo
         OffloadTrainer(model=t5(), args=arguments(tmp_path), train_dataset=rows, data_collator=Pads())
     )
     assert shapes(batch) == {"input_ids": (2, 11), "labels": (2, 3)}
-    assert said == "lengths of 4 of the 10 rows were read, spread evenly"
+    assert said == "lengths of 4 of the 10 rows were read, evenly spaced"
 
 
 class Stream(IterableDataset[Row]):

@@ -230,7 +230,7 @@ def refused(status: int) -> Exception:
     ("error", "kind", "words"),
     [
         (ConnectionError("no route"), DownloadError, r"could not be reached \(no route\): check the connection"),
-        (refused(401), ModelAccessError, "refuses to make the repository .*HF_TOKEN .*leave push_to_hub out"),
+        (refused(401), ModelAccessError, "refuses to create the repository .*HF_TOKEN .*leave push_to_hub out"),
         (refused(403), ModelAccessError, "HF_TOKEN"),
         (ValueError("no such form of a name"), ValueError, "^no such form of a name$"),
     ],

@@ -208,7 +208,7 @@ def test_bin_file_of_old_torch_is_read_at_once(tmp_path: Path, capsys: pytest.Ca
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     again, materialise = build_model(tmp_path)
     assert materialise is None
-    assert "torch before 1.6" in capsys.readouterr().out
+    assert "torch's format before 1.6" in capsys.readouterr().out
     assert_same(again, model)
 
 

@@ -145,18 +145,22 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("data.jsonl", b'{"text": "a"}\n\n["b"]\n', "line 3 is no JSON object but a list"),
+        ("data.jsonl", b'{"text": "a"}\n\n["b"]\n', "line 3 is not a JSON object but a list"),
         ("data.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"line 2, column 13: Expecting ','"),
-        ("data.json", b'[{"text": "a"},\n 3]', "item 1 is no JSON object but a int"),
+        ("data.json", b'[{"text": "a"},\n 3]', "item 1 is not a JSON object but a int"),
         ("data.json", b'[{"text": "a"},\n {"text"]', "line 2 column 9"),
         ("data.json", b"\n \n", "has no rows: at least one is needed"),
         ("data.jsonl", b'{"text": "\xe4"}\n', "not saved as UTF-8"),
         (
             "data.jsonl",
             b'{"text": "a"}\n{"text": 3}\n',
-            r"column 'text' holds int \(row 1\) and str \(row 0\): give every row text",
+            r"column 'text' has values of types int \(row 1\) and str \(row 0\): give every row text",
         ),
-        ("data.jsonl", b'{"text": {"a": 1}}\n', r"column 'text' holds dict \(row 0\): give every row text"),
+        (
+            "data.jsonl",
+            b'{"text": {"a": 1}}\n',
+            r"column 'text' has values of types dict \(row 0\): give every row text",
+        ),
         ("data.jsonl", b'{"input_ids": ["a"], "labels": [1]}\n', "cannot be read as json"),
         ("data.csv", b'text\n"a\n', "cannot be read as csv"),
         ("data.parquet", b"no parquet at all", "cannot be read as parquet"),

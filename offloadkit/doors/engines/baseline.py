@@ -52,7 +52,7 @@ def measured_baseline(
         lengths = padded_lengths(data, batch_size, by_length=by_length)
         seconds = _measured(model, lengths, batch_size, accumulation, dtype, folder)
     except OffloadkitError as error:
-        print(f"  not measured, and predicted instead: {error}", flush=True)
+        print(f" not measured, but predicted: {error}", flush=True)
         return None
     print(f"  {format_seconds(seconds)}", flush=True)
     return seconds
@@ -67,7 +67,7 @@ def _measured(
     by_name = isinstance(model, str | os.PathLike)
     if not by_name and not type(model).__module__.startswith("transformers."):
         name = type(model).__name__
-        raise OffloadkitError(f"{name} is no class of transformers', and its config says nothing of its forward")
+        raise OffloadkitError(f"{name} is not a transformers class, and its config does not describe its forward")
     if not by_name and not all(weight.requires_grad for weight in model.parameters()):
         raise OffloadkitError("parts of the model are frozen")
     folder.mkdir(exist_ok=True)
