@@ -151,6 +151,7 @@ def meet(ends: Callable[[], Any]) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_the_first_error_ends_all_ranks(tmp_path: Path) -> None:
     processes: list[int] = []
     with pytest.raises(ValueError, match="nothing left") as caught:

@@ -144,6 +144,7 @@ def test_label_smoothing_trains_and_equals_its_formula_at_any_accumulation() -> 
     assert losses == pytest.approx([expected.item()] * 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_metrics_are_those_of_the_best_model_where_that_is_handed_back() -> None:
     often = {"eval_strategy": "steps", "eval_steps": 10, "save_strategy": "steps", "save_steps": 10}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
@@ -283,6 +284,7 @@ def test_values_of_other_libraries_types_are_taken() -> None:
     assert len(finetune(t5(), PAIRS, max_steps=1, **given).steps) == 1
 
 
+@pytest.mark.slow
 def test_metrics_that_are_no_dict_are_named_and_the_epoch_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(trainer_utils.logger, "warning_once", said.append, raising=False)
@@ -297,6 +299,7 @@ def test_metrics_that_are_no_dict_are_named_and_the_epoch_is_saved(monkeypatch: 
     assert not [each for each in said if "trainer_state.json" in each], "nothing differs from the checkpoint"
 
 
+@pytest.mark.slow
 def test_a_verbose_run_says_where_everything_lives(capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for verbose in (False, True):

@@ -98,6 +98,7 @@ def test_what_fits_with_the_rows_there_are_is_not_refused(t5: Any) -> None:
         finetune(t5, [{"input": "x" * 600, "target": "y" * 200}], ram=budget)
 
 
+@pytest.mark.slow
 def test_rows_too_long_for_what_was_planned_are_refused_before_anything_is_loaded(t5: Any, a_download: None) -> None:
     rows = [{"input_ids": [5] * 400, "labels": [6] * 100}]
     budget = planned(t5, max_input_length=8, max_target_length=8).needs()["ram"] + (20 << 20)

@@ -111,6 +111,7 @@ def test_the_monitor_takes_the_place_of_bar_and_lines(
     assert "after step 3: evaluation loss" in shown.out
 
 
+@pytest.mark.slow
 def test_files_are_written_without_bars_beside_it(
     by_name: str, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +233,7 @@ def test_a_checkpoint_of_weights_alone_and_a_best_one_do_not_keep_the_stopped_on
     assert len(finetune(by_name, resume=True, **(options | {"save_only_model": False})).steps) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("best", "kept"), [(False, [5]), (True, [4, 5])])
 def test_a_stopped_run_keeps_its_last_checkpoint_and_a_best_one_where_there_is_one(
     best: bool, kept: list[int], by_name: str, monkeypatch: pytest.MonkeyPatch
@@ -285,6 +287,7 @@ def test_an_interrupt_is_heeded_where_nothing_is_drawn(by_name: str, monkeypatch
     assert Path("out/checkpoint-2/manifest.json").is_file()
 
 
+@pytest.mark.slow
 def test_in_a_shell_a_training_that_was_stopped_says_how_to_go_on_and_exits_as_interrupted(
     by_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

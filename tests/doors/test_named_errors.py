@@ -7,7 +7,7 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,13 @@ def small_engine(**options: Any) -> OffloadEngine:
 def step(engine: OffloadEngine) -> None:
     engine.backward(engine(torch.ones(2, 4)).square().mean())
     engine.step()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[OffloadEngine]:
+    """One that nothing breaks: it takes steps after each error."""
+    with small_engine() as opened:
+        yield opened
 
 
 # -- options
@@ -197,47 +204,49 @@ def test_a_position_of_any_text_and_number_comes_back(saved: Path, tmp_path: Pat
     ],
 )
 def test_a_broken_run_file_is_named_and_nothing_is_changed(
-    saved: Path, tmp_path: Path, change: Callable[[Any], object], message: str
+    saved: Path, engine: OffloadEngine, tmp_path: Path, change: Callable[[Any], object], message: str
 ) -> None:
     folder = copied(saved, tmp_path)
     content = json.loads((folder / "run.json").read_text())
     change(content)
     (folder / "run.json").write_text(json.dumps(content))
     write_manifest(folder, origin_of(folder))
-    with small_engine() as engine:
-        before = {name: value.clone() for name, value in engine.master_weights().items()}
-        with pytest.raises(ModelError, match=rf"run\.json.*{message}"):
-            engine.load_checkpoint(folder)
-        assert all(torch.equal(value, before[name]) for name, value in engine.master_weights().items())
-        step(engine)
+    before = {name: value.clone() for name, value in engine.master_weights().items()}
+    with pytest.raises(ModelError, match=rf"run\.json.*{message}"):
+        engine.load_checkpoint(folder)
+    assert all(torch.equal(value, before[name]) for name, value in engine.master_weights().items())
+    step(engine)
 
 
 @pytest.mark.parametrize("what", ["python", "numpy", "torch"])
 @pytest.mark.parametrize("value", [None, 3, [], {"$tuple": [3, [1, 2], None]}, {"$tensor": ["uint8", [1], "00"]}])
 def test_broken_random_states_are_named_and_nothing_is_changed(
-    saved: Path, tmp_path: Path, what: str, value: Any
+    saved: Path, engine: OffloadEngine, tmp_path: Path, what: str, value: Any
 ) -> None:
     folder = copied(saved, tmp_path)
     content = json.loads((folder / "random.json").read_text())
     content[what] = value
     (folder / "random.json").write_text(json.dumps(content))
     write_manifest(folder, origin_of(folder))
-    with small_engine() as engine:
-        before = torch.get_rng_state()
-        with pytest.raises(ModelError, match=r"random\.json has no valid random states"):
-            engine.load_checkpoint(folder)
-        assert torch.equal(torch.get_rng_state(), before)
+    before = torch.get_rng_state()
+    with pytest.raises(ModelError, match=r"random\.json has no valid random states"):
+        engine.load_checkpoint(folder)
+    assert torch.equal(torch.get_rng_state(), before)
+    step(engine)
 
 
 @pytest.mark.parametrize("name", ["run.json", "random.json", "manifest.json"])
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 2000, b"\xff\xfe", b"[]", b""])
-def test_a_file_of_json_that_has_no_bottom_is_named(saved: Path, tmp_path: Path, name: str, text: bytes) -> None:
+def test_a_file_of_json_that_has_no_bottom_is_named(
+    saved: Path, engine: OffloadEngine, tmp_path: Path, name: str, text: bytes
+) -> None:
     folder = copied(saved, tmp_path)
     (folder / name).write_bytes(text)
     if name != "manifest.json":
         write_manifest(folder, origin_of(folder))
-    with small_engine() as engine, pytest.raises(ModelError, match=name):
+    with pytest.raises(ModelError, match=name):
         engine.load_checkpoint(folder)
+    step(engine)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +263,7 @@ def test_a_file_of_json_that_has_no_bottom_is_named(saved: Path, tmp_path: Path,
         {"data_offsets": [0, 10**400]},
     ],
 )
-def test_a_broken_header_is_named(saved: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_broken_header_is_named(saved: Path, engine: OffloadEngine, tmp_path: Path, change: dict[str, Any]) -> None:
     path = copied(saved, tmp_path) / "weights.safetensors"
     whole = path.read_bytes()
     (length,) = struct.unpack("<Q", whole[:8])
@@ -263,8 +272,9 @@ def test_a_broken_header_is_named(saved: Path, tmp_path: Path, change: dict[str,
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + length :])
     write_manifest(path.parent, origin_of(path.parent))
-    with small_engine() as engine, pytest.raises(ModelError, match=r"weights\.safetensors"):
+    with pytest.raises(ModelError, match=r"weights\.safetensors"):
         engine.load_checkpoint(path.parent)
+    step(engine)
 
 
 @pytest.mark.parametrize(
@@ -278,15 +288,16 @@ def test_a_broken_header_is_named(saved: Path, tmp_path: Path, change: dict[str,
         (lambda state: state["param_groups"][0].update(lr=[1]), "lr"),
     ],
 )
-def test_a_state_that_is_none_is_named_and_nothing_is_changed(change: Callable[[Any], object], message: str) -> None:
-    with small_engine() as engine:
-        state = engine.state_dict()
-        state["module"] = dict(state["module"])
-        state["param_groups"] = [dict(group) for group in state["param_groups"]]
-        change(state)
-        with pytest.raises(ModelError, match=f"the state cannot be loaded.*{message}"):
-            engine.load_state_dict(state)
-        step(engine)
+def test_a_state_that_is_none_is_named_and_nothing_is_changed(
+    engine: OffloadEngine, change: Callable[[Any], object], message: str
+) -> None:
+    state = engine.state_dict()
+    state["module"] = dict(state["module"])
+    state["param_groups"] = [dict(group) for group in state["param_groups"]]
+    change(state)
+    with pytest.raises(ModelError, match=f"the state cannot be loaded.*{message}"):
+        engine.load_state_dict(state)
+    step(engine)
 
 
 # -- models

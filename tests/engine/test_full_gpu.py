@@ -116,6 +116,7 @@ def test_a_fixed_placement_is_not_replaced_by_a_leaner_plan(full_at: Callable[..
         finetune(handed_over(), **fixed)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_full_in_evaluation_and_in_generation_ends_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     held_out: dict[str, Any] = {"eval_dataset": PAIRS[:2], "max_steps": 1, "gradient_accumulation": 1}
     whole = finetune(handed_over(), **held_out)

@@ -290,6 +290,7 @@ def test_a_second_derivative_is_refused_not_wrong() -> None:
         torch.autograd.grad(output, leaves[:1], into, create_graph=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_one_graph_is_compiled_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_op, "SCRATCH_BYTES", 2 * 24 * 24 * 2 * 2)  # one group of heads, then several
@@ -367,6 +368,7 @@ def test_every_layer_and_step_drops_other_weights(monkeypatch: pytest.MonkeyPatc
     assert len(set(seeds)) == len(seeds) > 2 * SHAPE["num_layers"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated", "one_thread")
 def test_a_model_learns_as_with_its_own_attention() -> None:
     mine, own = (trained(Placement(), fused=fused, dropout=0.0)[0] for fused in (True, False))

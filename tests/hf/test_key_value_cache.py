@@ -74,6 +74,7 @@ def test_a_plan_counts_none() -> None:
     assert plans[0].seconds == plans[1].seconds is not None
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_rounds_as_one_that_was_not_interrupted(tmp_path: Path) -> None:
     T5Config(**SHAPE, decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"]).save_pretrained(
         tmp_path / "config"

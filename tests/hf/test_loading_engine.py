@@ -56,8 +56,7 @@ def numbers(engine: OffloadEngine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in (state["module"] | remainders).items()}
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "placement"), list(zip(CONFIGS, PLACEMENTS, strict=True)))
 def test_engine_has_the_same_weights_and_remainders(tmp_path: Path, name: str, placement: str) -> None:
     """fp32 on the disk, bf16 in the engine, some of it frozen."""
     folder = written(CONFIGS[name], tmp_path)
@@ -82,7 +81,7 @@ def test_engine_has_the_same_weights_and_remainders(tmp_path: Path, name: str, p
     assert not any(parameter.is_meta for parameter in lazy.parameters())
 
 
-@pytest.mark.parametrize("init", ["pretrained", "random"])
+@pytest.mark.parametrize("init", [pytest.param("pretrained", marks=pytest.mark.slow), "random"])
 def test_finetune_by_name_gives_what_a_model_handed_over_gives(tmp_path: Path, init: Any) -> None:
     folder = written(CONFIGS["t5"], tmp_path / "model")
     rows = [{"input": f"a{n}", "target": f"b{n}"} for n in range(8)]
@@ -95,6 +94,7 @@ def test_finetune_by_name_gives_what_a_model_handed_over_gives(tmp_path: Path, i
         assert torch.equal(value, by_name.model.state_dict()[name]), name
 
 
+@pytest.mark.slow
 def test_resuming_by_name_goes_on_from_the_checkpoints_weights(tmp_path: Path) -> None:
     folder = written(CONFIGS["t5"], tmp_path / "model")
     rows = [{"input": f"a{n}", "target": f"b{n}"} for n in range(8)]

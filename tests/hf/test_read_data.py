@@ -108,8 +108,8 @@ READS = """
 import os, sys
 os.umask(0o022)
 from offloadkit.hf.data import load_dataset_like
-dataset = load_dataset_like(sys.argv[1])
-assert dataset[0]["text"] == "secret", dataset[0]
+datasets = [load_dataset_like(path) for path in sys.argv[1:]]
+assert [dataset[0]["text"] for dataset in datasets] == ["secret"] * 3, datasets
 tops = [entry for entry in os.scandir(os.environ["HF_DATASETS_CACHE"]) if entry.is_dir()]
 files = [os.path.join(at, name) for top in tops for at, _, names in os.walk(top) for name in names]
 assert any(b"secret" in open(file, "rb").read() for file in files), files
@@ -117,19 +117,15 @@ print(*(oct(top.stat().st_mode & 0o777) for top in tops))
 """
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-def test_nobody_else_may_read_the_rows_of_a_file_and_they_are_gone_afterwards(suffix: str, tmp_path: Path) -> None:
-    path, cache = tmp_path / f"data{suffix}", tmp_path / "cache"
+def test_nobody_else_may_read_the_rows_of_a_file_and_they_are_gone_afterwards(tmp_path: Path) -> None:
+    paths, cache = [tmp_path / f"data{suffix}" for suffix in (".jsonl", ".csv", ".parquet")], tmp_path / "cache"
     frame = pd.DataFrame([{"text": "secret"}])
-    if suffix == ".jsonl":
-        written(path, [{"text": "secret"}])
-    elif suffix == ".csv":
-        frame.to_csv(path, index=False)
-    else:
-        frame.to_parquet(path)
+    written(paths[0], [{"text": "secret"}])
+    frame.to_csv(paths[1], index=False)
+    frame.to_parquet(paths[2])
     environment = os.environ | {"HF_DATASETS_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", READS, str(path)]
-    assert subprocess.check_output(command, env=environment, text=True).split() == ["0o700"]
+    command = [sys.executable, "-c", READS, *map(str, paths)]
+    assert set(subprocess.check_output(command, env=environment, text=True).split()) == {"0o700"}
     left = [file for file in cache.rglob("*") if file.is_file()]
     assert not any(b"secret" in file.read_bytes() for file in left), left
     assert not any(file.is_dir() for file in cache.iterdir())

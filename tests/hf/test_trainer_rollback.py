@@ -71,7 +71,7 @@ def assert_same(one: Any, other: Any) -> None:
     [
         {"gradient_accumulation_steps": 2, "bf16": True, "warmup_steps": 2},
         pytest.param({"max_grad_norm": 0.0, "train_sampling_strategy": "group_by_length"}, marks=pytest.mark.slow),
-        {"eval_strategy": "epoch", "gradient_accumulation_steps": 3},
+        pytest.param({"eval_strategy": "epoch", "gradient_accumulation_steps": 3}, marks=pytest.mark.slow),
     ],
     ids=["accumulated, bf16", "unclipped, by length", "evaluated"],
 )
@@ -123,6 +123,7 @@ def test_nan_that_comes_again_ends_training_after_three_times(tmp_path: Path) ->
     assert spoils.steps == [1, 2, *[3, 4] * 4]
 
 
+@pytest.mark.slow
 def test_three_times_are_counted_through_a_model_init_and_a_checkpoint_of_transformers(tmp_path: Path) -> None:
     """A new model would bring a new engine, and a checkpoint of transformers' Trainer holds no number of updates."""
     with pytest.raises(NonFiniteGradientError, match="3 times without passing step 4"):

@@ -86,6 +86,7 @@ def within(seconds: float, done: Callable[[], bool]) -> bool:
     return done()
 
 
+@pytest.mark.slow
 def test_an_error_in_a_task_is_a_row_and_its_log_stays(tmp_path: Path) -> None:
     task = {"mode": "measure", "engine": "no-such-engine", "work": asdict(TINY)}
     row = runner.Runs(tmp_path, timeout=100).row(task)
