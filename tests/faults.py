@@ -68,6 +68,7 @@ TRAINER = [
         for of in ("trainer", "trainer_refusals", "trainer_rollback", "trainer_run", "trainer_waits")
     )
 ]
+TRAINER_PARTS = ("trainer", "trainer_run", "trainer_plan", "trained", "window", "checkpoints", "evaluations")
 DATA = [*(f"tests/hf/test_{of}.py" for of in ("read_data", "columns", "data", "ragged"))]
 LOAD = [*(f"tests/hf/test_{of}.py" for of in ("loading", "loading_engine", "from_pretrained", "source", "hub"))]
 PLAN = [
@@ -89,7 +90,7 @@ TESTS: dict[str, list[str]] = {
     "hf/masks.py": ["tests/hf/test_masks.py"],
     "hf/read_ahead.py": ["tests/hf/test_read_ahead.py"],
     "hf/saving.py": ["tests/hf/test_folders.py", "tests/hf/test_checkpoints.py", *LOAD],
-    "hf/trainer.py": [*TRAINER, *SAVE, "tests/hf/test_doors.py"],
+    **{f"hf/{of}.py": [*TRAINER, *SAVE, "tests/hf/test_doors.py"] for of in TRAINER_PARTS},
     "optim/table.py": [*STEP, *PLAN],
     "optim/torch_optimizer.py": ["tests/optim", "tests/engine/test_engine_life.py", "tests/engine/test_engine.py"],
     "offload/compile.py": ["tests/offload/test_compile.py"],

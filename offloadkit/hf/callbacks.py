@@ -12,6 +12,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
+from offloadkit.errors import TrainingStoppedError
 from offloadkit.facts.stopping import Stop
 from offloadkit.hf.quiet import is_live, progress_bars
 from offloadkit.monitor.monitor import Monitor
@@ -196,6 +197,22 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
             control.should_save = control.should_evaluate = False
         elif self.stopped:
             control.should_save = True
+
+
+def stopped_by(trainer: Any, number: int) -> TrainingStoppedError:
+    """The error for a training that a signal, SIGTERM or SIGHUP, has ended."""
+    error = TrainingStoppedError(f"{signal.Signals(number).name} has ended training. {progress_of(trainer)}")
+    error.signal = number
+    return error
+
+
+def progress_of(trainer: Any) -> str:
+    """The steps that are done, and the checkpoint from which a stopped training can be resumed."""
+    newest = None if trainer.engine is None else trainer.engine.last_checkpoint
+    done = f"{trainer.state.global_step} of {trainer.state.max_steps} steps were done"
+    if newest is None:
+        return f"{done}, and there is no checkpoint"
+    return f"{done}; the newest checkpoint is {newest}: resume from it (finetune: resume=True, --resume)"
 
 
 class AsksTheMonitor(StopsWhenAsked):

@@ -197,7 +197,7 @@ def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("offloadkit.hf.trainer.write_manifest", killed)
+        patch.setattr("offloadkit.hf.checkpoints.write_manifest", killed)
         with pytest.raises(KeyboardInterrupt):
             again.train(resume_from_checkpoint=True)
     assert again.args.save_total_limit == 1

@@ -24,7 +24,7 @@ from offloadkit.errors import DoesNotFitError
 from offloadkit.facts.config import Placement
 from offloadkit.facts.fitted import LOADED_LATER_BYTES
 from offloadkit.facts.hardware import ASSUMED_DISK
-from offloadkit.hf import trainer as trainer_module
+from offloadkit.hf import trainer_plan
 from offloadkit.hf.longest import NotReadableError, longest_batch
 from offloadkit.hf.patches import NAME, patched
 from offloadkit.hf.source import from_pretrained
@@ -271,7 +271,7 @@ def test_the_trainer_and_the_engine_propose_the_disk_as_finetune_does(
         proposed = plan.basis.with_disk
         raise PlannedError(proposed and (proposed.disk_folder, proposed.disk_read_bytes_per_second))
 
-    for module in (engine_module, trainer_module):
+    for module in (engine_module, trainer_plan):
         monkeypatch.setattr(module, "check_fits", refused)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     for vram, proposed in (("64KiB", (str(tmp_path), ASSUMED_DISK)), ("64GiB", None)):
@@ -304,7 +304,7 @@ def test_an_evaluation_before_training_streams_weights_that_are_larger_than_half
         trainer = OffloadSeq2SeqTrainer(
             model=t5(), args=arguments(tmp_path), train_dataset=rows, eval_dataset=rows, offload=TIGHT
         )
-        monkeypatch.setattr("offloadkit.hf.trainer.parse_bytes", lambda _, half=half: half)
+        monkeypatch.setattr("offloadkit.hf.evaluations.parse_bytes", lambda _, half=half: half)
         losses.append(trainer.evaluate()["eval_loss"])
         assert (trainer.engine is not None) == (half == 1 << 10)
         trainer.close()
@@ -324,7 +324,7 @@ def test_an_evaluation_before_training_keeps_the_budget_and_reads_the_weights_on
         def remove(self) -> None:
             done.append("uncapped")
 
-    monkeypatch.setattr("offloadkit.hf.trainer.VramCap", Cap)
+    monkeypatch.setattr("offloadkit.hf.evaluations.VramCap", Cap)
     more: Any = {"offload": OffloadConfig(vram="8GiB")}
     trainer = OffloadSeq2SeqTrainer(model=model, args=arguments(tmp_path), eval_dataset=seq2seq_rows(2), **more)
     for _ in range(2):

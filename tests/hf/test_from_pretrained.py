@@ -276,7 +276,7 @@ def test_a_resumed_trainer_reads_the_checkpoints_weights_instead(
 
     straight = trained(None)
     if renamed:
-        monkeypatch.setattr("offloadkit.hf.trainer.read_later", lambda model, folder: False)
+        monkeypatch.setattr("offloadkit.hf.checkpoints.read_later", lambda model, folder: False)
     resumed = trained(str(tmp_path / "checkpoint-2"))
     assert (max(beside[resumed]) == 0) != renamed
     assert_same(straight, resumed)

@@ -14,7 +14,7 @@ import offloadkit
 from offloadkit import OffloadConfig, OffloadSeq2SeqTrainer
 from offloadkit.checkpoint.one_run import one_run
 from offloadkit.errors import ConfigError, DataError, NonFiniteGradientError, RolledBackError
-from offloadkit.hf import trainer as trainer_module
+from offloadkit.hf import trainer_run
 from offloadkit.hf.trainer import OffloadTrainer
 from tests.hf.test_trainer_run import run_state
 from tests.hf.tiny import t5_config
@@ -155,7 +155,7 @@ def test_the_folder_stays_claimed_and_the_engine_stays(tmp_path: Path, monkeypat
             seen.append((state.global_step, id(run.engine)))
 
     claims, seen = list[Path](), list[tuple[int, int]]()
-    monkeypatch.setattr(trainer_module, "one_run", lambda folder: (claims.append(folder), one_run(folder))[1])
+    monkeypatch.setattr(trainer_run, "one_run", lambda folder: (claims.append(folder), one_run(folder))[1])
     run = trainer(tmp_path, {4: 1}, callbacks=[Looks()], model_init=lambda: t5(dropout=0.1))
     run.train()
     assert claims == [tmp_path]
