@@ -172,29 +172,101 @@ on other hosts: compare within a run only. "strong": the batch of one GPU, divid
 LLaMA-7B, where every engine has 80 GiB, or 77 on an H100.
 """
 
+_OF_RUN = """Rows are per GPU. *scaling* is tokens/s divided by the tokens/s of one GPU with the same budget; it exceeds
+the number of GPUs if they offload or recompute less. 80 GiB are 77 on an H100.
+"""
+
+_OF_TRACES = """Traced steps, in seconds of rank 0's GPU. *computing* is kernels other than NCCL's, *only NCCL* has no
+such kernel beside it, *only copies* no kernel, and *idle* nothing. The four add up to the step, which the profiler
+makes longer. *NCCL* includes waiting for other ranks. *at the link's rate* is the received bytes divided by the link's
+rate, measured on idle GPUs. *main thread* is Python's CPU time, measured without the profiler.
+"""
+
 
 def several_gpus(rows: Sequence[Row]) -> Iterator[str]:
-    """All cases on several GPUs: a table for each GPU's name, and one of what did not fit anywhere. The newest row is
-    shown, and the seconds of those before it."""
+    """All cases on several GPUs: a table for each GPU's name, one of what did not fit anywhere, and one for each run on
+    more than two GPUs (`_run_table`). The newest row is shown, and the seconds of those before it."""
     named = [name for name, case in RANK_CASES.items() if case.claim != "try"]
+    measured = [row for row in rows if row["case"] in named and row["status"] == "measured"]
+    runs = dict.fromkeys(_run(row) for row in measured if RANK_CASES[row["case"]].num_gpus > 2)
     tables: dict[str, list[Row]] = {}
     lacking: list[Row] = []
     for case, engine in product(named, RANK_ENGINES):
-        its_rows = [row for row in rows if (row["case"], row["engine"]) == (case, engine)]
-        measured = [row for row in its_rows if row["status"] == "measured"]
-        for gpu in dict.fromkeys(row["gpu"] for row in measured):
-            *before, newest = [row for row in measured if row["gpu"] == gpu]
-            told = newest | {"before": ", ".join(f"{row['seconds']:.3f}" for row in before)}
-            tables.setdefault(gpu.removeprefix("NVIDIA "), []).append(told)
-        if not measured:
-            lacking += [row for row in its_rows if row["status"] == "does not fit"][-1:]
+        its_rows = [row for row in measured if (row["case"], row["engine"]) == (case, engine)]
+        for gpu in dict.fromkeys(row["gpu"] for row in its_rows):
+            if alone := [row for row in its_rows if row["gpu"] == gpu and _run(row) not in runs]:
+                *before, newest = alone
+                told = newest | {"before": ", ".join(f"{row['seconds']:.3f}" for row in before)}
+                tables.setdefault(gpu.removeprefix("NVIDIA "), []).append(told)
+        if not its_rows:
+            refused = [row for row in rows if (row["case"], row["engine"]) == (case, engine)]
+            lacking += [row for row in refused if row["status"] == "does not fit"][-1:]
     if lacking:
         tables["What did not fit"] = lacking
-    if tables:
+    if tables or runs:
         yield _OF_RANKS
     for title, found in tables.items():
         yield f"**{title}**\n"
         yield from _rank_table(found)
+    for run in runs:
+        of_run = {(row["case"], row["engine"]): row for row in measured if _run(row) == run}
+        yield from _run_table([of_run[pair] for pair in product(named, RANK_ENGINES) if pair in of_run])
+
+
+def _run(row: Row) -> tuple[Any, ...]:
+    """The machine and commit of a run on several GPUs."""
+    return row["gpu"], row["cores"], row["commit"]
+
+
+def _run_table(found: Sequence[Row]) -> Iterator[str]:
+    """A run on one to N GPUs of one machine: the same work side by side, then what bounds the traced steps."""
+    most = max(RANK_CASES[row["case"]].num_gpus for row in found)
+    yield f"**1 to {most} GPUs of one machine**: {_origin(found[0])}\n"
+    yield _OF_RUN
+    titles = ["model and rows", "VRAM for each", "GPUs", "engine", "s/step", "planned s", "tokens/s", "scaling"]
+    titles += ["VRAM each", "planned VRAM", "RAM", "planned RAM", "received, GB"]
+    yield _line(titles)
+    yield _line(["---"] * len(titles))
+    works: dict[tuple[Any, ...], list[Row]] = {}
+    for row in found:
+        case = RANK_CASES[row["case"]]
+        works.setdefault((row["model"], case.shape, case.vram), []).append(row)
+    for (model, shape, vram), its_rows in works.items():
+        for row in sorted(its_rows, key=lambda each: RANK_CASES[each["case"]].num_gpus):
+            number = RANK_CASES[row["case"]].num_gpus
+            alone = [other for other in its_rows if other["figures"]["GPUs"] == 1]
+            speed, received = row["tokens"] / row["seconds"], sum(row["figures"]["received"].values())
+            cells = [f"{model}, {shape}", f"{vram:g} GiB" if vram else "the card", str(number), _rank_engine(row)]
+            cells += [seconds_of(row), f"{row['planned_seconds']:.3f}" if row["planned_seconds"] else "-"]
+            cells += [f"{speed:,.0f}", f"{speed * alone[0]['seconds'] / alone[0]['tokens']:.2f}" if alone else "-"]
+            sizes = ("vram_bytes", "planned_vram_bytes", "ram_peak_bytes", "planned_ram_bytes")
+            cells += [_gib(row[size]) for size in sizes]
+            yield _line([*cells, f"{received / 1e9:.2f}" if received else "-"])
+    yield ""
+    yield from _notes(found, lambda row: f"*{row['case']}*")
+    yield from _trace_table([row for row in found if "traced" in row["figures"]])
+
+
+def _trace_table(found: Sequence[Row]) -> Iterator[str]:
+    if not found:
+        return
+    yield _OF_TRACES
+    shown = ("traced step", "computing", "only NCCL", "only copies", "idle", "NCCL", "H2D", "D2H", "main thread")
+    titles = [*shown[:6], "at the link's rate", *shown[6:], "H2D, GB"]
+    yield _line(["seconds", *titles])
+    yield _line(["---"] * (1 + len(titles)))
+    for row in found:
+        traced = row["figures"]["traced"]
+        at_link = sum(row["figures"]["received"].values()) / row["rates"]["link_bytes_per_second"]
+        cells = [f"{traced[name]:.3f}" for name in shown]
+        cells.insert(6, f"{at_link:.3f}")
+        yield _line([row["case"], *cells, f"{traced['H2D bytes'] / 1e9:.1f}"])
+    yield ""
+
+
+def _rank_engine(row: Row) -> str:
+    title = RANK_ENGINES[row["engine"]].title
+    return f"{title}, activations recomputed" if row["recomputed"] else title
 
 
 def _rank_table(found: Sequence[Row]) -> Iterator[str]:
@@ -203,10 +275,9 @@ def _rank_table(found: Sequence[Row]) -> Iterator[str]:
     yield _line(titles)
     yield _line(["---"] * len(titles))
     for row in found:
-        case, setup, figures = RANK_CASES[row["case"]], RANK_ENGINES[row["engine"]], row["figures"] or {}
-        name = f"{setup.title}, activations recomputed" if row["recomputed"] else setup.title
+        case, figures = RANK_CASES[row["case"]], row["figures"] or {}
         shape = replace(case, batch_size=row["batch_size"]).shape
-        cells = [row["case"], row["model"], f"{case.num_gpus} x {shape}", name]
+        cells = [row["case"], row["model"], f"{case.num_gpus} x {shape}", _rank_engine(row)]
         if row["status"] == "measured":
             received = sum(figures["received"].values())
             cells += [seconds_of(row), row["before"] or "-", str(row["turns"])]

@@ -213,6 +213,34 @@ def test_each_kind_of_gpu_has_a_table_and_what_fitted_at_last_is_no_refusal(
     )
 
 
+def test_a_run_on_four_gpus_has_a_table_with_its_scaling_and_traces(
+    measured_by: Callable[..., list[table.Row]],
+) -> None:
+    names = {1: "t5-3b-1x24", 2: "t5-3b-2x24", 4: "t5-3b-4x24"}
+    raw = RAW | {"batch_size": 8, "planned": {"vram_bytes": 4 << 30, "ram_bytes": 5 << 30, "step_seconds": 0.4}}
+    rows = [
+        measured_by(lambda *_, raws=[raw | {"GPUs": size}] * size, **__: raws, [name])[0]
+        for size, name in names.items()
+    ]
+    elsewhere = rows[0] | {"commit": "another"}
+    alone = "\n".join(report.several_gpus([elsewhere, *rows[:2]]))
+    assert "scaling" not in alone
+    rows[2]["figures"]["traced"] = dict.fromkeys(
+        ("traced step", "computing", "only NCCL", "only copies", "idle", "NCCL", "H2D", "D2H", "main thread"), 0.25
+    ) | {"H2D bytes": 3e9}
+    rows[2]["rates"] = {"link_bytes_per_second": 2e9}
+    others, of_run = "\n".join(report.several_gpus([elsewhere, *rows])).split("**1 to 4 GPUs of one machine**")
+    assert "another" in others
+    assert "abc" not in others
+    cells = [line.strip("| ").split(" | ") for line in of_run.splitlines() if line.startswith("| t5-3b, 8 x")]
+    assert [(each[2], each[6], each[7]) for each in cells] == [
+        ("1", "96", "1.00"),
+        ("2", "192", "2.00"),
+        ("4", "384", "4.00"),
+    ]
+    assert f"| t5-3b-4x24 | {' | '.join(['0.250'] * 6)} | 0.500 | {' | '.join(['0.250'] * 3)} | 3.0 |" in of_run
+
+
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
