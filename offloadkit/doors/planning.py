@@ -174,7 +174,7 @@ def plan_source(
             rows = found.rows(batch_size, max_input_length, max_target_length)
             if rows.batch_size * (rows.input_length + (rows.target_length or 0)) > _MOST_TOKENS:
                 raise ConfigError(
-                    f"a micro-batch of {rows} is more than {_MOST_TOKENS:,} tokens, which no machine holds: give less "
+                    f"a micro-batch of {rows} has more than {_MOST_TOKENS:,} tokens, too many for any machine: reduce "
                     "batch_size, max_input_length or max_target_length"
                 )
             outline = replace(
@@ -319,7 +319,8 @@ def machine_with(gpu: str, config: OffloadConfig) -> Hardware:
     usable = int(card.usable_gib * GIB)
     if config.vram is not None and parse_bytes(config.vram) > usable:
         raise ConfigError(
-            f"a {card.name} has {format_bytes(usable)} of VRAM, less than vram={shown(config.vram)}: give less"
+            f"a {card.name} has {format_bytes(usable)} of VRAM, less than vram={shown(config.vram)}: pass a smaller "
+            "vram"
         )
     rates: dict[str, Any] = card.rates() | host
     if host:

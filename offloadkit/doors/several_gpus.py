@@ -43,7 +43,7 @@ def check_num_gpus(num_gpus: Any, *, on_cpu: bool) -> None:
     if not on_cpu and num_gpus > max(1, found):
         raise ConfigError(
             f"num_gpus={num_gpus}: this machine has {found} GPU{'' if found == 1 else 's'} that torch can use. Pass at "
-            "most as many. use_cpu=True tries it with as many processes on the CPU"
+            "most that number. use_cpu=True tries it with that many processes on the CPU"
         )
 
 

@@ -59,7 +59,7 @@ class Stop:
             return
         if threading.current_thread() is not threading.main_thread():
             print(
-                "training runs outside of the main thread, so SIGTERM, SIGHUP and Ctrl-C end it without a last save",
+                "training does not run on the main thread, so SIGTERM, SIGHUP and Ctrl-C end it without a last save",
                 file=sys.stderr,
                 flush=True,
             )

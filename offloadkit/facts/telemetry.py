@@ -156,7 +156,7 @@ class Telemetry:
     def _give_up(self, error: OSError) -> None:
         warnings.warn(
             f"the telemetry log {self._log_path} could not be written at step {self.records[-1].step} and ends there "
-            f"({error.strerror}); training goes on",
+            f"({error.strerror}); training continues",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -40,6 +40,6 @@ def _named(name: str) -> Iterator[None]:
         if "can't start new thread" not in str(error):
             raise
         raise ThreadLimitError(
-            f"the system starts no more threads ({name!r}; this process has {threading.active_count()}): raise the "
-            "limit (ulimit -u, or the container's pids limit), or end other programs, and run again"
+            f"the system refuses to start more threads ({name!r}; this process has {threading.active_count()}): raise "
+            "the limit (ulimit -u, or the container's pids limit), or end other programs, and run again"
         ) from error

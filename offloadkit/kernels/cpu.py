@@ -329,4 +329,4 @@ def plan_seconds(model: Mapping[str, NDArray[Any]], some: Sequence[NDArray[np.in
 
 def _check_on_cpu(array: Tensor) -> None:
     if array.device.type != "cpu":
-        raise ValueError(f"an array lies on {array.device}: this step runs on the CPU")
+        raise ValueError(f"an array is on {array.device}: this step runs on the CPU")

@@ -444,10 +444,10 @@ def _missing(plan: Plan | None, machine: Machine | None) -> str:
     elif machine is None and Machine.of(plan) is not None:
         missing = "the plan was made for another device than the engine computes on"
     elif machine is None:
-        missing = "nothing is known of the device that the engine computes on"
+        missing = "the device that the engine computes on is unknown"
     else:
-        missing = "VRAM is too full to measure how fast it is"
-    return f"{missing}; a step without offloading that you have timed can be passed as baseline_seconds"
+        missing = "VRAM is too full to measure its speed"
+    return f"{missing}; pass a measured step without offloading as baseline_seconds"
 
 
 def gpu_step_seconds(plan: Plan | None, machine: Machine | None) -> float | None:

@@ -127,7 +127,7 @@ class Monitor:
                 try:
                     self.machine = Machine.here()
                 except (OSError, RuntimeError) as error:
-                    _say(f"budgets and a predicted slowdown are missing, because of {type(error).__name__}: {error}")
+                    _say(f"budgets and the predicted slowdown are missing, because of {type(error).__name__}: {error}")
             self._try(self._open_display)
             self._thread = Thread(target=self._refresh, name="offloadkit-monitor", daemon=True)
             self._thread.start()
@@ -202,7 +202,7 @@ class Monitor:
         if shell is not None and self._wanted in ("auto", "notebook"):
             return NotebookDisplay(shell, self.stop.request)
         if self._wanted == "notebook":
-            _say("this is no notebook; a line is printed now and then instead")
+            _say("this is not a notebook; lines are printed at intervals instead")
             return LogLines()
         return TerminalDisplay() if sys.stdout.isatty() else LogLines()
 
@@ -226,7 +226,7 @@ class Monitor:
             draw()
         except Exception as error:
             self._display = None
-            _say(f"nothing is drawn any more, because of {type(error).__name__}: {error}")
+            _say(f"drawing has stopped, because of {type(error).__name__}: {error}")
 
 
 def _check(plan: Any, telemetry: Any, total_steps: Any, baseline_seconds: Any, display: Any) -> None:
@@ -239,7 +239,7 @@ def _check(plan: Any, telemetry: Any, total_steps: Any, baseline_seconds: Any, d
     if display not in DISPLAYS:
         raise ConfigError(f"display must be one of {', '.join(map(repr, DISPLAYS))}, got {display!r}")
     if total_steps is not None and (type(total_steps) is not int or total_steps < 1):
-        raise ConfigError(f"total_steps must be a whole number >= 1, or None where it is not known: {total_steps!r}")
+        raise ConfigError(f"total_steps must be a whole number >= 1, or None if unknown: {total_steps!r}")
     is_number = isinstance(baseline_seconds, int | float) and not isinstance(baseline_seconds, bool)
     if baseline_seconds is not None and not (is_number and 0 < baseline_seconds < float("inf")):
         raise ConfigError(f"baseline_seconds must be a positive number, or None: {baseline_seconds!r}")
@@ -252,4 +252,4 @@ def can_be_drawn() -> bool:
 
 def _say(reason: str) -> None:
     """Print to stderr. (Filters can turn a warning into an error, which would stop training.)"""
-    print(f"offloadkit.Monitor: {reason}. The training goes on.", file=sys.stderr, flush=True)
+    print(f"offloadkit.Monitor: {reason}. Training continues.", file=sys.stderr, flush=True)

@@ -86,7 +86,7 @@ class _Button:
 
         self._ident = f"okb{uuid4().hex[:10]}"
         self._threads, self._stop = threads, stop
-        self._widget = ipywidgets.Button(icon="stop", tooltip="Finishes the step under way, then saves")
+        self._widget = ipywidgets.Button(icon="stop", tooltip="Finishes the current step, then saves")
         self.say(stopping=False, works=True)
         self._widget.on_click(self._clicked)
         if self._widget.comm is not None:

@@ -66,8 +66,8 @@ class Buffers:
         for (module, name), kept in self._kept.items():
             if kept.copy is None and not kept.is_unchanged(kept.buffer):
                 raise EngineStateError(
-                    f"the buffer {name!r} of a {type(module).__name__} was written for the first time in what is to be "
-                    "computed again, and there is no copy of it: go on from a checkpoint"
+                    f"the buffer {name!r} of a {type(module).__name__} was written for the first time in a "
+                    "recomputation, and there is no copy of it: resume from a checkpoint"
                 )
         for (module, name), kept in self._kept.items():
             module._buffers[name] = kept.buffer if kept.copy is None else kept.buffer.copy_(kept.copy)

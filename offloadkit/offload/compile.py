@@ -31,7 +31,7 @@ DETERMINISTIC = "deterministic"
 _CACHES = {"past_key_values": None, "layer_past": None, "use_cache": False}
 """Keyword arguments of HuggingFace blocks that are useless in training, with values that turn them off."""
 
-_EMBEDDING = "a compiled embedding adds up its gradient with atomic operations, in no fixed order"
+_EMBEDDING = "a compiled embedding sums its gradient with atomic operations, in no fixed order"
 
 _MARK = "_dynamo_weak_dynamic_indices"
 """Attribute that torch sets on marked tensors."""
@@ -59,8 +59,8 @@ def compile_blocks(model: nn.Module, tied: Collection[nn.Module]) -> Callable[[]
         kinds.setdefault(_kind(block, tied), []).append(block)
     if not kinds:
         raise ConfigError(
-            f"compile_blocks=True, but {type(model).__name__} has no repeated blocks to compile: "
-            "put its layers in an nn.ModuleList, or leave the switch off"
+            f"compile_blocks=True, but {type(model).__name__} has no repeated blocks to compile: put its layers in an "
+            "nn.ModuleList, or leave the option off"
         )
     without_caches = bool(getattr(model, "supports_gradient_checkpointing", False))
     forwards: dict[nn.Module, Callable[..., Any]] = {}
@@ -79,11 +79,14 @@ def _kind(block: nn.Module, tied: Collection[nn.Module]) -> Any:
     if "forward" in vars(block):
         reason = "its forward was replaced"
     elif any(module in tied for module in block.modules()):
-        reason = "it holds a tied weight"
+        reason = "it contains a tied weight"
     elif any(isinstance(module, nn.Embedding) for module in block.modules()):
         reason = _EMBEDDING
     elif BACKEND == "inductor" and not hasattr(config, DETERMINISTIC):
-        reason = f"torch {torch.__version__} chooses kernels by measured time, so numbers would vary; 2.10 need not"
+        reason = (
+            f"torch {torch.__version__} chooses kernels by measured time, so numbers would vary; torch 2.10 does not "
+            "have to"
+        )
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
     return type(block), reason, tuple(parameters)
 
@@ -172,7 +175,7 @@ class EqualBlocks:
     def _give_up(self, reason: str) -> None:
         if not self._fails:
             warnings.warn(
-                f"{self.what} cannot be compiled: {reason}. Training goes on with them uncompiled",
+                f"{self.what} cannot be compiled: {reason}. Training continues without compiling them",
                 RuntimeWarning,
                 stacklevel=2,
             )

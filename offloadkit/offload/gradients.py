@@ -411,7 +411,7 @@ class Gradients:
             raise _without_the_engine(view)
         _check_dense(view, gradient)
         if view not in self._layer_of:
-            raise EngineStateError(f"the loss is one of an engine that is closed: {view.name!r} is a tied weight")
+            raise EngineStateError(f"the loss belongs to a closed engine: {view.name!r} is a tied weight")
         layer, index = self._layer_of[view]
         layer.weights.check_held(view)
         if layer.complete:
@@ -697,9 +697,9 @@ class Gradients:
         """A gradient arrived after the layer was sent, so the layer is used twice: send it at the end of backward."""
         if self._exchange is not None and (layer.is_exchanged or not layer.exchanges_sums):
             raise EngineStateError(
-                f"a parameter of {layer.layer.name!r} got a second gradient after the layer's were sent to the other "
-                "ranks: blocks that torch recomputes and that are used twice are trained on one GPU only. Use "
-                "OffloadConfig(activation_checkpointing=True) instead of torch's checkpoint()"
+                f"a parameter of {layer.layer.name!r} got a second gradient after the layer's gradients were sent to "
+                "the other ranks: blocks that torch recomputes and that are used twice can be trained on one GPU only. "
+                "Use OffloadConfig(activation_checkpointing=True) instead of torch's checkpoint()"
             )
         layer.at_end_only, layer.complete = True, False
         if self._accumulation > 1:
@@ -714,8 +714,8 @@ class Gradients:
 
 def _without_the_engine(view: ParameterView) -> EngineStateError:
     return EngineStateError(
-        f"a gradient of {view.name!r} came outside of engine.backward(): call engine.backward(loss) instead of "
-        "loss.backward(). With several losses, add them first. The engine scales fp16's loss itself. Where another "
+        f"a gradient of {view.name!r} arrived outside engine.backward(): call engine.backward(loss) instead of "
+        "loss.backward(). With several losses, add them first. The engine scales the loss of fp16 itself. If another "
         "engine's loss is computed through this model (a GAN), freeze this model meanwhile: "
         "module.requires_grad_(False). To train without the engine (with another Trainer, say), close it first: "
         "engine.close() or trainer.close()"

@@ -274,7 +274,7 @@ def check_plan(plan: Plan, layers: Sequence[FlatLayer], config: OffloadConfig) -
     ]
     if differing:
         raise ConfigError(
-            "the plan was made for another config; plan again with this one, or train with that of the plan:\n  "
+            "the plan was made for another config; make a plan for this config, or train with the plan's config:\n  "
             + "\n  ".join(differing)
         )
 
@@ -306,9 +306,9 @@ def check_memory(model: nn.Module) -> None:
                     break
                 if (tensor.requires_grad or second.requires_grad) and _overlap(tensor, second):
                     raise ModelError(
-                        f"{name!r} and {other!r} are two tensors over the same memory, and would part in training. To "
-                        "tie them, make them one nn.Parameter (a.weight = b.weight); else give one its own memory by "
-                        ".clone()"
+                        f"{name!r} and {other!r} are two tensors in the same memory, and would diverge in training. To "
+                        "tie them, make them one nn.Parameter (a.weight = b.weight); otherwise give one its own memory "
+                        "by .clone()"
                     )
 
 
@@ -363,7 +363,8 @@ def group_indices(model: nn.Module, param_groups: Sequence[dict[str, Any]] | Non
             )
     if not names:
         raise ModelError(
-            "the model has no trainable parameters: call requires_grad_(True) on those to train, then build the engine"
+            "the model has no trainable parameters: call requires_grad_(True) on the parameters to train, then build "
+            "the engine"
         )
     if param_groups is None:
         return dict.fromkeys(names, 0)
@@ -372,8 +373,8 @@ def group_indices(model: nn.Module, param_groups: Sequence[dict[str, Any]] | Non
         for parameter in group["params"]:
             if parameter.requires_grad and parameter not in names:
                 raise ModelError(
-                    f"param_groups[{index}] holds a tensor of shape {tuple(parameter.shape)} that is not a parameter "
-                    "of the model: pass parameters of the model that is trained"
+                    f"param_groups[{index}] contains a tensor of shape {tuple(parameter.shape)} that is not a "
+                    "parameter of the model: pass parameters of the trained model"
                 )
             if parameter in groups:
                 raise ModelError(f"parameter {names[parameter]!r} is in two of the param_groups")
@@ -398,7 +399,7 @@ def _working_dtypes(
     for dtype in dtypes.values():
         if dtype not in DTYPE_NAMES:
             raise ModelError(
-                f"the model has {dtype} parameters: offloadkit trains bf16, fp16 and fp32 ones. Convert it with "
+                f"the model has {dtype} parameters: offloadkit trains bf16, fp16 and fp32 parameters. Convert it with "
                 "model.bfloat16() or model.float(), or pass OffloadConfig(working_dtype='bf16')"
             )
     for parameter in stays_fp32(model):
@@ -439,9 +440,9 @@ class UntrainedParameters:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter not in self._trained:
                 raise ModelError(
-                    f"parameter {name!r} was added, replaced or unfrozen after the engine was built (by an adapter, "
-                    "a new head, .to('meta'), ...), so nothing would train it: close this engine and build a new one "
-                    "(parameters that the engine was built with may be frozen and unfrozen)"
+                    f"parameter {name!r} was added, replaced or unfrozen after the engine was built (by an adapter, a "
+                    "new head, .to('meta'), ...), so the engine would not train it: close this engine and build a new "
+                    "one (parameters that existed when the engine was built may be frozen and unfrozen)"
                 )
 
 

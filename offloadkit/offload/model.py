@@ -395,7 +395,7 @@ class PlacedModel:
         if name is not None:
             raise EngineStateError(
                 f"parameter {name!r} cannot move: another tensor shares its memory (a view that its module keeps, say) "
-                "and would part from it. Keep a clone() instead, or drop it before the move"
+                "and would keep old values. Keep a clone() instead, or drop it before the move"
             )
 
     def move(self, placements: Sequence[Placement], moved: Callable[[LayerState], None]) -> None:
@@ -692,8 +692,8 @@ class PlacedModel:
         if len({*map(tuple, windows)}) > 1:
             listed = ", ".join(f"rank {rank}: {m} in step {n}" for rank, (n, m) in enumerate(windows))
             raise EngineStateError(
-                f"the ranks have gone apart in their micro-batches ({listed}): every rank must call backward() and "
-                "step() equally often. Give all of them the same number of batches"
+                f"the ranks are at different micro-batches ({listed}): every rank must call backward() and step() "
+                "equally often. Give all ranks the same number of batches"
             )
         self._share_writes(ranks, told[:, 2 * num : 3 * num])
         by_any = told[:, 3 * num :].max(axis=0)
@@ -715,8 +715,8 @@ class PlacedModel:
         for at in np.flatnonzero(parted.min(axis=0) != parted.max(axis=0)):
             wrote = ", ".join(map(str, np.flatnonzero(parted[:, at])))
             raise EngineStateError(
-                f"weights of {self.states[at].layer.name!r} were written or loaded on rank {wrote}, and not on the "
-                "others: between steps every rank must write the same weights"
+                f"weights of {self.states[at].layer.name!r} were written or loaded on rank {wrote}, but not on the "
+                "other ranks: between steps every rank must write the same weights"
             )
         if not parted.any():
             return

@@ -184,10 +184,11 @@ class Outside:
         place = self._places[id(parameter)]
         if place.layer is not None and place.layer.has_gradient(place.view):
             raise EngineStateError(
-                f"the gradient of {place.view.name!r} is the engine's, and .grad does not hold it. To clip, set "
-                "OffloadConfig(max_grad_norm=...) instead of calling clip_grad_norm_; engine.grad_norm() tells the "
+                f"the engine holds the gradient of {place.view.name!r}, so .grad does not. To clip, set "
+                "OffloadConfig(max_grad_norm=...) instead of calling clip_grad_norm_; engine.grad_norm() returns the "
                 "norm after step(). To drop the gradients, call engine.drop_gradients() or "
-                "engine.optimizer.zero_grad(). torch.amp.GradScaler is of no use: the engine scales fp16's loss itself"
+                "engine.optimizer.zero_grad(). torch.amp.GradScaler is not needed: the engine scales the loss of fp16 "
+                "itself"
             )
 
 
@@ -575,8 +576,8 @@ def _have_newest(touched: _Touched) -> None:
             opened = layer
         if alias is not None and _memory(alias) != place.memory and alias.numel():
             raise EngineStateError(
-                f"this tensor was taken from parameter {place.view.name!r} before its layer moved, and no longer "
-                "holds the weights: take it from the parameter again"
+                f"this tensor was taken from parameter {place.view.name!r} before its layer moved, and no longer has "
+                "the weights: take it from the parameter again"
             )
 
 
@@ -630,10 +631,10 @@ def _assignment(tensor: Any, value: Any, written: _Touched) -> tuple[Any, tuple[
 def moved_or_cast(view: ParameterView) -> EngineStateError:
     """The error for an operation that would replace the parameter's memory."""
     return EngineStateError(
-        f"parameter {view.name!r} would get other memory, and its memory is the engine's: model.to(), .half(), "
-        "to_empty(), resize_token_embeddings(), share_memory() and the like need an engine that is closed. Call "
+        f"parameter {view.name!r} would get new memory, but its memory belongs to the engine: model.to(), .half(), "
+        "to_empty(), resize_token_embeddings(), share_memory() and similar calls need a closed engine. Call "
         "engine.close() (or trainer.close()), change the model, and build a new engine or train() again. state_dict(), "
-        "deepcopy() and torch.save() work as it is"
+        "deepcopy() and torch.save() work with an open engine"
     )
 
 

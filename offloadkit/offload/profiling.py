@@ -73,7 +73,7 @@ class Bound:
         """The bound in words, for printing."""
         reached = self.seconds / self.step_seconds
         times = f"a step takes {format_seconds(self.step_seconds)}, its bound is {format_seconds(self.seconds)}"
-        found = [f"{times}: {reached:.0%} of what is possible is reached"]
+        found = [f"{times}: {reached:.0%} of the possible speed is reached"]
         for phase in self.shares:
             first = self.limiting(phase)
             others = sorted((each for each in self.shares[phase] if each is not first), key=lambda each: -each.seconds)
@@ -150,9 +150,9 @@ class Profile:
         if type(steps) is not int or steps < 1:
             raise ConfigError(f"steps must be a whole number >= 1, got {shown(steps)}")
         if not path.absolute().parent.is_dir():
-            raise OutputError(f"{path.parent} is no folder for the trace: create it, or choose another path")
+            raise OutputError(f"{path.parent} is not a folder for the trace: create it, or choose another path")
         if trace.prepared() is not None:
-            raise ConfigError("steps are being traced already: wait until that trace is written, or close that engine")
+            raise ConfigError("a trace is already running: wait until it is written, or close that engine")
         if ranks.rank:
             path = path.with_stem(f"{path.stem}-rank{ranks.rank}")
         self.path, self.num_steps = path, steps

@@ -156,8 +156,8 @@ def in_words(rates: Mapping[str, Rate]) -> str:
         if name in (COMPUTE, PYTHON):
             took, planned = (format_seconds(1 / each) for each in (rate.measured, rate.planned))
             of = " of shorter micro-batches" if name == PYTHON else ""
-            parts.append(f"forward and backward{of} take {took}, planned with {planned}")
+            parts.append(f"forward and backward{of} take {took}, but {planned} were planned")
         else:
             took, planned = (f"{each / 1e9:.3g} GB/s" for each in (rate.measured, rate.planned))
-            parts.append(f"{_RESOURCES[name]} {took}, planned with {planned}")
+            parts.append(f"{_RESOURCES[name]} {took}, but {planned} were planned")
     return ", and ".join(parts)

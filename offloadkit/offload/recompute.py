@@ -52,8 +52,8 @@ def checkpoint_activations(
     names = {block: name for name, block in repeated_blocks(model)}
     if not names:
         raise ConfigError(
-            f"activation_checkpointing=True, but {type(model).__name__} has no repeated blocks to recompute: "
-            "put its layers in an nn.ModuleList, or leave the switch off"
+            f"activation_checkpointing=True, but {type(model).__name__} has no repeated blocks to recompute: put its "
+            "layers in an nn.ModuleList, or leave the option off"
         )
 
     def recompute(block: nn.Module) -> Callable[..., Any]:
@@ -462,15 +462,15 @@ def _described(shape: torch.Size, dtype: torch.dtype) -> str:
 def changed_in_place(tensor: torch.Tensor) -> ModelError:
     """The error for a tensor that was written to after autograd had saved it."""
     return ModelError(
-        f"a tensor {_described(tensor.shape, tensor.dtype)} that backward needs was written to after it was saved. "
-        "Either an in-place operation did it (x.mul_(2): compute x = x * 2 instead), or engine.step() came before "
-        "engine.backward(loss)"
+        f"a tensor {_described(tensor.shape, tensor.dtype)} that backward needs was modified after it was saved. "
+        "Either an in-place operation did it (x.mul_(2): compute x = x * 2 instead), or engine.step() was called "
+        "before engine.backward(loss)"
     )
 
 
 def _changed(found: str, expected: str) -> ModelError:
     return ModelError(
-        f"a recomputed block saved {found}, and in its forward {expected}: its result depends on something that "
+        f"a recomputed block saved {found}, but in its forward {expected}: its result depends on something that "
         "changed in between (a cache, a counter). Train it with Placement(activations='keep')"
     )
 

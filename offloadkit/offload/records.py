@@ -172,8 +172,8 @@ class StepRecords:
         if self._on_nonfinite == "rollback":
             raise NonFiniteGradientError(message)
         raise NonFiniteGradientError(
-            f"{message} and the weights are as before it. {LOOK}, or pass OffloadConfig(on_nonfinite='skip') to skip "
-            "such steps"
+            f"{message} and the weights are unchanged. {LOOK}, or pass OffloadConfig(on_nonfinite='skip') to skip such "
+            "steps"
         )
 
     def _memory(self) -> dict[str, dict[str, int]]:

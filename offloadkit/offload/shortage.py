@@ -247,8 +247,8 @@ def moved_in_words(before: Plan, after: Plan) -> str:
 
 
 _ADVICE = (
-    "Take a smaller micro-batch and more gradient accumulation, or give the plan less VRAM than there is (vram=...), "
-    "so that more lives in RAM"
+    "Use a smaller micro-batch and more gradient accumulation, or give the plan less VRAM than available (vram=...), "
+    "so that more is in RAM"
 )
 
 
@@ -258,9 +258,13 @@ def full_gpu(plan: Plan, device: torch.device) -> str:
     free, total = hardware.vram_bytes(device)
     used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     fixed = sum(size for category, size in planned.items() if category not in ("activations", "framework"))
-    others = "" if "activations" in planned else "; activations were not planned, the micro-batch's size was not known"
+    others = (
+        ""
+        if "activations" in planned
+        else ("; activations were not planned, because the micro-batch's size was unknown")
+    )
     return (
-        f"the GPU's memory is full: torch held up to {format_bytes(used)}, {format_bytes(free)} of "
+        f"the GPU's memory is full: torch used up to {format_bytes(used)}, {format_bytes(free)} of "
         f"{format_bytes(total)} are free. Planned were {format_bytes(sum(planned.values()))} ({parts}){others}; "
-        f"activations and what torch needs for itself took {format_bytes(max(0, used - fixed))}"
+        f"activations and torch's own memory took {format_bytes(max(0, used - fixed))}"
     )

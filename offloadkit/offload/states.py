@@ -233,7 +233,7 @@ class LayerState:
         if any(parameter.is_meta for parameter in parameters):
             raise ModelError(
                 f"the parameters of {self.layer.name!r} are on the meta device, without values: load the model's "
-                "weights first. To add adapters or tokens, load it by transformers' from_pretrained"
+                "weights first. To add adapters or tokens, load it with transformers' from_pretrained"
             )
         for index, view in enumerate(self.layer.views):
             source = view.parameter.data.reshape(-1)

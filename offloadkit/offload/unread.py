@@ -21,10 +21,10 @@ Materialise = Callable[[Sequence[nn.Parameter]], None]
 """Gives the meta parameters among its arguments memory in RAM and their numbers, by `become`."""
 
 _HINT = (
-    "this model's weights are not read yet: offloadkit.from_pretrained leaves that to the engine, which puts them "
-    "where they are trained (so `.to(device)` is not needed). They are there once an OffloadEngine is open, or a "
-    "Trainer of offloadkit has begun to train or evaluate. To use, change, copy or save them before that, load the "
-    "model by transformers' from_pretrained"
+    "this model's weights are not read yet: offloadkit.from_pretrained leaves that to the engine, which reads them "
+    "into their training memory (so `.to(device)` is not needed). They are available once an OffloadEngine is open, or "
+    "a Trainer of offloadkit has begun to train or evaluate. To use, change, copy or save them earlier, load the model "
+    "with transformers' from_pretrained"
 )
 
 

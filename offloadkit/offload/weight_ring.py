@@ -206,9 +206,8 @@ class StreamedWeights(LayerWeights):
             self.settle()
         elif not ring.computes_with(self.block):
             raise EngineStateError(
-                f"a weight of {self.layer.name!r} was used outside of its block's forward, while the engine keeps it "
-                "in RAM: call the block, read the weight before or after the step, or train with "
-                "Placement(weights='vram')"
+                f"a weight of {self.layer.name!r} was used outside its block's forward, while the engine keeps it in "
+                "RAM: call the block, read the weight before or after the step, or train with Placement(weights='vram')"
             )
 
     def changed(self) -> None:
@@ -232,9 +231,9 @@ class StreamedWeights(LayerWeights):
         if block.lost or not held:
             raise EngineStateError(
                 f"the gradient of {view.name!r} came after its block had left VRAM: this model's backward does not run "
-                "block by block. If the model itself recomputes several blocks as one (torch.utils.checkpoint), have "
-                "it recompute each by itself, or none: Placement(activations='checkpoint') does it. Else train it with "
-                "Placement(activations='keep'), or with weights='vram'"
+                "block by block. If the model itself recomputes several blocks as one (torch.utils.checkpoint), let it "
+                "recompute each block by itself, or none: Placement(activations='checkpoint') does it. Otherwise train "
+                "it with Placement(activations='keep'), or with weights='vram'"
             )
 
 
@@ -276,10 +275,9 @@ class StreamedBlock:
         if torch.is_grad_enabled() and not (self.ring.in_forward or self.ring.in_backward):
             if torch._C._current_graph_task_id() != -1:
                 raise EngineStateError(
-                    "a backward that is not the engine's (torch.autograd.grad, loss.backward) reached blocks that are "
-                    "recomputed, whose weights are in RAM: it cannot go through them. Call engine.backward(loss), "
-                    "which fills an input's .grad too; or keep weights in VRAM: "
-                    'OffloadConfig(placement=Placement(weights="vram"))'
+                    "a backward other than the engine's (torch.autograd.grad, loss.backward) reached recomputed blocks "
+                    "whose weights are in RAM, which it cannot pass. Call engine.backward(loss), which also fills an "
+                    'input\'s .grad; or keep weights in VRAM: OffloadConfig(placement=Placement(weights="vram"))'
                 )
             raise EngineStateError(
                 "the model was called directly, with gradients, while the engine keeps its weights in RAM: "
@@ -497,7 +495,7 @@ class WeightRing:
             return tensor
         assert isinstance(saved, _SavedWeight)
         if not self._blocks:
-            raise EngineStateError("the weights were moved since this loss was computed: compute the loss again")
+            raise EngineStateError("the weights moved after this loss was computed: compute the loss again")
         if saved.num_updates != saved.block.num_updates:
             for layer, num_updates in zip(saved.block.layers, saved.num_updates, strict=True):
                 layer.check_seen(num_updates)

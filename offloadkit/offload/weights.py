@@ -193,9 +193,9 @@ class LayerWeights:
         """
         if views and self.pending is not None:
             raise EngineStateError(
-                f"forward read {views[0].name!r} while it was being stepped: in earlier steps its module ran, in this "
-                "one the parameter was used without it (F.linear(x, module.weight)). Call the module in every step, "
-                "or engine.synchronize() before such a forward"
+                f"forward read {views[0].name!r} while it was being stepped: in earlier steps its module ran, but in "
+                "this step the parameter was used directly (F.linear(x, module.weight)). Call the module in every "
+                "step, or engine.synchronize() before such a forward"
             )
 
     def check_seen(self, num_updates: int) -> None:
@@ -205,7 +205,7 @@ class LayerWeights:
         """
         if self.num_updates != num_updates:
             raise EngineStateError(
-                f"the weights of {self.layer.name!r} were stepped, written or moved since this loss was computed: call "
+                f"the weights of {self.layer.name!r} were stepped, written or moved after this loss was computed: call "
                 "engine.backward(loss) first, or compute the loss again"
             )
 
@@ -246,8 +246,8 @@ class LayerWeights:
 def forked(what: str) -> EngineStateError:
     """The error for a use of the engine in a forked process."""
     return EngineStateError(
-        f"{what} used in a forked process, such as a DataLoader's worker: all that the engine has is in the process "
-        "that trains. Copy what the worker needs before it starts (parameter.detach().clone()), or load the data with "
+        f"{what} used in a forked process, such as a DataLoader worker: the engine exists only in the training "
+        "process. Copy the worker's data before it starts (parameter.detach().clone()), or load the data with "
         "num_workers=0"
     )
 
@@ -264,9 +264,9 @@ def _check_not_traced() -> None:
 
 def _refuse_compilation() -> None:
     raise EngineStateError(
-        "torch.compile() of a model that is trained: what it makes of the hooks that wait for weights depends on where "
-        "these live, and so would the numbers. OffloadConfig(compile_blocks=True) compiles the blocks; under "
-        "torch.no_grad() the whole model may be compiled"
+        "torch.compile() of a trained model: its code for the hooks that wait for weights depends on the placement, "
+        "and so would the numbers. OffloadConfig(compile_blocks=True) compiles the blocks; under torch.no_grad() the "
+        "whole model may be compiled"
     )
 
 

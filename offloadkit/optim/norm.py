@@ -87,4 +87,6 @@ def check_arguments(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
     if not (gradient.is_contiguous() and blocks.is_contiguous() and out.is_contiguous()):
         raise ValueError("gradient, blocks and out must be contiguous")
     if not gradient.device == blocks.device == out.device:
-        raise ValueError(f"gradient, blocks and out lie on {gradient.device}, {blocks.device}, {out.device}: use one")
+        raise ValueError(
+            f"gradient, blocks and out are on {gradient.device}, {blocks.device}, {out.device}: use one device"
+        )

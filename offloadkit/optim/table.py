@@ -124,8 +124,8 @@ def check_options(group: Mapping[str, Any]) -> None:
             continue
         if name in group and group[name] != off:
             raise ConfigError(
-                f"a parameter group has {name}={shown(group[name])}, which offloadkit's optimizers do not have: leave "
-                "it out. A group's options are lr, betas, eps and weight_decay"
+                f"a parameter group has {name}={shown(group[name])}, which offloadkit's optimizers do not support: "
+                "leave it out. A group's options are lr, betas, eps and weight_decay"
             )
 
 
@@ -444,7 +444,7 @@ def check_state(state: FlatState, gradient: Tensor, segments: Sequence[Segment])
     table, weights = state.table, state.weights
     numel, device = weights.numel(), weights.device
     if weights.dtype != table.weights_dtype:
-        raise TypeError(f"weights are {weights.dtype}, the table's states are those of {table.weights_dtype}")
+        raise TypeError(f"weights are {weights.dtype}, but the table's states are for {table.weights_dtype}")
     if gradient.dtype not in REMAINDER_DTYPES:
         raise TypeError(f"the gradient is {gradient.dtype}: a step takes bf16, fp16 or fp32 gradients")
     _check_flat("weights", weights, numel, numel, device)

@@ -62,8 +62,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         run = None if self._run is None else self._run()
         if run is None:
             raise EngineStateError(
-                "the engine of this optimizer is gone, since nothing refers to it: keep the OffloadEngine in a "
-                "variable for as long as you train"
+                "the engine of this optimizer was garbage-collected: keep the OffloadEngine in a variable while you "
+                "train"
             )
         return run
 
@@ -95,8 +95,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             EngineStateError: always.
         """
         raise EngineStateError(
-            "torch.amp.GradScaler cannot step offloadkit's optimizer. The engine scales fp16's loss by itself: leave "
-            "the scaler out, or make it GradScaler(enabled=False), and call engine.backward(loss), then engine.step()"
+            "torch.amp.GradScaler cannot step offloadkit's optimizer. The engine scales the loss of fp16 itself: leave "
+            "the scaler out, or use GradScaler(enabled=False), and call engine.backward(loss), then engine.step()"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -154,7 +154,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for saved in saved_groups:
             check_options(saved)
         if ours != theirs:
-            raise ValueError(f"the saved optimizer has groups of {theirs} parameters, this one of {ours}")
+            raise ValueError(f"the saved optimizer has groups of {theirs} parameters, but this optimizer of {ours}")
         pairs = []
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             for parameter, index in zip(group["params"], saved["params"], strict=True):
@@ -202,8 +202,8 @@ def changed_options(
     if not found:
         return None
     return (
-        f"the resumed run goes on with the options that it was saved with: {', '.join(found)}. To change one, set it "
-        "in optimizer.param_groups, or in the scheduler's base_lrs, after the checkpoint is loaded"
+        f"the resumed run uses the options that it was saved with: {', '.join(found)}. To change one, set it in "
+        "optimizer.param_groups, or in the scheduler's base_lrs, after loading the checkpoint"
     )
 
 
@@ -215,7 +215,7 @@ def check_states(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -
     """
     if "remainder" in saved and "remainder" not in own:
         raise ConfigError(
-            "the saved master weights have more bits than this run's working weights: go on with the working dtype "
+            "the saved master weights have more bits than this run's working weights: resume with the working dtype "
             "that the run was saved with"
         )
     for name in sorted(saved.keys() & own.keys() - {"step"}):
@@ -223,18 +223,20 @@ def check_states(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -
             continue
         if not (own[name].dtype == torch.float32 and saved[name].is_floating_point()):
             raise ConfigError(
-                f"saved {name} is {saved[name].dtype}, this run's is {own[name].dtype}: go on with the precision and "
-                "the working dtype that the run was saved with"
+                f"saved {name} is {saved[name].dtype}, but this run's is {own[name].dtype}: resume with the precision "
+                "and the working dtype that the run was saved with"
             )
     moments, saved_moments = own.keys() - {"step", "remainder"}, saved.keys() - {"step", "remainder"}
     if saved_moments and moments != saved_moments:
         raise ConfigError(
-            f"the saved optimizer keeps {', '.join(sorted(saved_moments))}, this run's {', '.join(sorted(moments))}: "
-            "go on with the optimizer and the precision that the run was saved with"
+            f"the saved optimizer keeps {', '.join(sorted(saved_moments))}, but this run's "
+            f"{', '.join(sorted(moments))}: resume with the optimizer and the precision that the run was saved with"
         )
 
 
 def _check_shapes(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
     for name in sorted(saved.keys() & own.keys() - {"step"}):
         if saved[name].shape != own[name].shape:
-            raise ValueError(f"saved {name} has shape {tuple(saved[name].shape)}, this run's {tuple(own[name].shape)}")
+            raise ValueError(
+                f"saved {name} has shape {tuple(saved[name].shape)}, but this run's {tuple(own[name].shape)}"
+            )

@@ -99,7 +99,7 @@ def test_where_no_plan_is_leaner_all_ranks_get_the_error(ranks: RankPool) -> Non
     assert first["error"].startswith("OutOfRamError: RAM is running out on rank 1")
     assert second["error"] == f"OutOfRamError: {NO_ROOM}"
     first, second = ranks.answers(2, moving, full=[(0, 1)], where="backward", begins=CPU_STEP, placement=CPU_STEP)
-    assert first["error"].startswith("OutOfVramError: the GPU's memory is full: torch held")
+    assert first["error"].startswith("OutOfVramError: the GPU's memory is full: torch used")
     assert second["error"].startswith("OutOfVramError: the memory of rank 0's GPU was full")
     assert first["is_open"]
     assert second["is_open"]

@@ -183,7 +183,7 @@ def test_a_gradient_that_comes_too_late_is_an_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(engine_module, "joined_ranks", MirroredRanks)
     with OffloadEngine(Twice(27, 27, 3), OffloadConfig(), device="cpu") as engine:
         loss = engine(tokens(1)[0])
-        with pytest.raises(EngineStateError, match="got a second gradient after the layer's were sent"):
+        with pytest.raises(EngineStateError, match="got a second gradient after the layer's gradients were sent"):
             engine.backward(loss)
 
 

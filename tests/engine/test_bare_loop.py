@@ -372,13 +372,13 @@ def test_gradients_are_asked_of_the_engine(device: str) -> None:
 def test_a_gradient_scaler_is_told_who_scales(device: str) -> None:
     with OffloadEngine(small(), device=device) as engine:
         scaler = torch.amp.GradScaler(device)
-        with pytest.raises(EngineStateError, match="The engine scales fp16's loss"):
+        with pytest.raises(EngineStateError, match="The engine scales the loss of fp16"):
             scaler.scale(engine(tokens(1, device)[0])).backward()
         engine.backward(scaler.scale(engine(tokens(1, device)[0])))
-        with pytest.raises(EngineStateError, match="the engine scales fp16's loss"):
+        with pytest.raises(EngineStateError, match="the engine scales the loss of fp16"):
             scaler.unscale_(engine.optimizer)
         engine.drop_gradients()
-        with pytest.raises(EngineStateError, match="The engine scales fp16's loss"):
+        with pytest.raises(EngineStateError, match="The engine scales the loss of fp16"):
             scaler.step(engine.optimizer)
         off = torch.amp.GradScaler(device, enabled=False)
         engine.backward(off.scale(engine(tokens(1, device)[0])))
@@ -455,7 +455,7 @@ class ReadsAnother(TinyLM):
 def test_weights_in_ram_that_forward_uses_without_their_block_are_an_error(device: str) -> None:
     model = ReadsAnother(depth=2, width=17, hidden=65)
     with OffloadEngine(model, config("ram"), device=device) as engine:
-        with pytest.raises(EngineStateError, match=r"'blocks\.0' was used outside of its block's forward"):
+        with pytest.raises(EngineStateError, match=r"'blocks\.0' was used outside its block's forward"):
             engine(tokens(1, device)[0])
         with torch.no_grad():
             assert model.blocks[0].up.weight.isfinite().all()

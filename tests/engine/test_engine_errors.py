@@ -287,7 +287,9 @@ def test_a_plan_of_another_config_is_refused(options: dict[str, Any], message: s
     address = model.norm.weight.data_ptr()
     with OffloadEngine(TinyLM()) as engine:
         plan = engine.plan
-    with pytest.raises(ConfigError, match=f"plan again with this one, or train with that of the plan:\n  {message}"):
+    with pytest.raises(
+        ConfigError, match=f"make a plan for this config, or train with the plan's config:\n  {message}"
+    ):
         OffloadEngine(model, OffloadConfig(**options), plan=plan)
     assert model.norm.weight.data_ptr() == address
     OffloadEngine(model, OffloadConfig(learning_rate=1e-2), plan=plan).close()

@@ -58,7 +58,7 @@ def test_an_engine_that_is_forgotten_lets_go_of_the_model() -> None:
         assert process_memory.open_phases == []
     finally:
         gc.enable()
-    with pytest.raises(EngineStateError, match="the engine of this optimizer is gone"):
+    with pytest.raises(EngineStateError, match="the engine of this optimizer was garbage-collected"):
         optimizer.step()
     model(tokens(1)[0]).backward()
     assert model.norm.weight.grad is not None

@@ -112,7 +112,7 @@ def test_the_weights_are_those_of_a_run_with_enough_memory(
 def test_a_fixed_placement_is_not_replaced_by_a_leaner_plan(full_at: Callable[..., list[int]]) -> None:
     full_at(0)
     fixed: Any = {"offload": OffloadConfig(placement=Placement())}
-    with pytest.raises(OutOfVramError, match=r"Planned were .*Take a smaller micro-batch"):
+    with pytest.raises(OutOfVramError, match=r"Planned were .*Use a smaller micro-batch"):
         finetune(handed_over(), **fixed)
 
 

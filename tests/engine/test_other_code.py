@@ -104,7 +104,7 @@ def test_what_shares_the_memory_of_weights_is_found() -> None:
     with OffloadEngine(model, config(), device="cpu") as engine:
         ForkingPickler.dumps(model)
         engine.backward(engine(tokens(1)[0]))
-        with pytest.raises(EngineStateError, match="'unused' would get other memory"):
+        with pytest.raises(EngineStateError, match="'unused' would get new memory"):
             engine.step()
 
 
@@ -311,7 +311,7 @@ def test_after_an_interrupt_weights_may_be_read_and_written_at_once(where: str) 
 def test_a_loss_of_a_closed_engine_says_so() -> None:
     with OffloadEngine(small(), config(), device="cpu") as engine:
         loss = engine(tokens(1)[0])
-    with pytest.raises(EngineStateError, match="of an engine that is closed"):
+    with pytest.raises(EngineStateError, match="to a closed engine"):
         loss.backward()
 
 

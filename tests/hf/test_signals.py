@@ -231,7 +231,7 @@ def test_off_the_main_thread_nothing_is_installed_and_a_line_says_so(
     thread.start()
     thread.join()
     assert run.state.global_step == 4
-    assert "outside of the main thread" in capfd.readouterr().err
+    assert "not run on the main thread" in capfd.readouterr().err
 
 
 def test_a_save_comes_after_so_many_minutes(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_a_gradient_that_does_not_fit_is_refused() -> None:
         cpu.accumulate(torch.zeros(3), torch.zeros(4), add=True)
     with pytest.raises(ValueError, match="contiguous"):
         cpu.accumulate(torch.zeros(3), torch.zeros(6)[::2], add=True)
-    with pytest.raises(ValueError, match="lies on meta: this step runs on the CPU"):
+    with pytest.raises(ValueError, match="is on meta: this step runs on the CPU"):
         cpu.accumulate(torch.zeros(3), torch.zeros(3, device="meta"), add=True)
 
 

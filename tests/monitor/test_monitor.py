@@ -151,8 +151,8 @@ def test_a_display_that_breaks_is_named_once_and_the_training_goes_on(
         time.sleep(0.6)
     assert [kind for kind, _ in watched.shown] == ["open", "update"]
     said = capsys.readouterr().err
-    assert said.count("nothing is drawn any more, because of ZeroDivisionError: a display that breaks") == 1
-    assert "The training goes on" in said
+    assert said.count("drawing has stopped, because of ZeroDivisionError: a display that breaks") == 1
+    assert "Training continues" in said
     assert monitor.figures().steps_done == 2
 
 
@@ -381,7 +381,7 @@ def test_a_notebook_display_outside_of_a_notebook_says_so_and_prints_lines(capsy
     with Monitor(display="notebook") as monitor:
         monitor.telemetry.add(record(1))
     said = capsys.readouterr()
-    assert said.err.count("this is no notebook; a line is printed now and then instead") == 1
+    assert said.err.count("this is not a notebook; lines are printed at intervals instead") == 1
     assert "finished: step 1" in said.out
 
 

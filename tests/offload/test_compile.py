@@ -181,7 +181,7 @@ def test_where_compiling_fails_training_goes_on_without(
     with pytest.warns(RuntimeWarning) as warned:
         found = trained("llama", work, device, placement)
     assert [str(warning.message) for warning in warned if warning.category is RuntimeWarning] == [
-        "3 x LlamaDecoderLayer cannot be compiled: ValueError: no such card. Training goes on with them uncompiled"
+        "3 x LlamaDecoderLayer cannot be compiled: ValueError: no such card. Training continues without compiling them"
     ]
     assert_equal(trained("llama", work, device, placement, compile_blocks=False), found)
 
@@ -269,8 +269,8 @@ def test_blocks_whose_weights_or_forward_are_exchanged_run_as_they_are(device: s
         found = weights(True)
     told = [str(warning.message) for warning in warned if "compiled" in str(warning.message)]
     assert told == [
-        "2 x Residual cannot be compiled: it holds a tied weight. Training goes on with them uncompiled",
-        "1 x Residual cannot be compiled: its forward was replaced. Training goes on with them uncompiled",
+        "2 x Residual cannot be compiled: it contains a tied weight. Training continues without compiling them",
+        "1 x Residual cannot be compiled: its forward was replaced. Training continues without compiling them",
     ]
     for name, weight in weights(False).items():
         torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=1e-3)

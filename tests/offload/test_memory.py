@@ -52,9 +52,7 @@ def test_two_tensors_over_one_memory_are_refused_by_name(
 ) -> None:
     model = two()
     share(model)
-    with pytest.raises(
-        ModelError, match=r"'[01]\.\w+' and '1\.\w+' are two tensors over the same memory.*nn\.Parameter"
-    ):
+    with pytest.raises(ModelError, match=r"'[01]\.\w+' and '1\.\w+' are two tensors in the same memory.*nn\.Parameter"):
         OffloadEngine(model, OffloadConfig(placement=placement), device="cpu")
 
 

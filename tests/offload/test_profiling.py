@@ -237,11 +237,11 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     with engine_of() as engine:
         with pytest.raises(ConfigError, match="steps must be a whole number >= 1, got 0"):
             engine.profile(steps=0)
-        with pytest.raises(OutputError, match="is no folder for the trace"):
+        with pytest.raises(OutputError, match="is not a folder for the trace"):
             engine.profile(path=tmp_path / "none" / "trace.json")
         assert trace.active() is None
         engine.profile(path=tmp_path / "trace.json")
-        with pytest.raises(ConfigError, match="steps are being traced already"):
+        with pytest.raises(ConfigError, match="a trace is already running"):
             engine.profile(path=tmp_path / "trace.json")
 
 

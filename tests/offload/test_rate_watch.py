@@ -118,7 +118,9 @@ def test_a_run_that_was_planned_with_wrong_rates_moves_once_and_no_number_change
     for name in ("faster", "judged"):
         real = getattr(rate_watch, name)
         monkeypatch.setattr(rate_watch, name, lambda *args, name=name, real=real: (calls.append(name), real(*args))[1])
-    said = rf"{why} at .* GB/s, planned with .* after step .*: the plan has moved in .* \(.*the GPU steps 1[01] -> 3\)"
+    said = (
+        rf"{why} at .* GB/s, but .* were planned after step .*: the plan has moved in .* \(.*the GPU steps 1[01] -> 3\)"
+    )
     with pytest.warns(RuntimeWarning, match=said) as warned:
         engine, weights = trained(LONG, telemetry := Measured())
     assert len(warned) == 1
@@ -293,5 +295,5 @@ def test_nothing_is_collected_where_nothing_was_searched_and_skipped_steps_count
 
 def test_what_shorter_micro_batches_took_is_not_said_of_those_planned() -> None:
     said = {name: rate_watch.in_words({name: Rate(1 / 0.3, 1 / 0.2)}) for name in (COMPUTE, PYTHON)}
-    assert said[COMPUTE] == "forward and backward take 300 ms, planned with 200 ms"
-    assert said[PYTHON] == "forward and backward of shorter micro-batches take 300 ms, planned with 200 ms"
+    assert said[COMPUTE] == "forward and backward take 300 ms, but 200 ms were planned"
+    assert said[PYTHON] == "forward and backward of shorter micro-batches take 300 ms, but 200 ms were planned"

@@ -47,7 +47,7 @@ def test_a_full_gpu_is_explained_and_training_can_go_on(in_backward: bool) -> No
     with OffloadEngine(model, OffloadConfig(placement=Placement()), device="cpu") as engine:  # no other is allowed
         train(engine, tokens(2))
         model.hungry, model.in_backward = True, in_backward
-        with pytest.raises(OutOfVramError, match=r"Planned were .*working weights .*Take a smaller micro-batch"):
+        with pytest.raises(OutOfVramError, match=r"Planned were .*working weights .*Use a smaller micro-batch"):
             engine.backward(engine(tokens(1)[0]))
         model.hungry = False
         train(engine, tokens(4)[2:])
@@ -91,7 +91,7 @@ def test_a_gpu_that_is_really_full() -> None:
             return super().forward(x).repeat(100_000_000, 1)
 
     engine = OffloadEngine(Grows(1000, 1000), OffloadConfig(), device="cuda")
-    with engine, pytest.raises(OutOfVramError, match="the GPU's memory is full: torch held up to"):
+    with engine, pytest.raises(OutOfVramError, match="the GPU's memory is full: torch used up to"):
         engine(torch.zeros(10, 1000, device="cuda"))
 
 

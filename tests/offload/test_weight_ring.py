@@ -492,7 +492,7 @@ def test_stepped_weights_of_a_block_are_told_from_those_that_a_graph_saw(
         engine.backward(losses[0])
         engine.step()
         error = RuntimeError if (weights, activations) == ("vram", "keep") else EngineStateError  # autograd's own
-        with pytest.raises(error, match=r"inplace operation|the weights of '.*' were stepped, written or moved since"):
+        with pytest.raises(error, match=r"inplace operation|the weights of '.*' were stepped, written or moved after"):
             engine.backward(losses[1])
 
 

@@ -102,7 +102,7 @@ def test_a_run_is_not_resumed_with_another_optimizer() -> None:
 
     with run("lion") as lion, run("adamw") as adamw:
         for saved, other in ((lion, adamw), (adamw, lion)):
-            with pytest.raises(ConfigError, match=r"saved optimizer keeps exp_avg.*, this run's exp_avg.*: go on"):
+            with pytest.raises(ConfigError, match=r"saved optimizer keeps exp_avg.*, but this run's exp_avg.*: resume"):
                 other.load_state_dict(saved.state_dict())
-            with pytest.raises(ConfigError, match=r"saved optimizer keeps exp_avg.*, this run's exp_avg.*: go on"):
+            with pytest.raises(ConfigError, match=r"saved optimizer keeps exp_avg.*, but this run's exp_avg.*: resume"):
                 other.optimizer.load_state_dict(saved.optimizer.state_dict())

@@ -138,7 +138,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
             block_sums(*arguments, torch.zeros(shape, dtype=torch.float64))
     with pytest.raises(ValueError, match="must be contiguous"):
         block_sums(torch.zeros(20)[::2], blocks, out)
-    with pytest.raises(ValueError, match="lie on meta, cpu, cpu"):
+    with pytest.raises(ValueError, match="are on meta, cpu, cpu"):
         block_sums(torch.zeros(10, device="meta"), blocks, out)
 
 

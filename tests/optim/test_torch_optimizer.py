@@ -32,7 +32,7 @@ def test_moments_of_another_dtype_are_taken_only_where_fp32_holds_them(
     if fits:
         check_states(states, others)
         return
-    with pytest.raises(ConfigError, match=f"saved exp_avg is {saved}, this run's is {own}: go on with"):
+    with pytest.raises(ConfigError, match=f"saved exp_avg is {saved}, but this run's is {own}: resume with"):
         check_states(states, others)
 
 
