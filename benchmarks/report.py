@@ -179,7 +179,8 @@ the number of GPUs if they offload or recompute less. 80 GiB are 77 on an H100.
 _OF_TRACES = """Traced steps, in seconds of rank 0's GPU. *computing* is kernels other than NCCL's, *only NCCL* has no
 such kernel beside it, *only copies* no kernel, and *idle* nothing. The four add up to the step, which the profiler
 makes longer. *NCCL* includes waiting for other ranks. *at the link's rate* is the received bytes divided by the link's
-rate, measured on idle GPUs. *main thread* is Python's CPU time, measured without the profiler.
+rate, measured on idle GPUs. *main thread* and *all threads* are CPU time of rank 0, measured without the profiler. The
+main thread launches forward; autograd's thread launches backward.
 """
 
 
@@ -251,7 +252,8 @@ def _trace_table(found: Sequence[Row]) -> Iterator[str]:
     if not found:
         return
     yield _OF_TRACES
-    shown = ("traced step", "computing", "only NCCL", "only copies", "idle", "NCCL", "H2D", "D2H", "main thread")
+    shown = ("traced step", "computing", "only NCCL", "only copies", "idle", "NCCL", "H2D", "D2H")
+    shown += ("main thread", "all threads")
     titles = [*shown[:6], "at the link's rate", *shown[6:], "H2D, GB"]
     yield _line(["seconds", *titles])
     yield _line(["---"] * (1 + len(titles)))

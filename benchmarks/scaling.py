@@ -47,7 +47,7 @@ def page() -> str:
 
 def tables() -> dict[str, str]:
     """Each table by the name of its part of the page."""
-    large = _plan(_llama(), host("H200", 128, 1000, 400e9), vram="80GiB")
+    large = _plan(_llama(), host("H200", 128, 1000, 376e9), vram="80GiB")
     small = _plan(_t5_3b(), host("RTX 4090", 32, 240, 160e9))
     return {
         "llama-8b": scaling_table(large, (1, 2, 4, 8, 16, 32, 64), (1, 4, 16)),
