@@ -340,7 +340,7 @@ def test_disks_are_kept_by_folder(quick: list[torch.device], tmp_path: Path, mon
 
 
 def test_a_folder_that_is_none_says_so(quick: list[torch.device], tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="is no folder"):
+    with pytest.raises(OutputError, match="is not a folder"):
         measuring.measure("cpu", folder=tmp_path / "missing")
 
 

@@ -237,7 +237,7 @@ def test_compiled_blocks_are_told_to_the_plan(monkeypatch: pytest.MonkeyPatch) -
 def test_a_folder_for_states_that_is_not_there_is_refused(vram: tuple[str, ...]) -> None:
     done = run("plan", "t5-small", "--disk", "/no/such", *vram)
     assert done.exit_code == 1
-    assert done.stderr.startswith("error: /no/such is no folder: ")
+    assert done.stderr.startswith("error: /no/such is not a folder: ")
 
 
 def answered(task: dict[str, Any], **_: Any) -> dict[str, Any]:

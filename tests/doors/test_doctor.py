@@ -322,10 +322,10 @@ def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_folder_that_cannot_be_written_is_an_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(device: object, *, folder: Path | None = None, fresh: bool) -> Hardware:
         if folder is not None:
-            raise OutputError(f"{folder} is no folder")
+            raise OutputError(f"{folder} is not a folder")
         return replace(MACHINE, disk_folder=None)
 
     monkeypatch.setattr(doctor, "measure", measure)
     facts = doctor.gather(tmp_path / "missing")
     assert facts.disk_fault is not None
-    assert "missing is no folder" in facts.disk_fault
+    assert "missing is not a folder" in facts.disk_fault

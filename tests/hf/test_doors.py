@@ -210,7 +210,7 @@ def test_without_a_gpu_too_a_budget_is_kept_or_refused_where_rows_cannot_be_read
     for _ in range(2):
         with pytest.raises(DoesNotFitError, match=r"needs .* of VRAM, has 96 KiB"):
             trainer.train()
-    assert "own way): the budget is checked for the micro-batches of the first update" in capsys.readouterr().out
+    assert "custom way): the budget is checked for the micro-batches of the first update" in capsys.readouterr().out
     trainer.close()
     trainer = train(tmp_path, t5(), seq2seq_rows(4), OwnLoss, {"offload": OffloadConfig(vram="8MiB")}, **OPTIONS)
     assert str(trainer.engine.plan) in capsys.readouterr().out

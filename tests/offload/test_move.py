@@ -250,7 +250,7 @@ def test_a_loss_of_before_a_move_is_refused(weights: Any) -> None:
         engine.move(planned(engine.module, config, Placement(weights=weights)))
         loss = engine(tokens(1)[0])
         engine.move(planned(engine.module, config, Placement(weights="ram", states="disk")))
-        with pytest.raises((RuntimeError, EngineStateError), match=r"inplace operation|moved since this loss"):
+        with pytest.raises((RuntimeError, EngineStateError), match=r"inplace operation|moved after this loss"):
             engine.backward(loss)
         train(engine, tokens(1))
 
