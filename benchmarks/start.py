@@ -35,7 +35,6 @@ PHASES = {
     "offloadkit.doors.planning:measure": "measure the machine",
     "offloadkit.doors.finetuning:auto_batch_size": "plan",
     "offloadkit.doors.finetuning:shown_plan": "plan",
-    "offloadkit.doors.finetuning:plan_for_rows": "plan",
     "offloadkit.doors.finetuning:prepare_both": "tokenize",
     "offloadkit.doors.finetuning:TrainingRun._load": "open the model",
     "offloadkit.device.host_memory:allocate": "populate and pin RAM",

@@ -2,7 +2,7 @@
 
     result = offloadkit.finetune("t5-3b", "pairs.jsonl", eval_dataset="held_out.jsonl")
 
-`options.FinetuneOptions` describes the arguments.
+`hf.options.FinetuneOptions` describes the arguments.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
@@ -35,12 +35,11 @@ from offloadkit.distributed import world
 from offloadkit.distributed.launch import is_launched
 from offloadkit.doors.engines.baseline import measured_baseline
 from offloadkit.doors.planning import (
+    PlanRequest,
     auto_batch_size,
     default_dtype,
-    plan_for_rows,
     plan_source,
     shown_plan,
-    with_wishes,
 )
 from offloadkit.doors.several_gpus import TellingMonitor, check_num_gpus, on_several_gpus
 from offloadkit.errors import ConfigError, errors_hold_nothing, shown
@@ -52,7 +51,7 @@ from offloadkit.facts.units import parse_bytes
 from offloadkit.hf.columns import ColumnWish
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
-from offloadkit.hf.options import LEARNING_RATES, FinetuneOptions, documented_arguments
+from offloadkit.hf.options import FinetuneOptions, documented_arguments
 from offloadkit.hf.quiet import bars_where_live
 from offloadkit.hf.read import check_there, on_hub
 from offloadkit.hf.resumed import check_same_model, other_rows
@@ -61,7 +60,7 @@ from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.monitor.monitor import Monitor, can_be_drawn
 from offloadkit.offload.layers import flat_layers, is_of
 from offloadkit.offload.unread import is_unread
-from offloadkit.planner import Dtype, Plan
+from offloadkit.planner import Plan
 from offloadkit.planner.phases import differing
 
 if TYPE_CHECKING:
@@ -282,24 +281,10 @@ def finetune(
     if num_gpus is not None and num_gpus > 1:
         found: FinetuneResult = on_several_gpus(finetune, num_gpus, options.keywords | {"num_gpus": None})
         return found
-    from offloadkit.hf.arguments import arguments_of_finetune, check_arguments, engine_config
-
-    lengths = options.lengths
     if baseline == "measure" and world.size() > 1:
         raise ConfigError("baseline='measure' runs one process: leave it out where several processes train together")
     trained_by = _engine(engine)
-    wish = ColumnWish(input_column, target_column, template)
-    offload = with_wishes(
-        offload,
-        vram=vram,
-        ram=ram,
-        precision=precision,
-        compile_blocks=compile_blocks,
-        grace_seconds=grace_seconds,
-        save_minutes=save_minutes,
-    )
-    dtype = _working_dtype(offload, training_arguments)
-    offload = with_wishes(offload, working_dtype=dtype)
+    options = replace(options, offload=_with_working_dtype(options))
     check_there(train_dataset)
     check_there(eval_dataset, "eval_dataset: ")
     in_use = (model, getattr(model, "name_or_path", None), tokenizer, train_dataset, eval_dataset)
@@ -309,70 +294,15 @@ def finetune(
     own_files = resume and trained_by.is_planned
     output = world.from_first("checking output_dir", lambda: writable(output_dir, resume=own_files))
     with _claimed(output, earlier):
-        source = resolve(model, init=init)
-        if source.model is None:
-            _say(f"reading the config of {source.given}")
-            source.check_not_quantised()
-            source.read_ahead()
-        goes_on = functools.partial(trained_by.newest_checkpoint, output, source, offload)
-        checkpoint = world.from_first("looking for a checkpoint", goes_on) if resume else None
-        at_once = source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
-        if batch_size == "auto":
-            smoothing = training_arguments.get("label_smoothing_factor") or 0.0
-            where = _device(training_arguments)
-            fits = functools.partial(
-                auto_batch_size, source, offload, **lengths, device=where, label_smoothing=smoothing
-            )
-            chosen: int = world.from_first("choosing batch_size", fits)
-            batch_size = chosen
-        own = {"output_dir": str(output), "num_train_epochs": epochs, "max_steps": max_steps or -1, "seed": seed}
-        own |= {"gradient_accumulation_steps": gradient_accumulation, "per_device_train_batch_size": batch_size}
-        own |= {"learning_rate": learning_rate or LEARNING_RATES[init]}
-        own["prediction_loss_only"] = compute_metrics is None
-        args = arguments_of_finetune(own, training_arguments, dtype, eval_dataset is not None)
-        check_arguments(args)
-        offload = engine_config(offload, args)
-        trained_by.check_options(offload)
-
-        size: dict[str, Any] = {"batch_size": batch_size, **lengths, "device": args.device}
-        size["label_smoothing"] = args.label_smoothing_factor
-        if eval_dataset is not None and "per_device_eval_batch_size" in training_arguments:
-            size["eval_batch_size"] = args.per_device_eval_batch_size
-        shows = trained_by.is_planned
-        assumed = None if at_once or not shows else shown_plan(source, offload, verbose=verbose, **size)
-        tokenizer = source.load_tokenizer(tokenizer)
-        data, evaluation = prepare_both(train_dataset, eval_dataset, tokenizer, source.config, **lengths, wish=wish)
-        source = source.for_rows(data.task, data.id2label)
-        size |= longest_row(data, evaluation)
-        if evaluation is not None and "eval_batch_size" in size:
-            size["eval_batch_size"] = min(size["eval_batch_size"], len(evaluation.dataset))
-        plan = (
-            plan_for_rows(source, offload, assumed, verbose=verbose, **size)
-            if shows
-            else plan_source(source, offload, **size)
-        )
-
-        if checkpoint is not None:
-            for skipped, why in skipped_checkpoints(output):
-                print(f"{skipped} is skipped: it {why}", flush=True)
-            print(f"going on from {checkpoint}", flush=True)
-            if shows and (warning := other_rows(checkpoint, batch_size, gradient_accumulation, world.size())):
-                print(warning, flush=True)
-        seconds = None
-        if baseline == "measure":
-            step: dict[str, Any] = {"batch_size": batch_size, "accumulation": gradient_accumulation, "dtype": dtype}
-            step["by_length"] = args.train_sampling_strategy == "group_by_length"
-            seconds = measured_baseline(source.given, data, **step, folder=output / "baseline")
-        is_shown = monitor and can_be_drawn() and world.rank() == 0 and shows
-        watch = (
-            TellingMonitor(plan, baseline_seconds=seconds, is_drawn=monitor)
-            if is_launched()
-            else Monitor(plan, baseline_seconds=seconds, display="auto" if is_shown else "none")
-        )
-        hooks: dict[str, Any] = {"callbacks": list(callbacks)}
-        hooks["compute_metrics"] = compute_metrics and _returns_a_dict(compute_metrics)
-        run = TrainingRun(source, args, offload, size, tokenizer, data, evaluation, watch, earlier, hooks)
-        return trained_by.train(run, plan, checkpoint, output)
+        setup = _set_up(replace(options, output_dir=output), trained_by)
+        at_once = setup.source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
+        assumed = None if at_once or not trained_by.is_planned else setup.shown_plan()
+        setup, rows = _read_rows(setup)
+        plan = setup.shown_plan(assumed) if trained_by.is_planned else setup.plan()
+        if setup.checkpoint is not None:
+            _say_resuming(setup, setup.checkpoint, is_planned=trained_by.is_planned)
+        watch = _monitor(setup, rows, plan, is_planned=trained_by.is_planned)
+        return trained_by.train(TrainingRun(setup, rows, plan, watch, earlier))
 
 
 finetune.__doc__ = inspect.cleandoc(finetune.__doc__ or "").replace(
@@ -429,19 +359,126 @@ def _returns_a_dict(compute_metrics: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _working_dtype(offload: OffloadConfig, given: dict[str, Any]) -> Dtype:
-    """The dtype of `offload`, else of the arguments `bf16` and `fp16`, else the device's default."""
-    if offload.working_dtype != "auto":
-        return offload.working_dtype
-    if given.get("bf16") or given.get("fp16"):
-        return "bf16" if given.get("bf16") else "fp16"
+def _with_working_dtype(options: FinetuneOptions) -> OffloadConfig:
+    """The config with the dtype of `offload`, else of the arguments `bf16` and `fp16`, else the device's default."""
+    config, given = options.engine_config, options.training_arguments
+    if config.working_dtype != "auto":
+        return config
     device = _device(given)
     dtype = default_dtype(on_gpu=device.type == "cuda", native_bf16=hardware.supports_bf16(device))
-    return "fp32" if given.get(dtype) is False else dtype
+    if given.get("bf16") or given.get("fp16"):
+        dtype = "bf16" if given.get("bf16") else "fp16"
+    elif given.get(dtype) is False:
+        dtype = "fp32"
+    return replace(config, working_dtype=dtype)
 
 
-def _device(given: dict[str, Any]) -> torch.device:
+def _device(given: Mapping[str, Any]) -> torch.device:
     return torch.device("cpu") if given.get("use_cpu") else hardware.default_device()
+
+
+# -- the stages before training
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run whose model's config is known, and whose rows are not read yet."""
+
+    options: FinetuneOptions
+    """The user's options, with `output_dir`, `offload` and `batch_size` decided."""
+    source: ModelSource
+    checkpoint: Path | None
+    """The checkpoint to resume from."""
+    args: Seq2SeqTrainingArguments
+    offload: OffloadConfig
+    """`options.offload` with the values of `args`."""
+    request: PlanRequest
+
+    @property
+    def output(self) -> Path:
+        return Path(self.options.output_dir)
+
+    def plan(self) -> Plan:
+        return plan_source(self.source, self.offload, self.request)
+
+    def shown_plan(self, assumed: Plan | None = None) -> Plan:
+        """Print the plan. Arguments and errors: see `planning.shown_plan`."""
+        return shown_plan(self.source, self.offload, self.request, assumed=assumed, verbose=self.options.verbose)
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """The tokenized rows of a run."""
+
+    tokenizer: Any
+    training: PreparedData
+    evaluation: PreparedData | None
+
+
+def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
+    from offloadkit.hf.arguments import arguments_of_finetune, check_arguments, engine_config
+
+    config, given = options.engine_config, options.training_arguments
+    source = resolve(options.model, init=options.init)
+    if source.model is None:
+        _say(f"reading the config of {source.given}")
+        source.check_not_quantised()
+        source.read_ahead()
+    newest = functools.partial(engine.newest_checkpoint, Path(options.output_dir), source, config)
+    checkpoint = world.from_first("looking for a checkpoint", newest) if options.resume else None
+    request = PlanRequest(options.batch_size, options.max_input_length, options.max_target_length, _device(given))
+    if options.batch_size == "auto":
+        wanted = replace(request, label_smoothing=given.get("label_smoothing_factor") or 0.0)
+        chosen = functools.partial(auto_batch_size, source, config, wanted)
+        options = replace(options, batch_size=world.from_first("choosing batch_size", chosen))
+    args = arguments_of_finetune(options)
+    check_arguments(args)
+    offload = engine_config(config, args)
+    engine.check_options(offload)
+    evaluates = options.eval_dataset is not None and "per_device_eval_batch_size" in given
+    request = replace(
+        request,
+        batch_size=options.batch_size,
+        device=args.device,
+        label_smoothing=args.label_smoothing_factor,
+        eval_batch_size=args.per_device_eval_batch_size if evaluates else None,
+    )
+    return Setup(options, source, checkpoint, args, offload, request)
+
+
+def _read_rows(setup: Setup) -> tuple[Setup, TrainingRows]:
+    """Tokenize the rows. The setup comes back with the head that they need, and with their lengths."""
+    options = setup.options
+    wish = ColumnWish(options.input_column, options.target_column, options.template)
+    tokenizer, config = setup.source.load_tokenizer(options.tokenizer), setup.source.config
+    sets = options.train_dataset, options.eval_dataset
+    data, evaluation = prepare_both(*sets, tokenizer, config, **options.lengths, wish=wish)
+    longest: Any = longest_row(data, evaluation)
+    request = replace(setup.request, **longest)
+    if evaluation is not None and request.eval_batch_size is not None:
+        request = replace(request, eval_batch_size=min(request.eval_batch_size, len(evaluation.dataset)))
+    source = setup.source.for_rows(data.task, data.id2label)
+    return replace(setup, source=source, request=request), TrainingRows(tokenizer, data, evaluation)
+
+
+def _say_resuming(setup: Setup, checkpoint: Path, *, is_planned: bool) -> None:
+    for skipped, why in skipped_checkpoints(setup.output):
+        print(f"{skipped} is skipped: it {why}", flush=True)
+    print(f"going on from {checkpoint}", flush=True)
+    args = setup.args
+    rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    if is_planned and (warning := other_rows(checkpoint, rows, accumulation, world.size())):
+        print(warning, flush=True)
+
+
+def _monitor(setup: Setup, rows: TrainingRows, plan: Plan, *, is_planned: bool) -> Monitor:
+    options, seconds = setup.options, None
+    if options.baseline == "measure":
+        seconds = measured_baseline(setup.source.given, rows.training, setup.args, setup.output / "baseline")
+    if is_launched():
+        return TellingMonitor(plan, baseline_seconds=seconds, is_drawn=options.monitor)
+    is_shown = options.monitor and can_be_drawn() and world.rank() == 0 and is_planned
+    return Monitor(plan, baseline_seconds=seconds, display="auto" if is_shown else "none")
 
 
 # -- the training
@@ -451,113 +488,95 @@ def _device(given: dict[str, Any]) -> torch.device:
 class TrainingRun:
     """Everything a training run needs."""
 
-    source: ModelSource
-    """The model's source, with the head that the rows need."""
-    args: Seq2SeqTrainingArguments
-    offload: OffloadConfig
-    """Options completed by the values of `args`."""
-    size: dict[str, Any]
-    """Arguments of `plan_source`."""
-    tokenizer: Any
-    data: PreparedData
-    evaluation: PreparedData | None
+    setup: Setup
+    rows: TrainingRows
+    plan: Plan
     monitor: Monitor
     """Shows the training from its first step on and holds its `telemetry`."""
     earlier: EarlierRun
     """Run whose checkpoints are removed once this run has done a step or written a checkpoint."""
-    hooks: dict[str, Any]
-    """The user's `callbacks` and `compute_metrics` as arguments of the Trainer."""
 
-    def train(self, plan: Plan, checkpoint: Path | None) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
+    def train(self) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
         """Train, and return the trainer, the last plan and the metrics."""
+        from offloadkit.hf.callbacks import show_progress
+        from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
+
+        setup, plan, model = self.setup, self.plan, self._load()
+        if not is_of(plan, flat_layers(model, setup.offload)):
+            # The checkpoint's parameters differ from its config's: a custom head, or fewer tied weights.
+            plan = shown_plan(resolve(model, task=self.rows.training.task), setup.offload, setup.request)
+        given, telemetry = self._given_to_trainer(model, setup.args), self.monitor.telemetry
+        trainer = OffloadSeq2SeqTrainer(plan=plan, offload=setup.offload, telemetry=telemetry, **given)
+        trainer.order_of_seed = trainer.saves_model = True
+        show_progress(trainer, monitored=self.monitor.is_drawn)
+        self.monitor.plan = plan
+        metrics, _ = self._train(trainer, **trainer.stopping_options())
+        return trainer, plan if trainer.engine is None else trainer.engine.plan, metrics
+
+    def train_by_deepspeed(self) -> tuple[ZeroTrainer, dict[str, float], bool]:
+        """Train, and return the trainer, the metrics and whether training was stopped early."""
+        from transformers import set_seed
+
+        from offloadkit.deepspeed.training import ZeroTrainer, deepspeed_arguments, model_of_its_own
+        from offloadkit.hf.callbacks import show_progress
+
+        setup, plan = self.setup, self.plan
+        args = deepspeed_arguments(setup.args, setup.offload, plan, logits=_num_logits(setup.source, plan))
+        set_seed(setup.args.seed)
+        model = model_of_its_own(setup.source, setup.offload, args)
+        trainer = ZeroTrainer(**self._given_to_trainer(model, args))
+        show_progress(trainer)
+        if trainer.is_world_process_zero() and (lost := lost_with_runtime(setup.output)) is not None:
+            print(lost, flush=True)
+        return trainer, *self._train(trainer)
+
+    def _load(self) -> PreTrainedModel:
+        """Build the model. The engine reads or initializes the weights once it has memory for them.
+
+        With a checkpoint the weights are the checkpoint's. A model in memory is returned as is.
+        """
+        from transformers import set_seed
+
+        setup, rows = self.setup, self.rows.training
+        set_seed(setup.args.seed)
+        if setup.source.model is not None and not is_unread(setup.source.model):
+            return setup.source.load(device=_loading_device(self.plan, setup.args))
+        if setup.source.model is None and setup.checkpoint is not None:
+            saved = resolve(setup.checkpoint).for_rows(rows.task, rows.id2label)
+            saved.check_decoder()
+            return saved.load_lazily()
+        return setup.source.load_lazily()
+
+    def _given_to_trainer(self, model: PreTrainedModel, args: TrainingArguments) -> dict[str, Any]:
+        """Arguments of every Trainer."""
+        rows, options = self.rows, self.setup.options
+        smooths = args.label_smoothing_factor and rows.training.task == "seq2seq"
+        metrics = options.compute_metrics
+        return {
+            "model": model,
+            "args": args,
+            "train_dataset": rows.training.dataset,
+            "eval_dataset": None if rows.evaluation is None else rows.evaluation.dataset,
+            "data_collator": with_decoder_inputs(rows.training.collator, model) if smooths else rows.training.collator,
+            "processing_class": rows.tokenizer,
+            "callbacks": list(options.callbacks),
+            "compute_metrics": metrics and _returns_a_dict(metrics),
+        }
+
+    def _train(self, trainer: Any, **stopping: Any) -> tuple[dict[str, float], bool]:
+        """Return the metrics and whether training was stopped early."""
         from offloadkit.hf.callbacks import AfterAStep, AsksTheMonitor
 
-        model = self._load(plan, checkpoint)
-        if not is_of(plan, flat_layers(model, self.offload)):
-            # The checkpoint's parameters differ from its config's: a custom head, or fewer tied weights.
-            plan = shown_plan(resolve(model, task=self.data.task), self.offload, **self.size)
-        trainer = self._trainer(model, plan)
         if trainer.is_world_process_zero():
             trainer.add_callback(AfterAStep(self.earlier.remove_checkpoints))
-        trainer.add_callback(asks := AsksTheMonitor(self.monitor, trainer.any_flag, **trainer.stopping_options()))
-        self.monitor.plan = plan
+        trainer.add_callback(asks := AsksTheMonitor(self.monitor, trainer.any_flag, **stopping))
+        checkpoint = self.setup.checkpoint
         with closing(asks), ExitStack() as opened:
             opened.enter_context(closing(trainer))
             output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             self._end(trainer, stopped=asks.stopped)
             opened.pop_all()
-        return trainer, plan if trainer.engine is None else trainer.engine.plan, self._metrics(trainer, output)
-
-    def train_by_deepspeed(self, plan: Plan, checkpoint: Path | None) -> tuple[ZeroTrainer, dict[str, float], bool]:
-        """Train, and return the trainer, the metrics and whether training was stopped early."""
-        from transformers import set_seed
-
-        from offloadkit.deepspeed.training import ZeroTrainer, deepspeed_arguments, model_of_its_own
-        from offloadkit.hf.callbacks import AfterAStep, AsksTheMonitor, show_progress
-
-        self.monitor.plan = plan
-        args = deepspeed_arguments(self.args, self.offload, plan, logits=_num_logits(self.source, plan))
-        set_seed(self.args.seed)
-        model = model_of_its_own(self.source, self.offload, args)
-        smooths = args.label_smoothing_factor and self.data.task == "seq2seq"
-        trainer = ZeroTrainer(
-            model=model,
-            args=args,
-            train_dataset=self.data.dataset,
-            eval_dataset=None if self.evaluation is None else self.evaluation.dataset,
-            data_collator=with_decoder_inputs(self.data.collator, model) if smooths else self.data.collator,
-            processing_class=self.tokenizer,
-            **self.hooks,
-        )
-        show_progress(trainer)
-        if trainer.is_world_process_zero():
-            trainer.add_callback(AfterAStep(self.earlier.remove_checkpoints))
-            if (lost := lost_with_runtime(Path(str(self.args.output_dir)))) is not None:
-                print(lost, flush=True)
-        trainer.add_callback(asks := AsksTheMonitor(self.monitor, trainer.any_flag))
-        with closing(asks), ExitStack() as opened:
-            opened.enter_context(closing(trainer))
-            found = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-            self._end(trainer, stopped=asks.stopped)
-            opened.pop_all()
-        return trainer, self._metrics(trainer, found), asks.stopped
-
-    def _load(self, plan: Plan, checkpoint: Path | None) -> PreTrainedModel:
-        """Build the model. The engine reads or initializes the weights once it has memory for them.
-
-        With a `checkpoint` the weights are the checkpoint's. A model in memory is returned as is.
-        """
-        from transformers import set_seed
-
-        set_seed(self.args.seed)
-        if self.source.model is not None and not is_unread(self.source.model):
-            return self.source.load(device=_loading_device(plan, self.args))
-        if self.source.model is None and checkpoint is not None:
-            saved = resolve(checkpoint).for_rows(self.data.task, self.data.id2label)
-            saved.check_decoder()
-            return saved.load_lazily()
-        return self.source.load_lazily()
-
-    def _trainer(self, model: PreTrainedModel, plan: Plan) -> OffloadSeq2SeqTrainer:
-        from offloadkit.hf.callbacks import show_progress
-        from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
-
-        smooths = self.args.label_smoothing_factor and self.data.task == "seq2seq"
-        trainer = OffloadSeq2SeqTrainer(
-            model=model,
-            plan=plan,
-            args=self.args,
-            offload=self.offload,
-            telemetry=self.monitor.telemetry,
-            train_dataset=self.data.dataset,
-            eval_dataset=None if self.evaluation is None else self.evaluation.dataset,
-            data_collator=with_decoder_inputs(self.data.collator, model) if smooths else self.data.collator,
-            processing_class=self.tokenizer,
-            **self.hooks,
-        )
-        trainer.order_of_seed = trainer.saves_model = True
-        show_progress(trainer, monitored=self.monitor.is_drawn)
-        return trainer
+        return self._metrics(trainer, output), asks.stopped
 
     def _end(self, trainer: Any, *, stopped: bool) -> None:
         self.monitor.close("stopped" if stopped else "finished")
@@ -597,25 +616,26 @@ def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
 # -- training by offloadkit
 
 
-def _by_offloadkit(run: TrainingRun, plan: Plan, checkpoint: Path | None, output: Path) -> FinetuneResult:
+def _by_offloadkit(run: TrainingRun) -> FinetuneResult:
+    setup, rows = run.setup, run.rows
     with ExitStack() as opened:
         opened.push(run.monitor)  # closes the monitor, which starts when the weights are in place
-        trainer, plan, metrics = run.train(plan, checkpoint)
+        trainer, plan, metrics = run.train()
     with closing(trainer):  # frees the engine's memory even after an error
         trained: Any = trainer.model
         peaks = trainer.telemetry.peaks
-        with phase("saving", peaks, run.args.device):
-            save = functools.partial(_save, trained, run.tokenizer, output / "model")
+        with phase("saving", peaks, setup.args.device):
+            save = functools.partial(_save, trained, rows.tokenizer, setup.output / "model")
             world.from_first("saving the model", save)  # before the evaluation, which may fail
-        samples = _evaluate(trainer, run.tokenizer, run.evaluation, metrics)
+        samples = _evaluate(trainer, rows, metrics)
         plan = plan if trainer.engine is None else trainer.engine.plan  # the evaluation may have changed the plan
         steps, state = list(trainer.telemetry.records), trainer.state
         moves = trainer.telemetry.moves
         stopped = trainer.any_rank(run.monitor.stop_requested) and state.global_step < state.max_steps
     for sentence in _not_as_planned(plan, peaks, moves):
         print(sentence, flush=True)
-    measured: dict[str, Any] = {"stopped": stopped, "peaks": peaks, "moves": moves}
-    return FinetuneResult(trained, run.tokenizer, plan, metrics, state.log_history, samples, steps, output, **measured)
+    found = trained, rows.tokenizer, plan, metrics, state.log_history, samples, steps, setup.output
+    return FinetuneResult(*found, stopped=stopped, peaks=peaks, moves=moves)
 
 
 # -- the result
@@ -638,15 +658,13 @@ def _not_as_planned(plan: Plan, peaks: Peaks, moves: Sequence[Move]) -> list[str
     return [] if plan.num_tokens is None or moves else list(differing(plan.phases, peaks))
 
 
-def _evaluate(
-    trainer: OffloadSeq2SeqTrainer, tokenizer: Any, evaluation: PreparedData | None, metrics: dict[str, float]
-) -> list[Sample]:
+def _evaluate(trainer: OffloadSeq2SeqTrainer, rows: TrainingRows, metrics: dict[str, float]) -> list[Sample]:
     """Add evaluation results to `metrics`, print them, and return a few printed predictions."""
-    if evaluation is None:
+    if rows.evaluation is None:
         return []
     metrics |= _losses(trainer)
     how: dict[str, Any] = {} if trainer.engine is None else {"evaluates": trainer.engine.evaluates}
-    return _predicted(trainer.model, tokenizer, evaluation, metrics, trainer.args, trainer.telemetry.peaks, **how)
+    return _predicted(trainer.model, rows, metrics, trainer.args, trainer.telemetry.peaks, **how)
 
 
 def _losses(trainer: Any) -> dict[str, float]:
@@ -662,19 +680,16 @@ def _losses(trainer: Any) -> dict[str, float]:
 
 
 def _predicted(
-    model: Any,
-    tokenizer: Any,
-    evaluation: PreparedData,
-    metrics: dict[str, float],
-    args: TrainingArguments,
-    peaks: Peaks,
-    **how: Any,
+    model: Any, rows: TrainingRows, metrics: dict[str, float], args: TrainingArguments, peaks: Peaks, **how: Any
 ) -> list[Sample]:
     """Add exact match or accuracy to `metrics`, print the metrics, and return a few printed predictions."""
+    evaluation = rows.evaluation
+    if evaluation is None:
+        return []
     how["num_rows"] = _NUM_SHOWN if evaluation.task == "causal" else NUM_PREDICTED
     how["batch_size"] = args.per_device_eval_batch_size
     with phase("generation", peaks, args.device):
-        samples = world.from_first("predicting", functools.partial(predict, model, tokenizer, evaluation, **how))
+        samples = world.from_first("predicting", functools.partial(predict, model, rows.tokenizer, evaluation, **how))
     if evaluation.task != "causal":
         metrics["exact_match" if evaluation.task == "seq2seq" else "accuracy"] = share_correct(samples)
     print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
@@ -686,7 +701,7 @@ def _predicted(
 # -- DeepSpeed in the engine's place
 
 
-def _by_deepspeed(run: TrainingRun, plan: Plan, checkpoint: Path | None, output: Path) -> FinetuneResult:
+def _by_deepspeed(run: TrainingRun) -> FinetuneResult:
     """Train with DeepSpeed. The result's model is loaded from the saved one; a model passed in gets its weights.
 
     Raises:
@@ -695,31 +710,29 @@ def _by_deepspeed(run: TrainingRun, plan: Plan, checkpoint: Path | None, output:
     from offloadkit.deepspeed.training import give_weights
 
     peaks: Peaks = {}
-    device = run.args.device
+    setup, rows, plan = run.setup, run.rows, run.plan
+    device, folder = setup.args.device, setup.output / "model"
     with ExitStack() as opened:
         opened.enter_context(left_as_it_was())
-        vram = None if run.offload.vram is None else parse_bytes(run.offload.vram)
+        vram = None if setup.offload.vram is None else parse_bytes(setup.offload.vram)
         opened.callback(VramCap(vram, device).remove)
         opened.push(run.monitor)
         with phase("training by DeepSpeed", peaks, device):
-            trainer, metrics, stopped = run.train_by_deepspeed(plan, checkpoint)
+            trainer, metrics, stopped = run.train_by_deepspeed()
         with closing(trainer):
-            trainer.save_whole(output / "model", run.tokenizer)
-            print(f"the model is in {output / 'model'}", flush=True)
-            metrics |= {} if run.evaluation is None else _losses(trainer)
+            trainer.save_whole(folder, rows.tokenizer)
+            print(f"the model is in {folder}", flush=True)
+            metrics |= {} if rows.evaluation is None else _losses(trainer)
             history = trainer.state.log_history
     there = 4 * plan.num_parameters < 0.8 * hardware.vram_bytes(device)[0]
-    trained: Any = (
-        resolve(output / "model")
-        .for_rows(run.data.task, run.data.id2label)
-        .load(device=device if there else torch.device("cpu"))
+    saved = resolve(folder).for_rows(rows.training.task, rows.training.id2label)
+    trained: Any = saved.load(device=device if there else torch.device("cpu"))
+    if setup.source.model is not None:
+        trained = give_weights(trained, setup.source.model)
+    samples = _predicted(trained, rows, metrics, setup.args, {})
+    return FinetuneResult(
+        trained, rows.tokenizer, plan, metrics, history, samples, [], setup.output, stopped=stopped, peaks=peaks
     )
-    if run.source.model is not None:
-        trained = give_weights(trained, run.source.model)
-    samples: list[Sample] = []
-    if run.evaluation is not None:
-        samples = _predicted(trained, run.tokenizer, run.evaluation, metrics, run.args, {})
-    return FinetuneResult(trained, run.tokenizer, plan, metrics, history, samples, [], output, stopped, peaks)
 
 
 # -- the engines
@@ -736,8 +749,8 @@ class _Engine:
     """Raises `ConfigError` for unsupported options."""
     newest_checkpoint: Callable[[Path, ModelSource, OffloadConfig], Path]
     """The checkpoint in the output folder that `resume=True` continues from."""
-    train: Callable[[TrainingRun, Plan, Path | None, Path], FinetuneResult]
-    """Train, save and evaluate, given the plan, a checkpoint to continue from, and the output folder."""
+    train: Callable[[TrainingRun], FinetuneResult]
+    """Train, save and evaluate."""
 
 
 _ENGINES = {

@@ -20,7 +20,7 @@ from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.engine.outline import Outline, held_in_ram, outlined, proposing_disk
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts import hardware
-from offloadkit.facts.config import OffloadConfig, Precision, check_counts, given_size
+from offloadkit.facts.config import OffloadConfig, Precision, check_counts, given_size, with_wishes
 from offloadkit.facts.hardware import Hardware, with_disk
 from offloadkit.facts.units import format_bytes, parse_bytes
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length, num_positions
@@ -118,47 +118,46 @@ def plan(
     """
     source = resolve(model, init="random", task=task)
     config = with_wishes(offload, vram=vram, ram=ram, precision=precision, gradient_accumulation=gradient_accumulation)
+    if device is not None and not isinstance(device, torch.device):
+        device = hardware.device_of(device)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    where: dict[str, Any] = {"device": device, "gpu": gpu, "num_gpus": num_gpus}
-    return plan_source(source, config, batch_size=batch_size, **lengths, **where)
+    return plan_source(source, config, PlanRequest(batch_size, **lengths, device=device, gpu=gpu, num_gpus=num_gpus))
 
 
 _MOST_TOKENS = 2**30
 
 
-def plan_source(
-    source: ModelSource,
-    config: OffloadConfig,
-    *,
-    batch_size: int | Literal["auto"],
-    max_input_length: int | None,
-    max_target_length: int | None,
-    device: torch.device | None,
-    gpu: str | None = None,
-    num_gpus: int | None = None,
-    eval_batch_size: int | None = None,
-    label_smoothing: float = 0.0,
-) -> Plan:
-    """`plan` for a resolved model, with all other options in the config.
+@dataclass(frozen=True)
+class PlanRequest:
+    """The micro-batches and the machine to plan for. The fields are arguments of `plan`.
 
-    Args:
-        label_smoothing: if not 0, the Trainer computes the loss from whole logits.
-        eval_batch_size: batch size of evaluation, if it differs from training's.
+    Raises:
+        ConfigError: a number is no whole number, or too small.
+    """
+
+    batch_size: int | Literal["auto"]
+    max_input_length: int | None
+    max_target_length: int | None
+    device: torch.device | None
+    gpu: str | None = None
+    num_gpus: int | None = None
+    eval_batch_size: int | None = None
+    """Batch size of evaluation, which matters if it is larger than training's."""
+    label_smoothing: float = 0.0
+    """If not 0, the Trainer computes the loss from whole logits."""
+
+    def __post_init__(self) -> None:
+        names = ("num_gpus", "max_input_length", "max_target_length")
+        check_counts(given_size(self.batch_size) | {name: getattr(self, name) for name in names}, optional=names)
+
+
+def plan_source(source: ModelSource, config: OffloadConfig, request: PlanRequest) -> Plan:
+    """`plan` for a resolved model.
 
     Raises:
         ConfigError: as `plan`; also if rows are longer than the model's table of positions.
     """
-    lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    optional = {"num_gpus": num_gpus, **lengths}
-    check_counts(given_size(batch_size) | optional, optional=optional)
-    if device is not None and not isinstance(device, torch.device):
-        device = hardware.device_of(device)
-    for name, length in lengths.items():
-        if length and (limit := num_positions(source.config)) and length > limit:
-            raise ConfigError(
-                f"rows of {length} tokens are too long: {source.config.model_type} has {limit} positions. Pass {name}="
-                f"{limit}, which cuts texts; rows that are tokenized already must be cut before"
-            )
+    device, gpu, num_gpus = request.device, request.gpu, request.num_gpus
     with planning_ranks(device or hardware.default_device()) as ranks:
         if ranks.size > 1 and num_gpus not in (None, ranks.size):
             raise ConfigError(f"num_gpus={num_gpus}, but torch.distributed has {ranks.size} ranks: leave num_gpus out")
@@ -169,17 +168,14 @@ def plan_source(
         machine, assumed = _machine(config, device, gpu, number, ranks)
 
         def make() -> Plan:
-            decided = _with_dtype(config, machine)
-            found = _outline(source, decided, machine, assumed=assumed, label_smoothing=label_smoothing)
-            rows = found.rows(batch_size, max_input_length, max_target_length)
+            found = _outline(source, _with_dtype(config, machine), machine, request, assumed=assumed)
+            rows = found.rows()
             if rows.batch_size * (rows.input_length + (rows.target_length or 0)) > _MOST_TOKENS:
                 raise ConfigError(
                     f"a micro-batch of {rows} has more than {_MOST_TOKENS:,} tokens, too many for any machine: reduce "
                     "batch_size, max_input_length or max_target_length"
                 )
-            outline = replace(
-                found, outline=replace(found.outline, num_ranks=number), eval_batch_size=eval_batch_size or 0
-            )
+            outline = replace(found, outline=replace(found.outline, num_ranks=number))
             made = outline.outline.plan(outline.work(rows))
             if made.fits:
                 return made
@@ -205,28 +201,33 @@ def _machine(
     return replace(for_ranks(found, number, link=links.get("link_bytes_per_second", 0.0)), **links), assumed
 
 
-def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
-    """The config with all `wishes` that are not None.
-
-    Raises:
-        ConfigError: a value is invalid, or `offload` is no config.
-    """
-    if offload is not None and not isinstance(offload, OffloadConfig):
-        raise ConfigError(f"offload must be an OffloadConfig, such as OffloadConfig(vram='8GiB'), got {shown(offload)}")
-    return replace(offload or OffloadConfig(), **{name: wish for name, wish in wishes.items() if wish is not None})
-
-
-def shown_plan(source: ModelSource, config: OffloadConfig, *, verbose: bool = False, **size: Any) -> Plan:
+def shown_plan(
+    source: ModelSource,
+    config: OffloadConfig,
+    request: PlanRequest,
+    *,
+    assumed: Plan | None = None,
+    verbose: bool = False,
+) -> Plan:
     """Make and print the plan of `plan_source`.
 
     Args:
+        assumed: a plan that was shown before the lengths of the rows were known: if it changes, one line is printed.
+            Rows may be longer than assumed, because tokenized rows are not cut.
         verbose: whether to print everything instead of the verdict alone.
 
     Raises:
         DoesNotFitError: the plan does not fit.
     """
-    made = plan_source(source, config, **size)
-    if verbose:
+    made = plan_source(source, config, request)
+    if made == assumed:
+        return made
+    if assumed is not None:
+        target = f" + {request.max_target_length}" if source.task == "seq2seq" else ""
+        print(
+            f"planned again, the longest row has {request.max_input_length}{target} tokens: {made.verdict}", flush=True
+        )
+    elif verbose:
         print(made, made.details(), *([made.explain()] if made.fits else []), sep="\n", flush=True)
     elif made.fits:  # otherwise the error has the verdict
         print(made, flush=True)
@@ -234,47 +235,12 @@ def shown_plan(source: ModelSource, config: OffloadConfig, *, verbose: bool = Fa
     return made
 
 
-def plan_for_rows(
-    source: ModelSource, config: OffloadConfig, assumed: Plan | None, *, verbose: bool = False, **size: Any
-) -> Plan:
-    """The plan for rows of known length. They may be longer than assumed, because tokenized rows are not cut.
-
-    Args:
-        assumed: the plan that was shown before, so that only one line with the change is printed. None shows the plan
-            like `shown_plan`.
-        size: as for `plan_source`.
-
-    Raises:
-        DoesNotFitError: the plan does not fit.
-    """
-    if assumed is None:
-        return shown_plan(source, config, verbose=verbose, **size)
-    made = plan_source(source, config, **size)
-    if made == assumed:
-        return assumed
-    target = f" + {size['max_target_length']}" if source.task == "seq2seq" else ""
-    longest = f"the longest row has {size['max_input_length']}{target} tokens"
-    print(f"planned again, {longest}: {made.verdict}", flush=True)
-    check_fits(made)
-    return made
-
-
-def auto_batch_size(
-    source: ModelSource,
-    config: OffloadConfig,
-    *,
-    max_input_length: int | None,
-    max_target_length: int | None,
-    device: torch.device,
-    label_smoothing: float = 0.0,
-) -> int:
+def auto_batch_size(source: ModelSource, config: OffloadConfig, request: PlanRequest) -> int:
     """The size for `batch_size="auto"`: one of `BATCH_SIZES` with a GPU, else `AUTO_BATCH_SIZE`."""
-    if device.type == "cpu":
+    if request.device is None or request.device.type == "cpu":
         return AUTO_BATCH_SIZE
-    machine = measure(device)
-    config = _with_dtype(config, machine)
-    outline = _outline(source, config, machine, label_smoothing=label_smoothing)
-    return outline.rows("auto", max_input_length, max_target_length).batch_size
+    machine = measure(request.device)
+    return _outline(source, _with_dtype(config, machine), machine, request).rows().batch_size
 
 
 def _with_dtype(config: OffloadConfig, machine: Hardware) -> OffloadConfig:
@@ -358,19 +324,28 @@ def _with_states_folder(machine: Hardware, config: OffloadConfig) -> Hardware:
 class _TaskOutline:
     outline: Outline
     task: Task
-    eval_batch_size: int = 0
-    """Batch size of evaluation, which matters if it is larger than training's."""
-    label_smoothing: float = 0.0
+    request: PlanRequest
 
-    def rows(
-        self, batch_size: int | Literal["auto"], max_input_length: int | None, max_target_length: int | None
-    ) -> Rows:
-        outline = self.outline
-        length = max_input_length or default_input_length(outline.model.config, self.task)
-        target = (max_target_length or DEFAULT_TARGET_LENGTH) if self.task == "seq2seq" else None
+    def rows(self) -> Rows:
+        """The requested rows.
+
+        Raises:
+            ConfigError: they are longer than the model's table of positions.
+        """
+        outline, wanted = self.outline, self.request
+        config: Any = outline.model.config
+        limit = num_positions(config)
+        for name in ("max_input_length", "max_target_length"):
+            if limit and (length := getattr(wanted, name)) and length > limit:
+                raise ConfigError(
+                    f"rows of {length} tokens are too long: {config.model_type} has {limit} positions. Pass {name}="
+                    f"{limit}, which cuts texts; rows that are tokenized already must be cut before"
+                )
+        length = wanted.max_input_length or default_input_length(config, self.task)
+        target = (wanted.max_target_length or DEFAULT_TARGET_LENGTH) if self.task == "seq2seq" else None
         rows = Rows(AUTO_BATCH_SIZE, length, target)
-        if batch_size != "auto":
-            return replace(rows, batch_size=batch_size)
+        if wanted.batch_size != "auto":
+            return replace(rows, batch_size=wanted.batch_size)
         if outline.machine.device == "cpu":
             return rows
         wish = outline.config.vram
@@ -394,17 +369,18 @@ class _TaskOutline:
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
         batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
-        loss_of = self._smoothed(batch) if self.label_smoothing else None
+        loss_of = self._smoothed(batch) if self.request.label_smoothing else None
         work = self.outline.work(batch, rows, loss_of)
-        if work is None or self.eval_batch_size <= size:
+        evaluated = self.request.eval_batch_size or 0
+        if work is None or evaluated <= size:
             return work
-        return replace(work, evaluation=self.work(replace(rows, batch_size=self.eval_batch_size)))
+        return replace(work, evaluation=self.work(replace(rows, batch_size=evaluated)))
 
     def _smoothed(self, batch: dict[str, torch.Tensor]) -> Callable[[Any], torch.Tensor]:
         """The loss that the Trainer computes outside the model. Removes the labels from `batch`."""
         from transformers.trainer_pt_utils import LabelSmoother
 
-        smoother, labels = LabelSmoother(epsilon=self.label_smoothing), batch.pop("labels")
+        smoother, labels = LabelSmoother(epsilon=self.request.label_smoothing), batch.pop("labels")
         if self.task == "seq2seq":
             batch["decoder_input_ids"] = torch.empty_like(labels)
         return partial(smoother, labels=labels, shift_labels=self.task == "causal")
@@ -424,12 +400,7 @@ class _TaskOutline:
 
 
 def _outline(
-    source: ModelSource,
-    config: OffloadConfig,
-    machine: Hardware,
-    *,
-    assumed: bool = False,
-    label_smoothing: float = 0.0,
+    source: ModelSource, config: OffloadConfig, machine: Hardware, request: PlanRequest, *, assumed: bool = False
 ) -> _TaskOutline:
     """
     Args:
@@ -437,4 +408,4 @@ def _outline(
     """
     held = 0 if source.model is None else held_in_ram(source.model)
     outline = outlined(source.on_meta, config, machine, assumed=assumed)
-    return _TaskOutline(replace(outline, held_bytes=held), source.task, label_smoothing=label_smoothing)
+    return _TaskOutline(replace(outline, held_bytes=held), source.task, request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints, runtime_checkable
@@ -382,3 +382,14 @@ def check_counts(counts: Mapping[str, Any], *, least: int = 1, optional: Collect
 def given_size(batch_size: object) -> dict[str, object]:
     """`batch_size` as a count by name; {} for "auto"."""
     return {} if isinstance(batch_size, str) and batch_size == "auto" else {"batch_size": batch_size}
+
+
+def with_wishes(offload: OffloadConfig | None, **wishes: Any) -> OffloadConfig:
+    """The config with all `wishes` that are not None.
+
+    Raises:
+        ConfigError: a value is invalid, or `offload` is no config.
+    """
+    if offload is not None and not isinstance(offload, OffloadConfig):
+        raise ConfigError(f"offload must be an OffloadConfig, such as OffloadConfig(vram='8GiB'), got {shown(offload)}")
+    return replace(offload or OffloadConfig(), **{name: wish for name, wish in wishes.items() if wish is not None})

@@ -25,9 +25,8 @@ from offloadkit.distributed import world
 from offloadkit.errors import ConfigError, cut, shown
 from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig
-from offloadkit.hf.options import FinetuneOptions
+from offloadkit.hf.options import LEARNING_RATES, FinetuneOptions
 from offloadkit.optim.table import trainer_names
-from offloadkit.planner import Dtype
 
 logger = logging.get_logger(__name__)
 
@@ -93,20 +92,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {shown(near[0])}?" if near else ""
 
 
-def arguments_of_finetune(
-    own: dict[str, Any], given: dict[str, Any], dtype: Dtype, evaluates: bool
-) -> Seq2SeqTrainingArguments:
-    """Build the Trainer's arguments. `given` overrides `own`, which overrides the defaults of `finetune`.
+def arguments_of_finetune(options: FinetuneOptions) -> Seq2SeqTrainingArguments:
+    """Build the Trainer's arguments. `options.training_arguments` override the other options and the defaults.
 
     Args:
-        dtype: dtype of the working weights.
-        evaluates: whether the run has an evaluation set.
+        options: the batch size and the working dtype of `offload` are decided.
 
     Raises:
         ConfigError: an argument is unknown or unsupported, transformers refuses its value, or `accelerate launch`
             enables a feature that the engine lacks.
     """
-    known = argument_names()
+    known, given, evaluates = argument_names(), options.training_arguments, options.eval_dataset is not None
+    dtype = options.engine_config.working_dtype
     if given.get("deepspeed"):  # checked first: transformers would ask for the deepspeed package
         raise ConfigError(f"deepspeed={given['deepspeed']!r}: leave it out, and {_FROM_DEEPSPEED}")
     for name in given:
@@ -134,13 +131,21 @@ def arguments_of_finetune(
         "warmup_steps": 0.05,
         "logging_steps": 0.05,
         "eval_strategy": ("steps" if "eval_steps" in given else "epoch") if evaluates else "no",
-        "per_device_eval_batch_size": own["per_device_train_batch_size"],
+        "per_device_eval_batch_size": options.batch_size,
         "train_sampling_strategy": "group_by_length",
         "save_strategy": "steps" if "save_steps" in given else "epoch",
         "save_total_limit": 1,
         "report_to": "none",
+        "output_dir": str(options.output_dir),
+        "num_train_epochs": options.epochs,
+        "max_steps": options.max_steps or -1,
+        "seed": options.seed,
+        "gradient_accumulation_steps": options.gradient_accumulation,
+        "per_device_train_batch_size": options.batch_size,
+        "learning_rate": options.learning_rate or LEARNING_RATES[options.init],
+        "prediction_loss_only": options.compute_metrics is None,
     }
-    chosen = defaults | own | given
+    chosen: dict[str, Any] = defaults | given
     precision = _precision(bf16=chosen["bf16"], fp16=chosen["fp16"])
     if problems := _asked_by_the_environment(precision):  # before transformers asks for packages
         raise _cannot_train_with(problems)

@@ -12,7 +12,7 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any, Literal
 
 from offloadkit.errors import ConfigError, shown
-from offloadkit.facts.config import OffloadConfig, Precision, check_counts, given_size
+from offloadkit.facts.config import OffloadConfig, Precision, check_counts, given_size, with_wishes
 
 if TYPE_CHECKING:
     from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
@@ -248,6 +248,12 @@ class FinetuneOptions:
         return {name: value for name, value in vars(self).items() if name != "training_arguments"} | dict(
             self.training_arguments
         )
+
+    @property
+    def engine_config(self) -> OffloadConfig:
+        """`offload` with the options that override its fields."""
+        names = ("vram", "ram", "precision", "compile_blocks", "grace_seconds", "save_minutes")
+        return with_wishes(self.offload, **{name: getattr(self, name) for name in names})
 
     @property
     def lengths(self) -> dict[str, int | None]:

@@ -337,7 +337,7 @@ def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
     module = importlib.import_module("offloadkit.doors.finetuning")
     seen: dict[str, Any] = {}
 
-    def auto_batch_size(source: Any, offload: OffloadConfig, *, device: torch.device, **_: Any) -> int:
+    def auto_batch_size(source: Any, offload: OffloadConfig, request: Any) -> int:
         seen["by batch size"] = offload.working_dtype
         return 4
 
@@ -354,7 +354,7 @@ def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
     monkeypatch.setattr(hardware, "default_device", lambda: device)
     monkeypatch.setattr(hardware, "supports_bf16", lambda device: gpu == "H200" or device.type == "cpu")
     monkeypatch.setattr(module, "auto_batch_size", auto_batch_size)
-    monkeypatch.setattr(module, "plan_for_rows", plan)
+    monkeypatch.setattr(module, "shown_plan", plan)
     monkeypatch.setattr(arguments, "arguments_of_finetune", told)
     monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: gpu != "none")
     with pytest.raises(KeyboardInterrupt):

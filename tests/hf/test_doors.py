@@ -149,11 +149,11 @@ def test_evaluation_counts_with_the_rows_that_it_takes_at_once(
 def test_finetune_plans_for_the_rows_of_its_evaluation_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
 
-    def plan(*args: Any, **size: Any) -> None:
-        found.append(planning.plan_for_rows(*args, **size).basis.work)
+    def plan(*args: Any, **how: Any) -> None:
+        found.append(planning.shown_plan(*args, **how).basis.work)
         raise PlannedError
 
-    monkeypatch.setattr(importlib.import_module("offloadkit.doors.finetuning"), "plan_for_rows", plan)
+    monkeypatch.setattr(importlib.import_module("offloadkit.doors.finetuning"), "shown_plan", plan)
     held_out = [{name: values.tolist() for name, values in row.items()} for row in seq2seq_rows(3)]
     given: dict[str, Any] = {"eval_dataset": held_out, "eval_strategy": "no", "per_device_eval_batch_size": 9}
     with pytest.raises(PlannedError):
@@ -224,11 +224,12 @@ def test_finetune_plans_for_the_whole_logits_of_label_smoothing(
     """512 positions of 50,000 words, of which two fifths are a chunk."""
     found: list[Any] = []
 
-    def plan(*args: Any, **size: Any) -> None:
-        found.append(planning.plan_for_rows(*args, **size | {"batch_size": 8, "max_target_length": 64}).basis.work)
+    def plan(source: Any, config: OffloadConfig, request: planning.PlanRequest, **how: Any) -> None:
+        request = replace(request, batch_size=8, max_target_length=64)
+        found.append(planning.shown_plan(source, config, request, **how).basis.work)
         raise PlannedError
 
-    monkeypatch.setattr(importlib.import_module("offloadkit.doors.finetuning"), "plan_for_rows", plan)
+    monkeypatch.setattr(importlib.import_module("offloadkit.doors.finetuning"), "shown_plan", plan)
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(t5_config(vocab_size=50_000))
     for factor in (0.0, 0.1):

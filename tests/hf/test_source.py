@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig, ByT5Tokenizer
 
 import offloadkit
-from offloadkit.doors.planning import plan_source
+from offloadkit.doors.planning import PlanRequest, plan_source
 from offloadkit.errors import ModelError
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf import patches, source
@@ -18,7 +18,7 @@ from offloadkit.hf.source import resolve
 from tests.hf import tiny
 
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(4)]
-SIZE: dict[str, Any] = {"batch_size": 2, "max_input_length": 8, "max_target_length": 4, "device": None}
+REQUEST = PlanRequest(2, max_input_length=8, max_target_length=4, device=None)
 
 
 def test_training_by_name_reads_the_config_once_and_builds_the_planned_model_once(
@@ -42,16 +42,16 @@ def test_training_by_name_reads_the_config_once_and_builds_the_planned_model_onc
 def test_a_plan_leaves_the_model_that_it_was_made_from_unchanged() -> None:
     found = resolve("t5-small", init="random")
     config = OffloadConfig(vram="4GiB", ram="8GiB")
-    first = plan_source(found, config, **SIZE)
+    first = plan_source(found, config, REQUEST)
     model: Any = found.on_meta
     assert "forward" not in vars(model.lm_head)
     assert not any("forward" in vars(module) or "compute_bias" in vars(module) for module in model.modules())
     assert model.config.use_cache
     assert model.config._attn_implementation == "sdpa"
-    assert plan_source(found, config, **SIZE) == first
-    other = plan_source(found, OffloadConfig(vram="4GiB", ram="8GiB", working_dtype="fp32"), **SIZE)
+    assert plan_source(found, config, REQUEST) == first
+    other = plan_source(found, OffloadConfig(vram="4GiB", ram="8GiB", working_dtype="fp32"), REQUEST)
     assert {layer.dtype for layer in other.layers} == {"fp32"}
-    assert plan_source(found, config, **SIZE) == first
+    assert plan_source(found, config, REQUEST) == first
 
 
 def test_rows_change_the_head_and_not_what_was_read(tmp_path: Path) -> None:

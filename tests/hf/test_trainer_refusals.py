@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.arguments import arguments_of_finetune, engine_config
+from offloadkit.hf.options import FinetuneOptions
 from offloadkit.hf.trainer import OffloadTrainer, OffloadTrainerMixin
 from tests.deepspeed.test_deepspeed_config import FULL, HF_ZERO3
 from tests.hf.training import arguments, seq2seq_rows, t5, train
@@ -56,7 +57,7 @@ def test_other_engines_are_refused(tmp_path: Path, name: str, value: Any, advice
 
 def test_finetune_refuses_deepspeed_before_transformers_asks_for_it() -> None:
     with pytest.raises(ConfigError, match=r"deepspeed='ds.json': leave it out, and pass offload=OffloadConfig"):
-        arguments_of_finetune({}, {"deepspeed": "ds.json"}, "fp32", evaluates=False)
+        arguments_of_finetune(FinetuneOptions("t5-small", [], training_arguments={"deepspeed": "ds.json"}))
 
 
 def test_a_config_of_deepspeeds_with_autos_takes_the_arguments(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_what_accelerates_config_asks_for_is_refused(
     with pytest.raises(ConfigError, match=f"{name}='{value}'"):
         OffloadTrainer(model=t5(), args=args)
     with pytest.raises(ConfigError, match=f"{name}='{value}'"):
-        arguments_of_finetune({"per_device_train_batch_size": 2}, {}, "fp32", evaluates=False)
+        arguments_of_finetune(FinetuneOptions("t5-small", [], batch_size=2))
 
 
 def test_arguments_that_know_other_ranks_than_torch_are_refused(

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offloadkit.checkpoint.folder import written_to
 from offloadkit.doors.engines import forecast
@@ -21,36 +21,26 @@ from offloadkit.errors import OffloadkitError
 from offloadkit.facts.units import format_seconds
 from offloadkit.hf.data import PreparedData
 from offloadkit.hf.source import resolve
-from offloadkit.planner import Dtype
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 _NUM_ROWS = 1024
 """Rows to take typical lengths from."""
 
 
-def measured_baseline(
-    model: Any,
-    data: PreparedData,
-    *,
-    batch_size: int,
-    by_length: bool,
-    accumulation: int,
-    dtype: Dtype,
-    folder: Path,
-) -> float | None:
+def measured_baseline(model: Any, data: PreparedData, args: TrainingArguments, folder: Path) -> float | None:
     """Seconds per step of plain training, with micro-batches of `data`'s mean padded lengths.
 
     Prints the reason and returns None if it cannot be measured.
 
     Args:
         model: as in `finetune`.
-        by_length: see `padded_lengths`.
-        dtype: of the working weights.
         folder: keeps measurements for the next call.
     """
     print("measuring a step without offloading ...", flush=True)
     try:
-        lengths = padded_lengths(data, batch_size, by_length=by_length)
-        seconds = _measured(model, lengths, batch_size, accumulation, dtype, folder)
+        seconds = _measured(model, data, args, folder)
     except OffloadkitError as error:
         print(f" not measured, but predicted: {error}", flush=True)
         return None
@@ -58,9 +48,7 @@ def measured_baseline(
     return seconds
 
 
-def _measured(
-    model: Any, lengths: tuple[int, int], batch_size: int, accumulation: int, dtype: Dtype, folder: Path
-) -> float:
+def _measured(model: Any, data: PreparedData, args: TrainingArguments, folder: Path) -> float:
     """Raises `OffloadkitError` if it cannot be measured, for example because the model cannot be rebuilt from
     its config.
     """
@@ -71,14 +59,15 @@ def _measured(
     if not by_name and not all(weight.requires_grad for weight in model.parameters()):
         raise OffloadkitError("parts of the model are frozen")
     folder.mkdir(exist_ok=True)
-    input_length, target_length = lengths
+    batch_size, by_length = args.per_device_train_batch_size, args.train_sampling_strategy == "group_by_length"
+    input_length, target_length = padded_lengths(data, batch_size, by_length=by_length)
     work = Work(
         model=config_folder(model, folder),
         batch_size=batch_size,
         input_length=input_length,
         target_length=target_length,
-        accumulation=accumulation,
-        dtype=dtype,
+        accumulation=args.gradient_accumulation_steps,
+        dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         our_compute=True,
     )
     runs = Runs(folder, None)
