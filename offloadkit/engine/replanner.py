@@ -22,6 +22,7 @@ from torch import nn
 from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.device.process_memory import VramCap, forget_peak
 from offloadkit.distributed.ranks import Group, Solo
+from offloadkit.engine.agreement import RankFlags, agree
 from offloadkit.engine.loop import TrainingLoop
 from offloadkit.engine.outline import FirstWindow
 from offloadkit.errors import (
@@ -66,21 +67,32 @@ def connect(plan: Plan, ranks: Solo | Group) -> None:
 
 
 @dataclass(frozen=True)
+class RamShortage:
+    """RAM that is running out on this rank.
+
+    Attributes:
+        warning: a sentence for the user.
+        leaner: the plan with less in RAM; None with several ranks, which look for it together after the update.
+    """
+
+    warning: str
+    leaner: Plan | None
+
+
+@dataclass(frozen=True)
 class Boundary:
     """Facts known at the end of an accumulation window, before its update starts.
 
     Attributes:
         order: the layers in the ranks' stepping order; None at world size 1: forward order.
-        scarce: a sentence about RAM running out on this rank, or None.
-        scarce_on: the ranks whose RAM is running out.
-        leaner: the plan with less in RAM, at world size 1 if RAM is scarce.
+        shortage: of RAM on this rank, or None.
+        scarce_on: the ranks whose RAM is running out; empty at world size 1.
         rates_are_due: all ranks have measured enough steps.
     """
 
     order: Sequence[LayerState] | None
-    scarce: str | None
+    shortage: RamShortage | None
     scarce_on: Sequence[int]
-    leaner: Plan | None
     rates_are_due: bool
 
 
@@ -158,44 +170,44 @@ class Replanner:
         if self._exchanges_each:
             self._check_whole()
 
-    def check_memory(self) -> tuple[str | None, Plan | None]:
-        """(warning, leaner plan) if RAM is scarce; only world size 1 looks for the plan here.
+    def check_memory(self) -> RamShortage | None:
+        """Check whether RAM is running out on this rank.
 
         Raises:
-            OutOfRamError: no plan takes less.
+            OutOfRamError: no plan takes less, at world size 1.
         """
         self._vram_cap.renew("training")
-        scarce, leaner = self._ram_watch.warning(), None
-        if scarce is not None and self._ranks.size == 1:
-            leaner = with_less_ram(self.plan, self._device)
-            if leaner is None:
-                raise OutOfRamError(scarce)
-        return scarce, leaner
+        warning = self._ram_watch.warning()
+        if warning is None:
+            return None
+        leaner = with_less_ram(self.plan, self._device) if self._ranks.size == 1 else None
+        if leaner is None and self._ranks.size == 1:
+            raise OutOfRamError(warning)
+        return RamShortage(warning, leaner)
 
-    def agree(self, shortage: tuple[str | None, Plan | None]) -> Boundary:
-        """A collective: agree on the actions at this boundary. `shortage` is the result of `check_memory`.
+    def agree(self, shortage: RamShortage | None) -> Boundary:
+        """A collective: agree on the actions at this boundary.
 
         Raises:
             RepeatWindowError: a rank's GPU was full in this window, and all ranks have moved to a leaner plan.
             OutOfVramError: a rank's GPU was full, and no rank has moved.
             EngineStateError: the ranks are at different steps.
         """
-        scarce, leaner = shortage
         if self._ranks.size == 1:
-            return Boundary(None, scarce, (), leaner, self._rates_are_due)
+            return Boundary(None, shortage, (), self._rates_are_due)
         if self._exchanges_last and not self._loop.in_last:
             self._check_whole()
         window = self._loop.num_updates, self._loop.num_backwards
         try:
-            wishes = False, scarce is not None, self._rates_are_due
-            wished, order = self._loop.placed.agree(self._ranks, window, wishes)
+            flags = RankFlags(ram_is_scarce=shortage is not None, rates_are_due=self._rates_are_due)
+            agreed = agree(self._loop.placed, self._ranks, window, flags)
         except BaseException:
             self._loop.drop_gradients()
             raise
-        full, is_scarce, due = wished.astype(bool).T
-        if full.any():
-            raise self._repeat_together(full)
-        return Boundary(order, scarce, np.flatnonzero(is_scarce).tolist(), None, bool(due.all()))
+        if agreed.full.any():
+            raise self._repeat_together(agreed.full)
+        scarce_on = np.flatnonzero(agreed.scarce).tolist()
+        return Boundary(agreed.order, shortage, scarce_on, bool(agreed.due.all()))
 
     def recover_at_boundary(self) -> AbstractContextManager[None]:
         """`recover_from_oom` for the start of an update, but several ranks cannot recover, because other ranks are
@@ -213,9 +225,9 @@ class Replanner:
             DoesNotFitError: there is no GPU, and a budget is too small for the first window's micro-batches.
         """
         if boundary.scarce_on:
-            self._leave_ram_together(boundary.scarce_on, boundary.scarce)
-        elif boundary.leaner is not None:
-            self._leave_ram(boundary.leaner, boundary.scarce)
+            self._leave_ram_together(boundary.scarce_on, boundary.shortage)
+        elif boundary.shortage is not None and boundary.shortage.leaner is not None:
+            self._leave_ram(boundary.shortage.leaner, boundary.shortage.warning)
         elif self.first_window is not None:
             self._move_after(self.first_window)
         elif boundary.rates_are_due:
@@ -302,7 +314,7 @@ class Replanner:
             return self._who_is_full(am_full=True)
         if not self._exchanges_each:
             window = loop.num_updates, loop.num_backwards
-            return loop.placed.agree(self._ranks, window, (True, False, False))[0][:, 0].astype(bool)
+            return agree(loop.placed, self._ranks, window, RankFlags(is_full=True)).full
         if has_joined:  # the other ranks may run another micro-batch or end the window
             loop.drop_gradients()
             error.is_final = True
@@ -361,20 +373,22 @@ class Replanner:
         except OffloadkitError as why:
             raise OutOfVramError(f"{error}. The move to a leaner plan failed: {why}") from error
 
-    def _leave_ram_together(self, ranks: Sequence[int], scarce: str | None) -> None:
+    def _leave_ram_together(self, ranks: Sequence[int], shortage: RamShortage | None) -> None:
         """Move several ranks to a plan with less RAM, because RAM is scarce on `ranks`.
 
         Raises:
             OutOfRamError: no plan takes less, or the move failed.
         """
         self._loop.settle()  # see _repeat_together
-        scarce = scarce or f"RAM is running out on rank {ranks[0]}, whose error says more"
+        scarce = (
+            f"RAM is running out on rank {ranks[0]}, whose error says more" if shortage is None else shortage.warning
+        )
         plan = with_less_ram(self.plan, self._device, self._ranks)
         if plan is None:
             raise OutOfRamError(scarce)
         self._leave_ram(plan, scarce)
 
-    def _leave_ram(self, plan: Plan, scarce: str | None) -> None:
+    def _leave_ram(self, plan: Plan, scarce: str) -> None:
         """Raises `OutOfRamError` if the move fails."""
         try:
             self._move_with_a_warning(plan, "RAM was running out", stacklevel=5)

@@ -15,7 +15,6 @@ from itertools import islice
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from offloadkit.device import host_memory
@@ -23,7 +22,7 @@ from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.process_memory import let_segments_grow
 from offloadkit.device.state_file import DiskStates, Region, StateFile
 from offloadkit.device.streams import BusyTime, Waits
-from offloadkit.distributed.ranks import Group, Ranks, Solo
+from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import ConfigError, EngineStateError
 from offloadkit.facts.changes import caching_configs, without_caches
@@ -634,7 +633,8 @@ class PlacedModel:
             self.gradients.join_rest()
 
     @property
-    def _forward_order(self) -> list[LayerState]:
+    def forward_order(self) -> list[LayerState]:
+        """The layers in the order of the last forward."""
         by_weights = {state.weights: state for state in self.states}
         return [by_weights[weights] for weights in self.forward_hooks.forward_order()]
 
@@ -646,7 +646,7 @@ class PlacedModel:
 
         order: several ranks only: the order that all ranks agreed on.
         """
-        order = self._forward_order if order is None else order
+        order = self.forward_order if order is None else order
         self._is_stepped = True
         self.gradients.end_of_window()
         layers = []
@@ -658,74 +658,6 @@ class PlacedModel:
         if self.gathers is not None:
             self.gathers.begin([state.weights for state, _, _ in layers if state.placement.weights == "vram"])
         return layers
-
-    def agree(
-        self, ranks: Ranks, window: tuple[int, int], wishes: Sequence[bool]
-    ) -> tuple[NDArray[np.int64], list[LayerState]]:
-        """A collective at the window's end: all ranks step the same parameters, in rank 0's layer order, and exchange
-        gradients in rank 0's order.
-
-        Args:
-            window: (updates, micro-batches) so far; must be equal on all ranks.
-            wishes: flags that every rank gets to see. If the first one, "cannot finish the window", is set on any rank,
-                nothing else is agreed on.
-
-        Returns:
-            All ranks' wishes, [ranks, *], and the layers in stepping order.
-
-        Raises:
-            EngineStateError: the ranks are at different steps or micro-batches.
-        """
-        order, head = self._forward_order, len(window) + len(wishes)
-        at = {state: index for index, state in enumerate(self.states)}
-        num, counts = len(self.states), [len(state.layer.views) for state in self.states]
-        got = np.zeros(sum(counts), dtype=np.int64)
-        starts = [0, *np.cumsum(counts).tolist()]
-        for start, state in zip(starts, self.states, strict=False):
-            got[[start + index for index in state.gradient.window]] = 1
-        parted = [isinstance(state.weights, StreamedWeights) and state.weights.is_parted for state in self.states]
-        own = [*window, *wishes, *(at[state] for state in order), *self.gradients.completed, *parted]
-        told = ranks.agree(np.concatenate([np.array(own, dtype=np.int64), got]))
-        windows, wished, told = told[:, :2].tolist(), told[:, 2:head], told[:, head:]
-        if wished[:, 0].any():
-            return wished, order
-        if len({*map(tuple, windows)}) > 1:
-            listed = ", ".join(f"rank {rank}: {m} in step {n}" for rank, (n, m) in enumerate(windows))
-            raise EngineStateError(
-                f"the ranks are at different micro-batches ({listed}): every rank must call backward() and step() "
-                "equally often. Give all ranks the same number of batches"
-            )
-        self._share_writes(ranks, told[:, 2 * num : 3 * num])
-        by_any = told[:, 3 * num :].max(axis=0)
-        for start, state, count in zip(starts, self.states, counts, strict=False):
-            by_ranks = set(np.flatnonzero(by_any[start : start + count]).tolist())
-            state.gradient.missing = by_ranks - state.gradient.window
-            state.gradient.window = by_ranks
-        self.gradients.order = told[0, num : 2 * num].tolist()
-        return wished, [self.states[index] for index in told[0, :num].tolist()]
-
-    def _share_writes(self, ranks: Ranks, parted: NDArray[np.int64]) -> None:
-        """Publish weights in RAM that all ranks wrote since the last boundary, each rank in its private copy.
-
-        parted: [ranks, layers], 1 where a rank has a private copy. All ranks are between backward and step.
-
-        Raises:
-            EngineStateError: a rank has not written weights that another rank has.
-        """
-        for at in np.flatnonzero(parted.min(axis=0) != parted.max(axis=0)):
-            wrote = ", ".join(map(str, np.flatnonzero(parted[:, at])))
-            raise EngineStateError(
-                f"weights of {self.states[at].layer.name!r} were written or loaded on rank {wrote}, but not on the "
-                "other ranks: between steps every rank must write the same weights"
-            )
-        if not parted.any():
-            return
-        streamed = [state.weights for state in self.states if isinstance(state.weights, StreamedWeights)]
-        with ranks.together("sharing weights that were written"):
-            for weights in streamed:
-                weights.publish()
-        for weights in streamed:
-            weights.rejoin()
 
     def forget_pending(self) -> None:
         """Cancel the waits of forward for pending updates."""
