@@ -154,9 +154,13 @@ def test_switches_without_a_meaning_are_refused(by_name: str, options: dict[str,
 # -- stopping, and going on
 
 
-@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "often", [{}, pytest.param({"save_strategy": "epoch", "eval_strategy": "epoch"}, marks=pytest.mark.slow)]
+    ("step", "often"),
+    [
+        pytest.param(2, {"save_strategy": "epoch", "eval_strategy": "epoch"}, marks=pytest.mark.slow),
+        (3, {}),
+        pytest.param(4, {"save_strategy": "epoch", "eval_strategy": "epoch"}, marks=pytest.mark.slow),
+    ],
 )
 def test_an_interrupt_finishes_the_step_and_resume_gives_the_weights_of_a_run_that_was_not_interrupted(
     step: int,

@@ -46,7 +46,7 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [20, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("tied", "frozen", "groups", "dtype", "accumulation", "max_grad_norm"),
     [  # every two of the values are together once
