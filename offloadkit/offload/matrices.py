@@ -25,7 +25,7 @@ def matrices_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> di
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     used: dict[nn.Parameter, int] = {}
-    for module in model.modules():
+    for _, module in model.named_modules(remove_duplicate=False):
         for parameter in module.parameters(recurse=False):
             used[parameter] = used.get(parameter, 0) + 1
     found: dict[nn.Parameter, Matrix] = {}

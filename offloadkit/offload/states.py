@@ -26,7 +26,7 @@ from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim.moments import random_key
 from offloadkit.optim.reference import join_master, split_master
 from offloadkit.optim.table import FlatState, Optimizer, Options, Segment
-from offloadkit.planner import cpu_can_step, gpu_can_step
+from offloadkit.planner import cpu_can_step, gpu_can_step, reaches_ram
 
 
 @lru_cache(maxsize=256)
@@ -115,7 +115,7 @@ class LayerState:
         def in_vram(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(numel, dtype=dtype, device=device)
 
-        by_cpu = cpu_can_step(placement)
+        keeps_copy = cpu_can_step(placement, layer.kind)
         self.weights: LayerWeights
         self._streamed: StreamedWeights | None = None
         if weights_slab is not None:
@@ -125,7 +125,7 @@ class LayerState:
             weights = self.weights.own
         else:
             self.weights = resident or LayerWeights(layer, in_vram(layer.numel, layer.dtype), device, waits, bring)
-            weights = slab.cut(shard.numel, layer.dtype) if by_cpu else self.weights.own
+            weights = slab.cut(shard.numel, layer.dtype) if keeps_copy else self.weights.own
         states = slab.cut if region is None else region.cutter()
         self.flat = FlatState.cut(layer.states, weights, in_vram if placement.states == "vram" else states)
         is_sum = config.gradient_accumulation > 1 or layer.shared or shard is not layer
@@ -134,7 +134,7 @@ class LayerState:
             all_sums = [sums_slab.cut(layer.numel, torch.float32) for _ in layer.cuts[1:]]
             host: torch.Tensor | None = all_sums[layer.rank][shard.begin : shard.begin + shard.numel]
         else:
-            host = slab.cut(shard.numel, torch.float32 if is_sum else layer.dtype) if by_cpu else None
+            host = slab.cut(shard.numel, torch.float32 if is_sum else layer.dtype) if reaches_ram(placement) else None
         self.gradient = LayerGradient(
             self.weights,
             host,
@@ -166,7 +166,7 @@ class LayerState:
             name, cuts = f"{self.layer.name} states", [view.start for view in self.layer.views] if is_matrix else None
             self._passing = PassingStates(name, self.flat, resident_weights, passing_gradient, cuts)
         self.on_gpu = placement.step == "gpu"
-        by_either = cpu_can_step(placement) and self._passing is not None and not is_matrix
+        by_either = cpu_can_step(placement, self.layer.kind) and self._passing is not None and not is_matrix
         self.switchable = self._config.placement is None and by_either
 
     def leave_ring(self) -> None:
@@ -457,7 +457,7 @@ class LayerState:
             passing, kept, segments, grad_scale, stream, unread=unread, matrix_steps=self._matrix_steps
         )
         if streamed is None:
-            self._copy_is_stale = self.gradient.host is not None
+            self._copy_is_stale = self._keeps_copy
         else:
             streamed.written = passing.drained
 

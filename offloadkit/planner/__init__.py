@@ -23,6 +23,7 @@ from offloadkit.planner.layout import (
     is_built,
     is_small,
     possible,
+    reaches_ram,
     step_buffer_bytes,
     tier_bytes,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "make_plan",
     "placed",
     "possible",
+    "reaches_ram",
     "step_buffer_bytes",
     "tier_bytes",
 ]

@@ -182,11 +182,11 @@ class LayerShape:
     def ram_bytes(self, placement: Placement, accumulation: int) -> dict[str, int]:
         """Pinned RAM by category."""
         parts = {"gradients": self.sums_bytes()}
-        on_cpu = cpu_can_step(placement)
-        if on_cpu:
+        if reaches_ram(placement):
             in_ram = placement.gradients == "ram"
             parts["gradients"] += self.window_bytes(accumulation) if in_ram else self.gradient_bytes(accumulation)
-        if on_cpu or placement.weights == "ram":  # the copy of resident weights, or the only copy
+        keeps_copy = cpu_can_step(placement, self.kind)
+        if keeps_copy or placement.weights == "ram":  # the copy of resident weights, or the only copy
             parts["working weights"] = self.stepped_bytes()
         if placement.states == "ram":
             parts |= self.state_bytes()
@@ -234,9 +234,14 @@ def is_built(placement: Placement, layer: LayerShape, accumulation: int, *, one_
     return one_host or not (placement.weights == "ram" or sums_in_ram)
 
 
-def cpu_can_step(placement: Placement) -> bool:
-    """Whether gradients and weights reach RAM."""
-    return placement.step == "cpu" or (placement.states == "ram" and placement.gradients == "ram")
+def reaches_ram(placement: Placement) -> bool:
+    """Whether the gradient reaches RAM."""
+    return placement.step == "cpu" or placement.gradients == "ram"
+
+
+def cpu_can_step(placement: Placement, kind: LayerKind) -> bool:
+    """Whether the CPU steps the layer, or may take it over from the GPU."""
+    return placement.step == "cpu" or (kind.step_unit == "element" and reaches_ram(placement))
 
 
 def gpu_can_step(placement: Placement) -> bool:

@@ -141,6 +141,9 @@ def test_every_placement_gives_the_same_bits(tmp_path: Path, dtype: str, accumul
             found[name] = trained(engine, 2)
             states = engine.state_dict()["optimizer"]["blocks.1.down.weight"]
             assert states["momentum_buffer"].shape == (48, 32)
+            if name == "streamed":  # no copy in RAM of the weights that the CPU never steps
+                others = [layer for layer in engine.plan.layers if not layer.matrices]
+                assert engine.plan.tiers["ram"]["working weights"] == sum(layer.weight_bytes() for layer in others)
             found[name] |= {key: array.clone() for key, array in states.items()}
     for name, arrays in found.items():
         for key, array in arrays.items():
