@@ -46,13 +46,13 @@ QUICK: list[tuple[int, int, dict[str, Any]]] = [
     (3, 1, {"placement": CPU_STEP}),
     (3, 2, {**EACH, "placement": GPU_STEP, "working_dtype": "bf16", "precision": "tiny"}),
     (2, 2, {**EACH, "placement": LATE_GRADIENTS, "working_dtype": "fp16", "loss_scale": 2.0**10}),
-    (2, 1, {"placement": STREAMED_TO_GPU, "working_dtype": "bf16", "move_to": ON_DISK, "steps": 2}),
     (2, 1, {"placement": RESIDENT, "working_dtype": "bf16", "hosts": True, "steps": 2}),
-    (2, 2, {**EACH, "placement": CPU_STEP, "hosts": True, "steps": 2}),
-    (2, 2, {**EACH, "placement": RESIDENT, "seeds": True, "model_options": {"dropout": 0.3}, "steps": 2}),
     (2, 2, {**EACH, "placement": LEAST, "seeds": True, "model_options": {"dropout": 0.3}, "steps": 2}),
 ]
 SLOW: list[tuple[int, int, dict[str, Any]]] = [
+    (2, 1, {"placement": STREAMED_TO_GPU, "working_dtype": "bf16", "move_to": ON_DISK, "steps": 2}),
+    (2, 2, {**EACH, "placement": CPU_STEP, "hosts": True, "steps": 2}),
+    (2, 2, {**EACH, "placement": RESIDENT, "seeds": True, "model_options": {"dropout": 0.3}, "steps": 2}),
     (2, 1, {"placement": GPU_ALONE, "precision": "compact", "max_grad_norm": None}),
     (3, 2, {**EACH, "placement": RESIDENT, "model_options": {"frozen": True, "tied": False}}),
     (4, 1, {"placement": CPU_STEP, "working_dtype": "bf16", "precision": "compact", "groups": True}),

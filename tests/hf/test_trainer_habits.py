@@ -54,8 +54,7 @@ class OfListsByTheirs(Trainer):
     compute_loss = OfLists.compute_loss
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("kind", "accumulation"), [(list, 1), (tuple, 2)])
 def test_batches_that_are_lists_or_tuples_train_as_transformers_does(
     tmp_path: Path, kind: Any, accumulation: int
 ) -> None:

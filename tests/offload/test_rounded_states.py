@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -67,8 +68,7 @@ def after_a_step(precision: Precision, first: dict[str, Any], second: dict[str, 
         return found | engine.master_weights()
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("precision", ["exact", "compact", "tiny"])
+@pytest.mark.parametrize(("precision", "option"), list(zip(cycle(["exact", "compact", "tiny"]), OPTIONS, strict=False)))
 def test_each_group_has_options_of_its_own(precision: Precision, option: str) -> None:
     others = OPTIONS | {option: OTHERS[option]}
     mixed, one, other = (
