@@ -1147,18 +1147,18 @@ def _wild_rows(name: str, draw: random.Random) -> Any:
 
 
 def _prepare(name: str, data: Any, stock: Path, draw: random.Random) -> Callable[[], object]:
-    from offloadkit.hf.columns import ColumnWish
+    from offloadkit.hf.columns import ColumnOptions
     from offloadkit.hf.data import prepare_both
     from offloadkit.hf.source import resolve
 
-    wish = ColumnWish(input="question", target="answer") if draw.random() < 0.1 else ColumnWish()
+    column_options = ColumnOptions(input="question", target="answer") if draw.random() < 0.1 else ColumnOptions()
     share = draw.choice([None, None, 0.5, 0.1])
 
     def call() -> None:
         source = resolve(stock / name)
         tokenizer = source.load_tokenizer()
         sizes: dict[str, Any] = {"max_input_length": 32, "max_target_length": 8}
-        made, _ = prepare_both(data, share, tokenizer, source.config, wish=wish, **sizes)
+        made, _ = prepare_both(data, share, tokenizer, source.config, column_options=column_options, **sizes)
         made.collator([made.dataset[at] for at in range(min(2, len(made.dataset)))])
 
     return call

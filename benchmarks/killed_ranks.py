@@ -34,7 +34,7 @@ from benchmarks.table import Row
 from offloadkit import OffloadConfig, OffloadEngine
 from offloadkit.checkpoint.folder import newest_checkpoint
 from offloadkit.distributed import world
-from offloadkit.distributed.launch import launch, told
+from offloadkit.distributed.launch import launch, send_to_parent
 from offloadkit.errors import ConfigError, RankError
 from offloadkit.facts.config import Placement
 
@@ -112,7 +112,7 @@ def train(folder: Path, last_step: int | None) -> tuple[str, str]:
             engine.save_checkpoint(folder / f"checkpoint-{step}", position=step)
             if rank == 0:
                 shutil.rmtree(folder / f"checkpoint-{step - 3}", ignore_errors=True)
-            told((os.getpid(), step))
+            send_to_parent((os.getpid(), step))
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
     return gpu, sha256(dict(model.named_parameters()))
 
@@ -222,7 +222,7 @@ def _one_life(folder: Path, scratch: Path, ranks: int, draw: random.Random) -> t
         return False
 
     try:
-        launch(train, {"folder": folder, "last_step": None}, ranks, folder=scratch, hear=hear, stops=stops)
+        launch(train, {"folder": folder, "last_step": None}, ranks, folder=scratch, on_message=hear, stops=stops)
     except RankError:
         if not killed_at:
             raise

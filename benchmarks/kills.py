@@ -121,7 +121,7 @@ class Life:
     after_kill: float = 0.0
     text: str = ""
 
-    def hear(self, line: str) -> None:
+    def on_message(self, line: str) -> None:
         what, _, number = line.partition(" ")
         if what == "hit":
             self.hit, self.where = True, number
@@ -305,7 +305,7 @@ def _see_through(door: str, processes: Sequence[_Process], kill: Kill | None) ->
         ended = [each.poll() for each in processes]
         for each in processes:
             for line in each.read():
-                life.hear(line)
+                life.on_message(line)
         now = time.monotonic()
         if all(ended):
             break
@@ -540,7 +540,7 @@ def pair(of: Trainings, second: str, draw: random.Random) -> None:
         while life.step < at:
             assert not any(each.poll() for each in processes), f"{of.door}: the first one ended\n{_tail(processes)}"
             for line in processes[0].read():
-                life.hear(line)
+                life.on_message(line)
             time.sleep(0.01)
         (refused,) = _start(second, other, None, scratch)
         running = [refused, *processes]

@@ -30,7 +30,7 @@ from transformers import TrainerCallback
 
 from benchmarks import corruption, table
 from benchmarks.run import git_commit
-from offloadkit.checkpoint.folder import MANIFEST, newest_checkpoint, put_in_place
+from offloadkit.checkpoint.folder import MANIFEST, newest_checkpoint, replace_folder
 from offloadkit.checkpoint.origin import Origin
 
 _DISK = "POWER_CUT_DISK"
@@ -138,7 +138,7 @@ def save_by_trainer(folder: Path, report: Callable[[str], None]) -> None:
     trainer.add_callback(Reports())
     trainer.train()
     for _ in range(2):
-        put_in_place(folder / "mine" / "model", trainer.model.save_pretrained)
+        replace_folder(folder / "mine" / "model", trainer.model.save_pretrained)
         report("model " + _digest(_files(folder / "mine" / "model")))
 
 

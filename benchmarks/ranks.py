@@ -53,7 +53,7 @@ from benchmarks.cases import config_of
 from benchmarks.rank_cases import RANK_CASES, RANK_ENGINES, RankCase
 from benchmarks.run import STEPS, WARMUP, ended_by_signals, git_commit, row_of
 from benchmarks.table import Row
-from offloadkit.distributed.launch import launch, told
+from offloadkit.distributed.launch import launch, send_to_parent
 from offloadkit.doors.engines.work import Work
 
 Raw = dict[str, Any]
@@ -169,7 +169,7 @@ def _measured(case: RankCase, engine: str, steps: int, limit: float, device: str
                     quiet.enter_context(contextlib.redirect_stdout(printed))
                     quiet.enter_context(contextlib.redirect_stderr(printed))
                 raws = launch(
-                    measure_rank, task, case.num_gpus, folder=Path(scratch), hear=heard.__setitem__, stops=stops
+                    measure_rank, task, case.num_gpus, folder=Path(scratch), on_message=heard.__setitem__, stops=stops
                 )
         except Exception as error:
             why = error.args[0] if isinstance(error, NotMeasuredError) else _failed(error)
@@ -334,7 +334,7 @@ def _measure_rank(work: Work, engine_name: str, binds: bool, traced: bool) -> Ra
         dist.barrier()  # before one ends
     names = ("torch", "transformers", "deepspeed", "torchao", "roundpipe")
     row["versions"] = {name: version(name) for name in names} | {"offloadkit": __version__}
-    told(row)
+    send_to_parent(row)
 
     def step() -> None:
         for at, batch in enumerate(steps[0], start=1):

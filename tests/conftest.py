@@ -88,8 +88,8 @@ def engines_without_a_budget_begin_on_a_gpu_as_on_the_cpu(monkeypatch: pytest.Mo
     if engine is not None:
         import torch
 
-        chooses = engine.chooses
-        monkeypatch.setattr(engine, "chooses", lambda config, device: chooses(config, torch.device("cpu")))
+        chooses = engine.needs_plan
+        monkeypatch.setattr(engine, "needs_plan", lambda config, device: chooses(config, torch.device("cpu")))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from offloadkit.checkpoint.folder import written_beside
+from offloadkit.checkpoint.folder import atomic_write
 from offloadkit.errors import ModelError, shown
 from offloadkit.facts import files
 from offloadkit.facts.threads import ThreadPool
@@ -42,7 +42,7 @@ _DTYPE_NAMES = {
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
-class Between:
+class PeriodicCall:
     """Calls a function after every few pieces, for example to drop pages of mapped memory."""
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -69,7 +69,7 @@ def write_arrays(
     path: Path,
     arrays: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str] | None = None,
-    between: Between | None = None,
+    between: PeriodicCall | None = None,
 ) -> None:
     """Write arrays of any device into a safetensors file, atomically.
 
@@ -92,7 +92,7 @@ def write_arrays(
         }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with written_beside(path) as file:
+    with atomic_write(path) as file:
         file.write(_HEADER_LENGTH.pack(len(encoded)))
         file.write(encoded)
         for _, array in ordered:
@@ -172,7 +172,7 @@ class ArrayFile:
             raise ValueError("its __metadata__ is not an object of strings")
         return {name: _array(name, entry, first, size) for name, entry in header.items()}, metadata
 
-    def read(self, name: str, into: torch.Tensor, between: Between | None = None, *, first: int = 0) -> None:
+    def read(self, name: str, into: torch.Tensor, between: PeriodicCall | None = None, *, first: int = 0) -> None:
         """Fill the 1-D contiguous tensor `into`, on any device, with an array's elements from `first` on.
 
         Raises:

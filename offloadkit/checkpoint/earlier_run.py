@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from offloadkit.checkpoint.folder import REPLACED, remove_checkpoint, why_not_whole, written_beside, written_to
+from offloadkit.checkpoint.folder import (
+    REPLACED,
+    atomic_write,
+    explained_write_errors,
+    remove_checkpoint,
+    why_not_resumable,
+)
 from offloadkit.checkpoint.one_run import CLAIM, one_run
 from offloadkit.errors import ConfigError, OutputError
 from offloadkit.facts.files import path_of, why_no_name
@@ -31,7 +37,7 @@ class EarlierRun:
         """
         while self.checkpoints:
             folder = self.checkpoints[0].parent
-            with written_to(folder):
+            with explained_write_errors(folder):
                 remove_checkpoint(self.checkpoints[0])
             del self.checkpoints[0]
             if not self.checkpoints:
@@ -44,7 +50,7 @@ class EarlierRun:
             yield
             return
         marker = self.checkpoints[0].parent / REPLACED
-        with written_to(marker.parent), written_beside(marker) as file:
+        with explained_write_errors(marker.parent), atomic_write(marker) as file:
             file.write(json.dumps([checkpoint.name for checkpoint in self.checkpoints]).encode())
         try:
             yield
@@ -79,7 +85,7 @@ def earlier_run(
         with one_run(path):  # report a running process before its files
             pass
     _check_replaceable(path / "model")
-    models = [model for name in ("model", ".model-old") if (model := path / name).exists()]  # see `put_in_place`
+    models = [model for name in ("model", ".model-old") if (model := path / name).exists()]  # see `replace_folder`
     for model in models:
         if not (model / "config.json").is_file() and not (model.is_dir() and not any(model.iterdir())):
             raise OutputError(
@@ -94,7 +100,7 @@ def earlier_run(
     if (models or checkpoints) and not overwrite:
         there = "a trained model" if models else f"checkpoints ({checkpoints[-1].name})"
         goes_on = "pass resume=True (--resume) to continue it, overwrite=True (--overwrite) to replace it"
-        if not models and all(why_not_whole(each) is not None for each in checkpoints):
+        if not models and all(why_not_resumable(each) is not None for each in checkpoints):
             goes_on = (
                 "no checkpoint is complete, so the run cannot be resumed: pass overwrite=True (--overwrite) to start "
                 "over"

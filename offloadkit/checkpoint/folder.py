@@ -24,7 +24,7 @@ import psutil
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from offloadkit.checkpoint.origin import Origin, parse_origin, said_by
+from offloadkit.checkpoint.origin import Origin, parse_origin, recorded_origin
 from offloadkit.errors import ConfigError, ModelError, OffloadkitError, OutputError, cut, shown
 from offloadkit.facts.files import path_of, read_json, why_not_plain
 from offloadkit.facts.threads import ThreadPool
@@ -87,7 +87,7 @@ def check_saving(folder: Path) -> None:
         probe = Path(tempfile.mkdtemp(prefix=f"{_PROBE}{os.getpid()}-", dir=folder))
         (new := probe / "new").mkdir()
         for _ in range(2):
-            with written_beside(new / "file") as file:
+            with atomic_write(new / "file") as file:
                 file.write(b"\0")
                 file.flush()
                 os.fsync(file.fileno())
@@ -147,11 +147,14 @@ def readable_or_before(checkpoint: Path) -> Path:
     Raises:
         ModelError: no checkpoint is readable.
     """
-    put_back(checkpoint)
+    recover_folder(checkpoint)
     others = [path.parent for path in checkpoint.parent.glob("*/" + MANIFEST) if path.parent != checkpoint]
     last = _sequence(checkpoint)
     before = [path for path in others if path.name[0] != "." and (not last or _sequence(path) < last)]
-    found = [checkpoint, *sorted((path for path in before if why_not_whole(path) is None), key=_sequence, reverse=True)]
+    found = [
+        checkpoint,
+        *sorted((path for path in before if why_not_resumable(path) is None), key=_sequence, reverse=True),
+    ]
     return _first_readable(found, "load a checkpoint from another folder, or start over")
 
 
@@ -180,7 +183,7 @@ def _run_of(checkpoint: Path) -> str | None:
     manifest = _manifest(checkpoint)
     if not isinstance(manifest, str):
         return manifest.origin.run
-    said = said_by(checkpoint / "run.json")
+    said = recorded_origin(checkpoint / "run.json")
     return None if said is None else said[0].run
 
 
@@ -197,12 +200,12 @@ def _sequence(checkpoint: Path) -> int:
 
 def _complete_checkpoints(folder: Path) -> list[Path]:
     _put_back(folder)
-    return [path for path in _checkpoints(folder) if why_not_whole(path) is None]
+    return [path for path in _checkpoints(folder) if why_not_resumable(path) is None]
 
 
 def skipped_checkpoints(folder: Path) -> list[tuple[Path, str]]:
     """Checkpoints that cannot be resumed, with reasons. File contents are not read."""
-    return [(path, why) for path in _checkpoints(folder) if (why := why_not_whole(path)) is not None]
+    return [(path, why) for path in _checkpoints(folder) if (why := why_not_resumable(path)) is not None]
 
 
 def rotate_checkpoints(folder: Path, limit: int | None, best: str | None) -> None:
@@ -223,7 +226,7 @@ def rotate_checkpoints(folder: Path, limit: int | None, best: str | None) -> Non
             kept.add(path)
     for path in found:
         if path not in kept:
-            with written_to(folder):
+            with explained_write_errors(folder):
                 remove_checkpoint(path)
 
 
@@ -246,7 +249,7 @@ def _is_usable(checkpoint: Path) -> bool:
     return why is None and _why_incomplete(checkpoint) is None
 
 
-def why_not_whole(checkpoint: Path) -> str | None:
+def why_not_resumable(checkpoint: Path) -> str | None:
     """Why the checkpoint cannot be resumed, or None if it is complete, optimizer states included."""
     if checkpoint.name in _replaced(checkpoint.parent):
         return "was to be replaced (overwrite=True) by a run that was killed before its first step"
@@ -301,7 +304,7 @@ def write_manifest(checkpoint: Path, origin: Origin) -> None:
     manifest |= origin._asdict()
     manifest |= {"sequence": 1 + max(map(_sequence, beside), default=0), "files": files}
     manifest["xxh3"] = _checksum_of(manifest)
-    with written_beside(checkpoint / MANIFEST) as file:
+    with atomic_write(checkpoint / MANIFEST) as file:
         file.write(json.dumps(manifest, indent=1).encode())
         file.flush()
         os.fsync(file.fileno())
@@ -427,7 +430,7 @@ def check_readable(checkpoint: Path, *, recut: bool = False, weights_alone: bool
         ModelError: a file is missing, truncated, changed, added later or unreadable, or the checkpoint is incomplete.
     """
     why = _why_unreadable(checkpoint, recut=recut)
-    if why is None and not weights_alone and (lacks := why_not_whole(checkpoint)) is not None:
+    if why is None and not weights_alone and (lacks := why_not_resumable(checkpoint)) is not None:
         why = f"training cannot resume from {checkpoint}: it {lacks}"
     if why is not None:
         raise ModelError(f"{why}. {_what_then(checkpoint)}")
@@ -438,7 +441,7 @@ def _why_unreadable(checkpoint: Path, *, recut: bool) -> str | None:
     if not checkpoint.is_dir():
         raise ModelError(f"Can't find a valid checkpoint at {checkpoint}: it is not a folder")
     has_manifest = (checkpoint / MANIFEST).is_file()
-    if not has_manifest and (why := why_not_whole(checkpoint)) is not None:  # do not list an unrelated folder
+    if not has_manifest and (why := why_not_resumable(checkpoint)) is not None:  # do not list an unrelated folder
         return f"training cannot resume from {checkpoint}: it {why}"
     names, saved, origin = _names(checkpoint), {}, None
     if has_manifest:
@@ -465,7 +468,7 @@ def _why_unreadable(checkpoint: Path, *, recut: bool) -> str | None:
 def _first_of_another(checkpoint: Path, names: set[str], origin: Origin) -> str | None:
     """A sentence about the first file whose recorded origin differs from the manifest's, or None."""
     for name in sorted(filter(_NAMES_OF_OURS.fullmatch, names)):
-        said, file = said_by(checkpoint / name) or (origin, name)
+        said, file = recorded_origin(checkpoint / name) or (origin, name)
         if file != name:
             named = f"{cut(str(file))} ({cut(str(said))})"
             return (
@@ -581,7 +584,7 @@ def free_bytes(folder: Path) -> int:
 def check_room(folder: Path, num_bytes: int, what: str) -> None:
     """Check that `folder`'s file system has room, by `statvfs`, which includes project quotas (XFS, ext4), CephFS
     folder quotas and quotas of many network drives, but often not user quotas. A write beyond a user quota fails in
-    `written_to`.
+    `explained_write_errors`.
 
     Args:
         what: subject of the error message.
@@ -596,7 +599,7 @@ def check_room(folder: Path, num_bytes: int, what: str) -> None:
         )
 
 
-def lost_with_runtime(folder: Path) -> str | None:
+def colab_disk_warning(folder: Path) -> str | None:
     """A warning if `folder` is lost when its Colab runtime ends, else None."""
     path = Path(os.path.realpath(folder))
     mount = next(each for each in (path, *path.parents) if os.path.ismount(each))
@@ -610,7 +613,7 @@ def lost_with_runtime(folder: Path) -> str | None:
 
 
 @contextmanager
-def written_to(folder: Path) -> Iterator[None]:
+def explained_write_errors(folder: Path) -> Iterator[None]:
     """Turn errors of a full disk or quota, which differ by library, into `OutputError`."""
     try:
         yield
@@ -629,7 +632,7 @@ def written_to(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def written_beside(path: Path) -> Iterator[IO[bytes]]:
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file that is renamed to `path` at the end, so mappings of the old file stay valid.
 
     On error the temporary file is removed and `path` is unchanged.
@@ -648,7 +651,7 @@ def written_beside(path: Path) -> Iterator[IO[bytes]]:
 def set_aside(folder: Path) -> Iterator[None]:
     """Move `folder` aside while a new one is written. On error the old folder is restored."""
     old = _aside(folder)
-    put_back(folder)  # otherwise the only complete checkpoint might be removed below
+    recover_folder(folder)  # otherwise the only complete checkpoint might be removed below
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -672,10 +675,10 @@ def _aside(folder: Path) -> Path:
 
 def _put_back(folder: Path) -> None:
     for old in folder.glob(".checkpoint-*-old"):
-        put_back(old.with_name(old.name.removeprefix(".").removesuffix("-old")))
+        recover_folder(old.with_name(old.name.removeprefix(".").removesuffix("-old")))
 
 
-def put_back(checkpoint: Path) -> None:
+def recover_folder(checkpoint: Path) -> None:
     """After a kill during saving: rename the new folder, if complete, or else the old one back to `checkpoint`.
 
     Raises:
@@ -684,8 +687,8 @@ def put_back(checkpoint: Path) -> None:
     if (checkpoint / MANIFEST).is_file() or not checkpoint.name:
         return
     for beside in (_new(checkpoint), _aside(checkpoint)):
-        if beside.is_dir() and why_not_whole(beside) is None:
-            with written_to(checkpoint):
+        if beside.is_dir() and why_not_resumable(beside) is None:
+            with explained_write_errors(checkpoint):
                 if checkpoint.is_dir():
                     shutil.rmtree(checkpoint)
                 beside.rename(checkpoint)
@@ -693,7 +696,7 @@ def put_back(checkpoint: Path) -> None:
             return
 
 
-def put_in_place(folder: Path, save: Callable[[Path], None], marker: str = "") -> None:
+def replace_folder(folder: Path, save: Callable[[Path], None], marker: str = "") -> None:
     """Let `save` fill a temporary folder, then rename it to `folder`.
 
     Args:
@@ -710,8 +713,8 @@ def put_in_place(folder: Path, save: Callable[[Path], None], marker: str = "") -
         )
     new, old = _new(folder), _aside(folder)
     try:
-        with written_to(folder):
-            put_back(folder)
+        with explained_write_errors(folder):
+            recover_folder(folder)
             if old.exists() and not folder.exists():  # a kill came between the two renames below
                 old.rename(folder)
             for leftover in (new, old):
@@ -728,7 +731,7 @@ def put_in_place(folder: Path, save: Callable[[Path], None], marker: str = "") -
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
-    with written_to(folder):
+    with explained_write_errors(folder):
         try:
             if folder.exists():
                 folder.rename(old)

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from offloadkit.checkpoint.folder import check_saving, lost_with_runtime, written_beside, written_to
+from offloadkit.checkpoint.folder import atomic_write, check_saving, colab_disk_warning, explained_write_errors
 from offloadkit.errors import OutputError
 from offloadkit.facts.threads import Thread
 
@@ -113,7 +113,7 @@ class Saves:
             new = path.with_name(f"{path.name}-new")
             descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._held[folder] = descriptor, path, []
-            if (lost := lost_with_runtime(checkpoint)) is not None:
+            if (lost := colab_disk_warning(checkpoint)) is not None:
                 print(lost, flush=True)
             _own_saves.add(path)
             with suppress(OSError):  # without locks no process is refused
@@ -186,14 +186,15 @@ def _who(holder: dict[str, Any]) -> str:
 @contextmanager
 def _claim_of_process(path: Path) -> Iterator[None]:
     holder = _this_process()
-    with written_to(path.parent):
+    with explained_write_errors(path.parent):
         descriptor, locks = _locked(path)
     try:
         if not locks:
             with _heartbeat(path, holder):
                 yield
             return
-        with written_to(path.parent):  # use this descriptor: closing another one of the file would release the lock
+        with explained_write_errors(path.parent):
+            # use this descriptor: closing another one of the file would release the lock
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         try:
@@ -259,7 +260,7 @@ def _heartbeat(path: Path, holder: dict[str, Any]) -> Iterator[None]:
         print(
             f"{path.parent} has no file locks: a file in it shows that this run is alive", file=sys.stderr, flush=True
         )
-    with written_to(path.parent):
+    with explained_write_errors(path.parent):
         _write(path, holder | {"beat": 0})
     ended = threading.Event()
 
@@ -296,5 +297,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, holder: dict[str, Any]) -> None:
-    with written_beside(path) as file:  # readers never see a partial file
+    with atomic_write(path) as file:  # readers never see a partial file
         file.write(json.dumps(holder).encode())

@@ -48,7 +48,7 @@ def parse_origin(found: Any) -> Origin:
     return Origin(str(found["run"]), int(found["attempt"]), int(found["num_updates"]))
 
 
-def said_by(path: Path) -> tuple[Origin, str] | None:
+def recorded_origin(path: Path) -> tuple[Origin, str] | None:
     """The origin and file name that a file records, or None."""
     try:
         if path.suffix == ".safetensors":

@@ -21,15 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from offloadkit.checkpoint.arrays import ArrayFile, Between
+from offloadkit.checkpoint.arrays import ArrayFile, PeriodicCall
 from offloadkit.checkpoint.folder import (
     MANIFEST,
     check_readable,
     check_room,
-    put_back,
-    put_in_place,
+    explained_write_errors,
+    recover_folder,
+    replace_folder,
     write_manifest,
-    written_to,
 )
 from offloadkit.checkpoint.one_run import another_writer
 from offloadkit.checkpoint.origin import ORIGIN, Origin
@@ -53,7 +53,7 @@ RANDOM_FILE_OF_RANK = "random-{:05}.json"
 
 
 @dataclass(frozen=True)
-class Adding:
+class SummationOrder:
     """How the gradients of an update are summed, which fixes the order of additions."""
 
     num_ranks: int
@@ -67,7 +67,7 @@ class Adding:
         adds_first = self.exchange == "step" and self.gradient_accumulation > 1
         return self.num_ranks if adds_first else 1
 
-    def other_order(self, now: Adding) -> str | None:
+    def order_warning(self, now: SummationOrder) -> str | None:
         """A warning if a run saved with this order resumes with another one, else None."""
         if self.num_sums == now.num_sums:
             return None
@@ -83,7 +83,7 @@ class Adding:
 
 
 @dataclass(frozen=True)
-class RunNumbers:
+class RunSnapshot:
     """All numbers of a run between updates, by name. The tensors are live."""
 
     weights: Mapping[str, Any]
@@ -99,7 +99,7 @@ class RunNumbers:
     """Values that a resumed run must share: "optimizer", "precision", and "seed" with stochastic rounding."""
     counts: dict[str, Any]
     """"num_updates" and "loss_scale"."""
-    adding: Adding
+    summation: SummationOrder
     origin: Origin
     forget_pages: Callable[[], None]
     """Drops mapped pages of on-disk states from RAM."""
@@ -122,13 +122,13 @@ class RunNumbers:
 
     def write_values(self, folder: Path, **more: Any) -> None:
         """Write `run.json`. Raises as `write`."""
-        values = {"facts": self.facts, "groups": self.groups, "counts": self.counts, "adding": asdict(self.adding)}
+        values = {"facts": self.facts, "groups": self.groups, "counts": self.counts, "adding": asdict(self.summation)}
         values |= {ORIGIN: self.origin.of_file(RUN_FILE), **more}
         write_json(folder / RUN_FILE, values)
 
     def write_states(self, folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
         """Write this rank's states. Raises as `write`."""
-        between = Between(self.forget_pages)
+        between = PeriodicCall(self.forget_pages)
         write_states(folder, self.states, self.ranges, self.shapes, between, self.origin, rank, num_ranks)
         between.finish()
 
@@ -143,7 +143,7 @@ class RunNumbers:
         values = read_json(path)
         number: dict[str, Any] = {"lr": 0.0, "betas": [0.0], "eps": 0.0, "weight_decay": 0.0}
         wanted: dict[str, Any] = {"facts": {}, "groups": [{"options": number, "parameters": [""]}]}
-        wanted |= {"counts": {"num_updates": 0, "loss_scale": None}, "adding": asdict(self.adding)}
+        wanted |= {"counts": {"num_updates": 0, "loss_scale": None}, "adding": asdict(self.summation)}
         why = why_unlike(values, wanted, "it", whole=True)
         if why is None and (scale := values["counts"]["loss_scale"]) is not None:
             why = why_unlike(scale, self.counts["loss_scale"], "loss_scale", whole=True)
@@ -156,7 +156,7 @@ class RunNumbers:
                 options_of(group["options"])
             except ConfigError as error:
                 raise ModelError(f"{path}, group {at}: {error}") from error
-        values["adding"] = {name: values["adding"][name] for name in asdict(self.adding)}
+        values["adding"] = {name: values["adding"][name] for name in asdict(self.summation)}
         facts, groups = values["facts"], values["groups"]
         members = [group["parameters"] for group in groups]
         for name, own in self.facts.items():
@@ -176,12 +176,12 @@ class RunNumbers:
 
     def load_states(self, saved: SavedStates) -> None:
         """Read the optimizer states into the live tensors."""
-        between = Between(self.forget_pages)
+        between = PeriodicCall(self.forget_pages)
         saved.load(self.states, self.ranges, between)
         between.finish()
 
 
-def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks = SOLO, **more: Any) -> None:
+def save_run(folder: Path, numbers: RunSnapshot, ranks: Ranks = SOLO, **more: Any) -> None:
     """Write a checkpoint with weights and random states, replacing an older one in `folder`.
 
     Several ranks write their states into a temporary folder; rank 0 then writes the rest, the manifest last. After an
@@ -197,12 +197,12 @@ def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks = SOLO, **more: Any
         return
     beside, first = folder.with_name(f".{folder.name}-ranks"), ranks.rank == 0
     try:
-        with ranks.together("beginning a checkpoint"), written_to(folder):
+        with ranks.together("beginning a checkpoint"), explained_write_errors(folder):
             if first:
                 check_room(folder, numbers.num_bytes(ranks.size), "a checkpoint")
                 shutil.rmtree(beside, ignore_errors=True)
                 beside.mkdir(parents=True)
-        with ranks.together("writing optimizer states"), written_to(folder):
+        with ranks.together("writing optimizer states"), explained_write_errors(folder):
             numbers.write_states(beside, ranks.rank, ranks.size)
             if not first:
                 write_random(beside, numbers.origin, ranks.rank)
@@ -220,7 +220,7 @@ def save_run(folder: Path, numbers: RunNumbers, ranks: Ranks = SOLO, **more: Any
             shutil.rmtree(beside, ignore_errors=True)
 
 
-def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunNumbers, num_bytes: int) -> None:
+def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunSnapshot, num_bytes: int) -> None:
     def write(new: Path) -> None:
         check_room(folder, num_bytes, "a checkpoint")
         write_numbers(new)
@@ -228,7 +228,7 @@ def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunNumbe
         write_random(new, numbers.origin)
         write_manifest(new, numbers.origin)
 
-    put_in_place(folder, write, MANIFEST)
+    replace_folder(folder, write, MANIFEST)
 
 
 def check_run(folder: Path, ranks: Ranks = SOLO) -> None:
@@ -241,7 +241,7 @@ def check_run(folder: Path, ranks: Ranks = SOLO) -> None:
     with ranks.together("checking a checkpoint"):
         if ranks.rank == 0:
             if (other := another_writer(folder)) is None:
-                put_back(folder)
+                recover_folder(folder)
             else:
                 warnings.warn(other, RuntimeWarning, stacklevel=3)
             check_readable(folder)
@@ -249,7 +249,7 @@ def check_run(folder: Path, ranks: Ranks = SOLO) -> None:
 
 def load_run(
     folder: Path,
-    numbers: RunNumbers,
+    numbers: RunSnapshot,
     *,
     scheduler: dict[str, Any] | None,
     took_weights: Callable[[], None],
@@ -266,7 +266,7 @@ def load_run(
         The values in `run.json`.
 
     Raises:
-        ModelError, ConfigError: see `RunNumbers.check`, or the checkpoint is incomplete. Nothing is changed then.
+        ModelError, ConfigError: see `RunSnapshot.check`, or the checkpoint is incomplete. Nothing is changed then.
     """
     check_run(folder, ranks)
     if not (folder / WEIGHT_FILE).is_file():

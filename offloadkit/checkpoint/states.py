@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from offloadkit.checkpoint.arrays import ArrayFile, Between, write_arrays
+from offloadkit.checkpoint.arrays import ArrayFile, PeriodicCall, write_arrays
 from offloadkit.checkpoint.origin import Origin
 from offloadkit.checkpoint.values import why_unlike
 from offloadkit.errors import ConfigError, ModelError
@@ -35,7 +35,7 @@ def write_states(
     states: States,
     ranges_of: Ranges,
     shapes: Mapping[str, Sequence[int]],
-    between: Between,
+    between: PeriodicCall,
     origin: Origin,
     rank: int = 0,
     num_ranks: int = 1,
@@ -188,7 +188,7 @@ class SavedStates:
                             f"has {ranges[parameter][name][1]}"
                         )
 
-    def load(self, states: States, ranges: Ranges, between: Between) -> None:
+    def load(self, states: States, ranges: Ranges, between: PeriodicCall) -> None:
         """Read this rank's ranges into the live arrays of `states`. Call `check` first.
 
         Raises:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offloadkit.checkpoint.folder import written_beside
+from offloadkit.checkpoint.folder import atomic_write
 from offloadkit.errors import ConfigError, ModelError, cut, shown
 from offloadkit.facts import files
 
@@ -132,7 +132,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
                 f"{name} cannot be stored: its lists and dicts are nested deeper than {files.DEEPEST_JSON}. Flatten it"
             ) from error
     text = json.dumps(found, allow_nan=False)
-    with written_beside(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())
 
 

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from offloadkit.checkpoint.arrays import ArrayFile
-from offloadkit.checkpoint.folder import readable_or_before, sync_name, written_beside, written_to
+from offloadkit.checkpoint.folder import atomic_write, explained_write_errors, readable_or_before, sync_name
 from offloadkit.checkpoint.run import check_run
 from offloadkit.checkpoint.values import as_json, random_states, set_random_states
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights
@@ -506,7 +506,7 @@ class DeepSpeedEngine:
             folder / name, scheduler=self.lr_scheduler, position={"counts": counts, "client": client_state or {}}
         )
         if save_latest and self.global_rank == 0:
-            with written_to(folder), written_beside(folder / _LATEST) as file:
+            with explained_write_errors(folder), atomic_write(folder / _LATEST) as file:
                 file.write(name.encode())
                 file.flush()
                 os.fsync(file.fileno())
@@ -552,7 +552,7 @@ class DeepSpeedEngine:
                 "the model, and start over with them. The optimizer states cannot be used"
             )
         if is_latest:
-            found = world.from_first("looking for a checkpoint", partial(readable_or_before, found))
+            found = world.run_on_rank_0("looking for a checkpoint", partial(readable_or_before, found))
         if load_module_only or not load_optimizer_states:
             check_run(found, self.offload.ranks)
             with ArrayFile(found / WEIGHT_FILE) as weights:
@@ -594,9 +594,9 @@ class DeepSpeedEngine:
                 frozen = {name for name, each in self.module.named_parameters() if not each.requires_grad}
                 weights = {name: each for name, each in weights.items() if name not in frozen}
             folder = Path(save_dir).expanduser()
-            with written_to(folder):
+            with explained_write_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-                with written_beside(folder / save_filename) as file:
+                with atomic_write(folder / save_filename) as file:
                     torch.save(weights, file)
         return True
 

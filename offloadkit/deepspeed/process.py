@@ -52,7 +52,7 @@ def prepare(*, on_cpu_steps: bool, to_disk: bool = False) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if "RANK" not in os.environ:
-        become_a_group()
+        set_group_variables()
     bind_cores()
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 
@@ -73,7 +73,7 @@ def prepare(*, on_cpu_steps: bool, to_disk: bool = False) -> None:
             ) from error
 
 
-def become_a_group() -> None:
+def set_group_variables() -> None:
     """Set torch.distributed's environment variables for world size 1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -100,7 +100,7 @@ def bind_cores() -> None:
 
 
 @contextmanager
-def left_as_it_was() -> Iterator[None]:
+def restored_globals() -> Iterator[None]:
     """Restore the process group, the environment variables and transformers' global DeepSpeed settings afterwards."""
     import torch.distributed as dist
 

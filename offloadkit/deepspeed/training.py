@@ -13,7 +13,7 @@ from transformers import Seq2SeqTrainer, TrainingArguments
 from transformers.integrations import deepspeed as of_transformers
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from offloadkit.checkpoint.folder import put_in_place
+from offloadkit.checkpoint.folder import replace_folder
 from offloadkit.deepspeed.process import check_installed, prepare
 from offloadkit.deepspeed.zero import BUCKET_ELEMENTS, ds_config, forecast_line, zero_for
 from offloadkit.distributed import world
@@ -21,11 +21,11 @@ from offloadkit.errors import ConfigError
 from offloadkit.facts.changes import configs_of
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.arguments import engine_config
-from offloadkit.hf.dealing import tell_epochs
-from offloadkit.hf.loss import num_targets, on_device, with_a_target
+from offloadkit.hf.loss import num_targets, on_device, with_dummy_target
 from offloadkit.hf.patches import choose_attention
 from offloadkit.hf.ragged import OrderOfSeed
 from offloadkit.hf.saving import saved_in_pieces
+from offloadkit.hf.sharding import forward_epochs
 from offloadkit.hf.source import ModelSource
 from offloadkit.offload.unread import make_real
 from offloadkit.optim.table import DTYPES, trainer_names
@@ -116,7 +116,7 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
     def get_train_dataloader(self) -> Any:
         """As in the Trainer, but tells samplers which epoch begins."""
         loader = super().get_train_dataloader()
-        tell_epochs(loader)
+        forward_epochs(loader)
         return loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
         """As in the Trainer for evaluation; in training the micro-batch's mean loss times its share of targets."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        inputs, count = with_a_target(inputs, num_targets(self.model, inputs))
+        inputs, count = with_dummy_target(inputs, num_targets(self.model, inputs))
         own = on_device(num_targets(self.model, inputs), self.args.device)
         found = super().compute_loss(model, inputs, return_outputs, own)
         share = count / self._mean_targets
@@ -152,7 +152,7 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
                 model.save_pretrained(new, state_dict=state)
             tokenizer.save_pretrained(new)
 
-        world.from_first("saving the model", partial(put_in_place, folder, write))
+        world.run_on_rank_0("saving the model", partial(replace_folder, folder, write))
 
     @property
     def is_at_stage_3(self) -> bool:

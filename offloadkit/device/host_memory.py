@@ -109,7 +109,7 @@ class SharedSlab(HostSlab):
     def __init__(self, file: int, num_bytes: int) -> None:
         """file: descriptor of a `file_in_ram` of this size; the slab closes it."""
         super().__init__(num_bytes)
-        self.parted, self._pins_again = False, False
+        self.is_private, self._pins_again = False, False
         self._file, self._closing = file, weakref.finalize(self.buffer, os.close, file)
         self._closing.atexit = False
         self._map(mmap.MAP_SHARED)
@@ -130,12 +130,12 @@ class SharedSlab(HostSlab):
         """Switch to a copy-on-write mapping, so other processes no longer see this process's writes. No copy of the
         slab may be in flight.
         """
-        if not self.parted:
+        if not self.is_private:
             self._pins_again = self.pinned
             self._let_go()
 
     def publish(self, part: torch.Tensor) -> None:
-        """Write `part`, a contiguous tensor in this `parted` slab, to the file that other processes see."""
+        """Write `part`, a contiguous tensor in this `is_private` slab, to the file that other processes see."""
         at, end = part.data_ptr() - self.address, part.data_ptr() - self.address + part.nbytes
         memory = memoryview(self.buffer).cast("B")
         while at < end:
@@ -143,15 +143,15 @@ class SharedSlab(HostSlab):
 
     def rejoin(self) -> None:
         """Drop the copy-on-write pages and map the shared file again."""
-        if self.parted:
+        if self.is_private:
             self._map(mmap.MAP_SHARED)
-            self.parted = False
+            self.is_private = False
             if self._pins_again:
                 self.pin()
 
     def make_ordinary(self) -> None:
         """As for `HostSlab`; the memory becomes private to this process."""
-        if not self.parted:
+        if not self.is_private:
             self._let_go()
         self._advise("MADV_DOFORK")
         self._closing()
@@ -161,7 +161,7 @@ class SharedSlab(HostSlab):
             self._unpin()
             self.pinned = False
         self._map(mmap.MAP_PRIVATE)
-        self.parted = True
+        self.is_private = True
 
 
 def file_in_ram(num_bytes: int) -> int:

@@ -63,7 +63,7 @@ def launch(
     num_ranks: int,
     *,
     folder: Path,
-    hear: Callable[[int, Any], None] = lambda rank, message: None,
+    on_message: Callable[[int, Any], None] = lambda rank, message: None,
     stops: Callable[[], bool] = lambda: False,
 ) -> list[_T]:
     """Run `function(**arguments)` on every rank and return the results in rank order.
@@ -72,7 +72,7 @@ def launch(
 
     Args:
         folder: folder for a temporary folder, on a disk with room for tensors in arguments and results.
-        hear: called in this process with the rank and message of every `told`.
+        hear: called in this process with the rank and message of every `send_to_parent`.
         stops: polled; once true, rank 0 gets an interrupt.
 
     Raises:
@@ -90,7 +90,7 @@ def launch(
         for number in range(num_ranks):
             environment = _environment(number, num_ranks, store.port)
             ranks.append(_Rank(number, environment, scratch))
-        _see_through(ranks, hear, stops)
+        _see_through(ranks, on_message, stops)
         values = [torch.load(scratch / f"result-{each.number}", **_HOW_TO_READ) for each in ranks]
         for each in ranks:
             each.end()
@@ -102,7 +102,7 @@ def _kill(ranks: Sequence[_Rank]) -> None:
         each.kill()
 
 
-def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops: Callable[[], bool]) -> None:
+def _see_through(ranks: Sequence[_Rank], on_message: Callable[[int, Any], None], stops: Callable[[], bool]) -> None:
     forwarded_ones: list[int] = []
 
     def tell(number: int) -> None:
@@ -112,7 +112,7 @@ def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops
 
     try:
         with forwarded(tell):
-            _wait_for(ranks, hear, stops)
+            _wait_for(ranks, on_message, stops)
     except RankError as error:
         if not forwarded_ones:
             raise
@@ -122,7 +122,7 @@ def _see_through(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops
         raise stopped from error
 
 
-def _wait_for(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops: Callable[[], bool]) -> None:
+def _wait_for(ranks: Sequence[_Rank], on_message: Callable[[int, Any], None], stops: Callable[[], bool]) -> None:
     asked_to_stop, until = False, float("inf")
     while not all(each.has_returned for each in ranks):
         if not asked_to_stop and stops():
@@ -134,7 +134,7 @@ def _wait_for(ranks: Sequence[_Rank], hear: Callable[[int, Any], None], stops: C
             time.sleep(_LOOK_SECONDS)
         for each in ranks:
             if each.link in ready:
-                each.take(hear)
+                each.take(on_message)
             each.look()
         if until == float("inf") and any(each.failure for each in ranks):
             until = time.monotonic() + _GRACE_SECONDS
@@ -218,14 +218,14 @@ class _Rank:
         with suppress(OSError):  # the rank has ended
             self.link.send(word)
 
-    def take(self, hear: Callable[[int, Any], None]) -> None:
+    def take(self, on_message: Callable[[int, Any], None]) -> None:
         try:
             kind, *what = self.link.recv()
         except (EOFError, OSError):
             self.is_heard = False
             return
         if kind == "told":
-            hear(self.number, what[0])
+            on_message(self.number, what[0])
         elif kind == "returned":
             self.has_returned = True
         else:
@@ -395,8 +395,8 @@ def is_launched() -> bool:
     return _parent is not None
 
 
-def told(message: Any) -> None:
-    """Send `message` to `hear` of the launching process; a no-op without one."""
+def send_to_parent(message: Any) -> None:
+    """Send `message` to `on_message` of the launching process; a no-op without one."""
     if _parent is not None:
         _parent.send("told", message)
 

@@ -131,7 +131,7 @@ def measured_together(ranks: Group, device: torch.device, folder: str | Path | N
     links: dict[str, Any] = _links(ranks, device, num_ranks)
     own = replace(own, num_ranks=num_ranks, num_cores=num_cores, **links)
     names = [field.name for field in fields(Hardware) if type(getattr(own, field.name)) in (int, float)]
-    told = _of_all(ranks, [getattr(own, name) for name in names])
+    told = _all_gather(ranks, [getattr(own, name) for name in names])
     least, most = told.min(0).tolist(), told.max(0).tolist()
     agreed: dict[str, Any] = {}
     for name, low, high in zip(names, least, most, strict=True):
@@ -142,7 +142,7 @@ def measured_together(ranks: Group, device: torch.device, folder: str | Path | N
     return replace(together, link_is_bus=one_host and is_bus(together.link_bytes_per_second, together))
 
 
-def _of_all(ranks: Ranks, own: Sequence[float]) -> NDArray[np.float64]:
+def _all_gather(ranks: Ranks, own: Sequence[float]) -> NDArray[np.float64]:
     return ranks.agree(np.array(own, dtype=np.float64).view(np.int64)).view(np.float64)
 
 
@@ -167,7 +167,7 @@ def _links(ranks: Group, device: torch.device, num_ranks: int) -> dict[str, floa
     all_know, all_can_choose = ranks.agree(np.array([bool(known), can_choose], dtype=np.int64)).min(0).tolist()
     if not all_know:
         own = [_exchange_rate(ranks, device, most) for most in (0, *((FEW_CTAS,) if all_can_choose else ()))]
-        link, few = [*_of_all(ranks, own).min(0).tolist(), 0.0][:2]
+        link, few = [*_all_gather(ranks, own).min(0).tolist(), 0.0][:2]
         known = {_LINK: link, _FEW_CTAS_LINK: few}
         kept(device, _link_of(ranks.size), {*known}, lambda: known, num_ranks=num_ranks)
     return known

@@ -79,7 +79,7 @@ class Ranks(Protocol):
 
     def agree(self, own: NDArray[np.int64]) -> NDArray[np.int64]: ...
 
-    def told(self, make: Callable[[], _T], *, by: int = 0) -> _T: ...
+    def broadcast_from(self, make: Callable[[], _T], *, by: int = 0) -> _T: ...
 
     def sum(self, numbers: NDArray[np.float64]) -> None: ...
 
@@ -111,7 +111,7 @@ class Solo:
     def agree(self, own: NDArray[np.int64]) -> NDArray[np.int64]:
         return own[None]
 
-    def told(self, make: Callable[[], _T], *, by: int = 0) -> _T:
+    def broadcast_from(self, make: Callable[[], _T], *, by: int = 0) -> _T:
         return make()
 
     def sum(self, numbers: NDArray[np.float64]) -> None:
@@ -315,7 +315,7 @@ class Group:
             dist.all_gather(found, torch.from_numpy(own), group=self._of_main)
         return torch.stack(found).numpy()
 
-    def told(self, make: Callable[[], _T], *, by: int = 0) -> _T:
+    def broadcast_from(self, make: Callable[[], _T], *, by: int = 0) -> _T:
         """Call `make` on rank `by` alone and broadcast the pickled result.
 
         Raises:

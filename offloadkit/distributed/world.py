@@ -62,7 +62,7 @@ def size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def from_first(what: str, run: Callable[[], _T]) -> _T:
+def run_on_rank_0(what: str, run: Callable[[], _T]) -> _T:
     """Call `run` on rank 0 and broadcast its result. All ranks must call this together.
 
     Args:

@@ -21,14 +21,14 @@ import torch
 
 from offloadkit.checkpoint.earlier_run import EarlierRun, earlier_run
 from offloadkit.checkpoint.folder import (
-    lost_with_runtime,
+    colab_disk_warning,
     newest_checkpoint,
-    put_in_place,
+    replace_folder,
     skipped_checkpoints,
     writable,
 )
 from offloadkit.checkpoint.one_run import one_run
-from offloadkit.deepspeed.process import check_installed, left_as_it_was
+from offloadkit.deepspeed.process import check_installed, restored_globals
 from offloadkit.deepspeed.zero import check as check_zero
 from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
@@ -41,14 +41,14 @@ from offloadkit.doors.planning import (
     plan_source,
     shown_plan,
 )
-from offloadkit.doors.several_gpus import TellingMonitor, check_num_gpus, on_several_gpus
+from offloadkit.doors.several_gpus import RankMonitor, check_num_gpus, on_several_gpus
 from offloadkit.errors import ConfigError, errors_hold_nothing, shown
 from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig, Precision
 from offloadkit.facts.starting import collector_off, is_loaded, say
 from offloadkit.facts.telemetry import Move, Peaks, StepRecord
 from offloadkit.facts.units import parse_bytes
-from offloadkit.hf.columns import ColumnWish
+from offloadkit.hf.columns import ColumnOptions
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
 from offloadkit.hf.options import FinetuneOptions, documented_arguments
@@ -289,10 +289,10 @@ def finetune(
     check_there(eval_dataset, "eval_dataset: ")
     in_use = (model, getattr(model, "name_or_path", None), tokenizer, train_dataset, eval_dataset)
     replaces = functools.partial(earlier_run, output_dir, resume=resume, overwrite=overwrite, in_use=in_use)
-    earlier = world.from_first("checking output_dir", replaces)
+    earlier = world.run_on_rank_0("checking output_dir", replaces)
     # Do not create the folder if a file of rows, or a checkpoint to resume from, is missing.
     own_files = resume and trained_by.is_planned
-    output = world.from_first("checking output_dir", lambda: writable(output_dir, resume=own_files))
+    output = world.run_on_rank_0("checking output_dir", lambda: writable(output_dir, resume=own_files))
     with _claimed(output, earlier):
         setup = _set_up(replace(options, output_dir=output), trained_by)
         at_once = setup.source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
@@ -318,7 +318,7 @@ def _claimed(output: Path, earlier: EarlierRun) -> Iterator[None]:
             claims.enter_context(one_run(output))
             claims.enter_context(earlier.replaced())
 
-        world.from_first("claiming output_dir", claim)
+        world.run_on_rank_0("claiming output_dir", claim)
         yield
 
 
@@ -425,12 +425,12 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
         source.check_not_quantised()
         source.read_ahead()
     newest = functools.partial(engine.newest_checkpoint, Path(options.output_dir), source, config)
-    checkpoint = world.from_first("looking for a checkpoint", newest) if options.resume else None
+    checkpoint = world.run_on_rank_0("looking for a checkpoint", newest) if options.resume else None
     request = PlanRequest(options.batch_size, options.max_input_length, options.max_target_length, _device(given))
     if options.batch_size == "auto":
         wanted = replace(request, label_smoothing=given.get("label_smoothing_factor") or 0.0)
         chosen = functools.partial(auto_batch_size, source, config, wanted)
-        options = replace(options, batch_size=world.from_first("choosing batch_size", chosen))
+        options = replace(options, batch_size=world.run_on_rank_0("choosing batch_size", chosen))
     args = arguments_of_finetune(options)
     check_arguments(args)
     offload = engine_config(config, args)
@@ -449,10 +449,10 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
 def _read_rows(setup: Setup) -> tuple[Setup, TrainingRows]:
     """Tokenize the rows. The setup comes back with the head that they need, and with their lengths."""
     options = setup.options
-    wish = ColumnWish(options.input_column, options.target_column, options.template)
+    column_options = ColumnOptions(options.input_column, options.target_column, options.template)
     tokenizer, config = setup.source.load_tokenizer(options.tokenizer), setup.source.config
     sets = options.train_dataset, options.eval_dataset
-    data, evaluation = prepare_both(*sets, tokenizer, config, **options.lengths, wish=wish)
+    data, evaluation = prepare_both(*sets, tokenizer, config, **options.lengths, column_options=column_options)
     longest: Any = longest_row(data, evaluation)
     request = replace(setup.request, **longest)
     if evaluation is not None and request.eval_batch_size is not None:
@@ -476,7 +476,7 @@ def _monitor(setup: Setup, rows: TrainingRows, plan: Plan, *, is_planned: bool) 
     if options.baseline == "measure":
         seconds = measured_baseline(setup.source.given, rows.training, setup.args, setup.output / "baseline")
     if is_launched():
-        return TellingMonitor(plan, baseline_seconds=seconds, is_drawn=options.monitor)
+        return RankMonitor(plan, baseline_seconds=seconds, is_drawn=options.monitor)
     is_shown = options.monitor and can_be_drawn() and world.rank() == 0 and is_planned
     return Monitor(plan, baseline_seconds=seconds, display="auto" if is_shown else "none")
 
@@ -526,7 +526,7 @@ class TrainingRun:
         model = model_of_its_own(setup.source, setup.offload, args)
         trainer = ZeroTrainer(**self._given_to_trainer(model, args))
         show_progress(trainer)
-        if trainer.is_world_process_zero() and (lost := lost_with_runtime(setup.output)) is not None:
+        if trainer.is_world_process_zero() and (lost := colab_disk_warning(setup.output)) is not None:
             print(lost, flush=True)
         return trainer, *self._train(trainer)
 
@@ -565,11 +565,11 @@ class TrainingRun:
 
     def _train(self, trainer: Any, **stopping: Any) -> tuple[dict[str, float], bool]:
         """Return the metrics and whether training was stopped early."""
-        from offloadkit.hf.callbacks import AfterAStep, AsksTheMonitor
+        from offloadkit.hf.callbacks import MonitorCallback, StepEndCallback
 
         if trainer.is_world_process_zero():
-            trainer.add_callback(AfterAStep(self.earlier.remove_checkpoints))
-        trainer.add_callback(asks := AsksTheMonitor(self.monitor, trainer.any_flag, **stopping))
+            trainer.add_callback(StepEndCallback(self.earlier.remove_checkpoints))
+        trainer.add_callback(asks := MonitorCallback(self.monitor, trainer.any_flag, **stopping))
         checkpoint = self.setup.checkpoint
         with closing(asks), ExitStack() as opened:
             opened.enter_context(closing(trainer))
@@ -626,7 +626,7 @@ def _by_offloadkit(run: TrainingRun) -> FinetuneResult:
         peaks = trainer.telemetry.peaks
         with phase("saving", peaks, setup.args.device):
             save = functools.partial(_save, trained, rows.tokenizer, setup.output / "model")
-            world.from_first("saving the model", save)  # before the evaluation, which may fail
+            world.run_on_rank_0("saving the model", save)  # before the evaluation, which may fail
         samples = _evaluate(trainer, rows, metrics)
         plan = plan if trainer.engine is None else trainer.engine.plan  # the evaluation may have changed the plan
         steps, state = list(trainer.telemetry.records), trainer.state
@@ -647,7 +647,7 @@ def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
             model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    put_in_place(folder, write)
+    replace_folder(folder, write)
     print(f"the model is in {folder}", flush=True)
 
 
@@ -663,7 +663,7 @@ def _evaluate(trainer: OffloadSeq2SeqTrainer, rows: TrainingRows, metrics: dict[
     if rows.evaluation is None:
         return []
     metrics |= _losses(trainer)
-    how: dict[str, Any] = {} if trainer.engine is None else {"evaluates": trainer.engine.evaluates}
+    how: dict[str, Any] = {} if trainer.engine is None else {"run_eval": trainer.engine.run_eval}
     return _predicted(trainer.model, rows, metrics, trainer.args, trainer.telemetry.peaks, **how)
 
 
@@ -689,7 +689,9 @@ def _predicted(
     how["num_rows"] = _NUM_SHOWN if evaluation.task == "causal" else NUM_PREDICTED
     how["batch_size"] = args.per_device_eval_batch_size
     with phase("generation", peaks, args.device):
-        samples = world.from_first("predicting", functools.partial(predict, model, rows.tokenizer, evaluation, **how))
+        samples = world.run_on_rank_0(
+            "predicting", functools.partial(predict, model, rows.tokenizer, evaluation, **how)
+        )
     if evaluation.task != "causal":
         metrics["exact_match" if evaluation.task == "seq2seq" else "accuracy"] = share_correct(samples)
     print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
@@ -713,7 +715,7 @@ def _by_deepspeed(run: TrainingRun) -> FinetuneResult:
     setup, rows, plan = run.setup, run.rows, run.plan
     device, folder = setup.args.device, setup.output / "model"
     with ExitStack() as opened:
-        opened.enter_context(left_as_it_was())
+        opened.enter_context(restored_globals())
         vram = None if setup.offload.vram is None else parse_bytes(setup.offload.vram)
         opened.callback(VramCap(vram, device).remove)
         opened.push(run.monitor)

@@ -183,7 +183,7 @@ def plan_source(source: ModelSource, config: OffloadConfig, request: PlanRequest
             basis = replace(made.basis, chosen=f"batch_size={rows.batch_size}", smaller=smaller)
             return proposing_disk(replace(made, basis=basis))
 
-        return ranks.told(make)
+        return ranks.broadcast_from(make)
 
 
 def _machine(
@@ -348,8 +348,8 @@ class _TaskOutline:
             return replace(rows, batch_size=wanted.batch_size)
         if outline.machine.device == "cpu":
             return rows
-        wish = outline.config.vram
-        vram = outline.machine.vram_total_bytes if wish is None else parse_bytes(wish)
+        value = outline.config.vram
+        vram = outline.machine.vram_total_bytes if value is None else parse_bytes(value)
         for size in BATCH_SIZES:
             rows = replace(rows, batch_size=size)
             work = self.work(rows)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from offloadkit.distributed import world
-from offloadkit.distributed.launch import launch, told
+from offloadkit.distributed.launch import launch, send_to_parent
 from offloadkit.errors import ConfigError
 from offloadkit.facts.telemetry import StepRecord
 from offloadkit.monitor.monitor import Monitor, can_be_drawn
@@ -67,7 +67,7 @@ def on_several_gpus(finetune: Callable[..., Any], num_gpus: int, arguments: dict
     ranks_arguments = {"finetune": finetune, "is_given": given is not None, **arguments, "monitor": is_drawn}
     try:
         (result, weights), *_ = launch(
-            train_on_rank, ranks_arguments, num_gpus, folder=folder, hear=shown.hear, stops=shown.stops
+            train_on_rank, ranks_arguments, num_gpus, folder=folder, on_message=shown.on_message, stops=shown.stops
         )
     except BaseException:
         shown.close("failed")
@@ -95,7 +95,7 @@ def take_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> No
             own.data = weights[name].to(own.device)
 
 
-class TellingMonitor(Monitor):
+class RankMonitor(Monitor):
     """A rank's monitor, which sends its records to the launching process."""
 
     def __init__(self, plan: Plan, *, baseline_seconds: float | None, is_drawn: bool) -> None:
@@ -105,28 +105,30 @@ class TellingMonitor(Monitor):
         """
         super().__init__(plan, baseline_seconds=baseline_seconds, display="none")
         self._is_drawn = is_drawn
-        self._told_plan: Plan | None = None
+        self._sent_plan: Plan | None = None
 
     @property
     def is_drawn(self) -> bool:
         return self._is_drawn
 
-    def start(self) -> TellingMonitor:
+    def start(self) -> RankMonitor:
         super().start()
         if world.rank() == 0:
-            told(("begins", self.plan, self.total_steps, self.steps_before, self.baseline_seconds, self.machine))
+            send_to_parent(
+                ("begins", self.plan, self.total_steps, self.steps_before, self.baseline_seconds, self.machine)
+            )
         self.telemetry.subscribe(self._tell)
         return self
 
     def _tell(self, record: StepRecord) -> None:
-        if world.rank() == 0 and self.telemetry.plan is not self._told_plan:
-            self._told_plan = self.telemetry.plan  # the plan has changed
-            told(("plans", self._told_plan))
-        told(("did", record))
+        if world.rank() == 0 and self.telemetry.plan is not self._sent_plan:
+            self._sent_plan = self.telemetry.plan  # the plan has changed
+            send_to_parent(("plans", self._sent_plan))
+        send_to_parent(("did", record))
 
     def close(self, state: State | None = None) -> None:
         if world.rank() == 0 and not self._ended.is_set():
-            told(("ends", state or "finished"))
+            send_to_parent(("ends", state or "finished"))
         super().close(state)
 
 
@@ -142,7 +144,7 @@ class SharedMonitor:
         self.monitor: Monitor | None = None
         self._steps: dict[int, dict[int, StepRecord]] = {}
 
-    def hear(self, rank: int, message: tuple[Any, ...]) -> None:
+    def on_message(self, rank: int, message: tuple[Any, ...]) -> None:
         """Handle a rank's message."""
         kind, *what = message
         if kind == "begins":

@@ -64,7 +64,7 @@ def agree(placed: PlacedModel, ranks: Ranks, window: tuple[int, int], flags: Ran
     starts = [0, *np.cumsum(counts).tolist()]
     for start, state in zip(starts, states, strict=False):
         got[[start + index for index in state.gradient.window]] = 1
-    written = [isinstance(state.weights, StreamedWeights) and state.weights.is_parted for state in states]
+    written = [isinstance(state.weights, StreamedWeights) and state.weights.has_private_copy for state in states]
     own = [*window, flags.is_full, flags.ram_is_scarce, flags.rates_are_due]
     own += [*(at[state] for state in order), *placed.gradients.completed, *written]
     told = ranks.agree(np.concatenate([np.array(own, dtype=np.int64), got]))

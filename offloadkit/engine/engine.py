@@ -27,10 +27,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offloadkit.checkpoint.folder import origin_from, written_to
+from offloadkit.checkpoint.folder import explained_write_errors, origin_from
 from offloadkit.checkpoint.one_run import Saves
 from offloadkit.checkpoint.origin import Origin
-from offloadkit.checkpoint.run import Adding, RunNumbers, check_scheduler, load_run, save_run
+from offloadkit.checkpoint.run import RunSnapshot, SummationOrder, check_scheduler, load_run, save_run
 from offloadkit.checkpoint.states import SavedStates
 from offloadkit.checkpoint.values import why_unlike
 from offloadkit.device import watchdog
@@ -40,8 +40,8 @@ from offloadkit.distributed.machine import shared_cores
 from offloadkit.distributed.ranks import Group, joined_ranks
 from offloadkit.engine.checks import check_free, check_not_wrapped, engine_closed, engine_opened
 from offloadkit.engine.loop import TrainingLoop
-from offloadkit.engine.outline import FirstWindow, chooses, plan_for, proposing_disk
-from offloadkit.engine.replanner import Replanner, connect, own_part
+from offloadkit.engine.outline import FirstWindow, needs_plan, plan_for, proposing_disk
+from offloadkit.engine.replanner import Replanner, connect, plan_of_rank
 from offloadkit.errors import (
     ConfigError,
     EngineStateError,
@@ -76,11 +76,11 @@ from offloadkit.offload.records import LOOK, StepRecords
 from offloadkit.offload.shortage import (
     RamWatch,
     explained_shortage,
-    moved_in_words,
+    move_summary,
     within_free_vram,
 )
 from offloadkit.offload.update import StepThread, Update
-from offloadkit.offload.weights import forked
+from offloadkit.offload.weights import forked_error
 from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import options_of
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, changed_options, check_states
@@ -212,7 +212,7 @@ class OffloadEngine:
                     "optimizer='muon' trains on one GPU: a matrix is not divided between GPUs yet. Train on one GPU, "
                     "or with optimizer='adamw'"
                 )
-            planning = None if plan is not None else (chooses(self.config, self.device), example is None)
+            planning = None if plan is not None else (needs_plan(self.config, self.device), example is None)
             self._join(self._ranks, layers, planning)
             self._undo.enter_context(shared_cores(self._ranks, self.device))
         planned, first_window = plan, None
@@ -220,12 +220,12 @@ class OffloadEngine:
             planned, first_window = self._planned(model, layers, example, evaluation_rows, param_groups)
         check_plan(planned, layers, self.config)
         connect(planned, self._ranks)
-        planned = own_part(planned, layers, self._ranks)
+        planned = plan_of_rank(planned, layers, self._ranks)
         here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
         begun = within_free_vram(planned, self.device, sum(each.nbytes for each in here), self._ranks)
         if begun is not planned:
-            begun = own_part(begun, layers, self._ranks)
-            words = moved_in_words(planned, begun)
+            begun = plan_of_rank(begun, layers, self._ranks)
+            words = move_summary(planned, begun)
             message = f"less VRAM is free than when the plan was made: the plan is leaner ({words})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         forget_peak(self.device)  # OOM messages must report this engine's peak only
@@ -261,7 +261,7 @@ class OffloadEngine:
             self._finalizer()
             raise
         if self.placed.plan is not begun:
-            words = moved_in_words(begun, self.placed.plan)
+            words = move_summary(begun, self.placed.plan)
             message = f"the GPU was full while the engine was built: the plan is leaner ({words})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             self.ram_watch.expect(self.placed.plan.tiers["ram"])
@@ -301,7 +301,7 @@ class OffloadEngine:
             rate_watch=rate_watch,
             vram_cap=vram_cap,
         )
-        self._origin = self._ranks.told(Origin.of_new_run)
+        self._origin = self._ranks.broadcast_from(Origin.of_new_run)
         self._saves = Saves()
         self._scheduler: Any = None
         self._num_saved_updates = self._failed_at = self._num_rollbacks = 0
@@ -369,7 +369,7 @@ class OffloadEngine:
         if example is not None:
             more: Any = {"evaluation_rows": evaluation_rows, "ranks": self._ranks, "param_groups": param_groups}
             made = plan_for(model, self.config, self.device, example, **more)
-        if made is None and not chooses(self.config, self.device):
+        if made is None and not needs_plan(self.config, self.device):
             return plan_of(model, layers, self.config), None
         if made is None:
             first = FirstWindow(model, layers, self.config, self.device, evaluation_rows, self._ranks, param_groups)
@@ -392,14 +392,14 @@ class OffloadEngine:
         """
         self._check_open()
         if not torch.is_grad_enabled():
-            return self.evaluates(lambda: self.module(*args, **kwargs))
+            return self.run_eval(lambda: self.module(*args, **kwargs))
         self._begin_phase("first step" if self.loop.newest_update is None else "training")
         with self._closing_if_lost(), self.replanner.recover_from_oom():
             output = self.loop.forward(args, kwargs)
-        self.replanner.saw(args, kwargs)
+        self.replanner.record_micro_batch(args, kwargs)
         return output
 
-    def evaluates(self, run: Callable[[], _T]) -> _T:
+    def run_eval(self, run: Callable[[], _T]) -> _T:
         """Call `run()`, an evaluation or generation without gradients, with OOM recovery; returns its result.
 
         If the GPU is out of memory, the engine moves to a leaner plan and calls `run()` again. Random states, and
@@ -468,7 +468,7 @@ class OffloadEngine:
         with self._closing_if_lost():
             shortage = self.replanner.check_memory()
             self._read_reports()
-            self.placed.take_over_outside_writes()
+            self.placed.take_over_external_writes()
             agreed = self.replanner.agree(shortage)
             with self.replanner.recover_at_boundary():
                 update = self.loop.start_update(agreed.order)
@@ -510,7 +510,7 @@ class OffloadEngine:
         self._check_open()
         self._settle()
         self.loop.update_loss_scale()
-        self.placed.take_over_outside_writes()
+        self.placed.take_over_external_writes()
         self.loop.records.wait()
         self._read_reports()
 
@@ -534,7 +534,7 @@ class OffloadEngine:
 
     def _settle(self) -> None:
         if os.getpid() != self._process:
-            raise forked("the model was")
+            raise forked_error("the model was")
         self.loop.settle()
 
     def _read_reports(self) -> None:
@@ -638,7 +638,7 @@ class OffloadEngine:
             self.replanner.move(plan, why)
 
     @contextmanager
-    def makes_room(self) -> Iterator[None]:
+    def recover_from_oom(self) -> Iterator[None]:
         """Context for at most one micro-batch: if the GPU runs out of memory, the engine moves to a leaner plan.
 
         Raises:
@@ -707,9 +707,9 @@ class OffloadEngine:
             )
         for name, parameter in parameters.items():
             check_states(self.optimizer.state[parameter], saved[name])
-        with self.placed.outside.released():
+        with self.placed.external_writes.released():
             self.module.load_state_dict(state["module"])
-        self.placed.take_over_outside_writes(keep_remainder=True)
+        self.placed.take_over_external_writes(keep_remainder=True)
         for name, parameter in parameters.items():
             self.optimizer.load_parameter_state(parameter, saved[name])
         if (warning := changed_options(groups, state["param_groups"])) is not None:
@@ -747,7 +747,7 @@ class OffloadEngine:
         if why is not None:
             raise ModelError(f"the state cannot be loaded: {why}. Load a state_dict() of an engine of this model")
 
-    def numbers(self) -> RunNumbers:
+    def snapshot(self) -> RunSnapshot:
         """All numbers of the run by name, settled and live: the content of a checkpoint.
 
         Raises:
@@ -761,7 +761,7 @@ class OffloadEngine:
         facts: dict[str, Any] = {"optimizer": self.config.optimizer, "precision": self.config.precision}
         if self.config.precision != "exact":
             facts["seed"] = self.config.seed
-        return RunNumbers(
+        return RunSnapshot(
             state["module"],
             state["optimizer"],
             {view.name: each.ranges_of(at) for each in self.placed.states for at, view in enumerate(each.layer.views)},
@@ -769,7 +769,7 @@ class OffloadEngine:
             groups,
             facts,
             {name: state[name] for name in ("num_updates", "loss_scale")},
-            self._adding,
+            self._summation_order,
             self.origin,
             self.placed.forget_pages,
         )
@@ -780,8 +780,8 @@ class OffloadEngine:
         return self._origin._replace(num_updates=self.num_updates)
 
     @property
-    def _adding(self) -> Adding:
-        return Adding(self._ranks.size, self.config.gradient_accumulation, self.config.exchange)
+    def _summation_order(self) -> SummationOrder:
+        return SummationOrder(self._ranks.size, self.config.gradient_accumulation, self.config.exchange)
 
     def save_checkpoint(self, folder: str | Path, *, scheduler: Any = None, position: Any = None) -> None:
         """Write everything that an exact continuation needs: weights, states, counts and random states.
@@ -806,10 +806,10 @@ class OffloadEngine:
         with phase("saving", self.telemetry.peaks, self.device):
             with self._ranks.together("claiming a checkpoint"):
                 if self._ranks.rank == 0:
-                    with written_to(where):
+                    with explained_write_errors(where):
                         where.parent.mkdir(parents=True, exist_ok=True)
                         self._saves.claim(where)
-            save_run(where, self.numbers(), self._ranks, scheduler=states, position=position)
+            save_run(where, self.snapshot(), self._ranks, scheduler=states, position=position)
         self.last_checkpoint, self._scheduler = where, scheduler
 
     def load_checkpoint(self, folder: str | Path, *, scheduler: Any = None) -> Any:
@@ -830,20 +830,20 @@ class OffloadEngine:
         folder, own = Path(os.path.realpath(path_of(folder, "folder"))), _states_of(scheduler)
 
         def took_weights() -> None:
-            self.placed.take_over_outside_writes(keep_remainder=True)
+            self.placed.take_over_external_writes(keep_remainder=True)
 
         # Released, because watched weights would be copied before each write. All ranks write the same numbers to
         # shared weights, while no rank reads them.
         with (
             phase("resuming", self.telemetry.peaks, self.device),
-            self.placed.outside.released(),
+            self.placed.external_writes.released(),
             self._ranks.together("resuming"),
         ):
             with self._ranks.together("beginning to resume"):
-                numbers = self.numbers()
+                numbers = self.snapshot()
             values = load_run(folder, numbers, scheduler=own, took_weights=took_weights, ranks=self._ranks)
             self._go_on(values)
-            self._origin = self._ranks.told(lambda: origin_from(folder))
+            self._origin = self._ranks.broadcast_from(lambda: origin_from(folder))
         if scheduler is not None:
             scheduler.load_state_dict(values["scheduler"])
         self.last_checkpoint, self._scheduler = folder, scheduler
@@ -869,14 +869,14 @@ class OffloadEngine:
         Raises:
             ModelError, ConfigError: as `load_checkpoint`.
         """
-        numbers = self.numbers()
+        numbers = self.snapshot()
         with SavedStates(folder) as saved:
             values = numbers.check(folder, saved)
             if (states := _states_of(scheduler)) is not None:
                 check_scheduler(folder, values, states)
             numbers.load_states(saved)
         self._go_on(values)
-        self._origin = self._ranks.told(lambda: origin_from(folder))
+        self._origin = self._ranks.broadcast_from(lambda: origin_from(folder))
         return values
 
     def _go_on(self, values: dict[str, Any]) -> None:
@@ -884,7 +884,7 @@ class OffloadEngine:
         saved_groups = [group["options"] for group in values["groups"]]
         scheduled = values.get("scheduler") is not None
         options = changed_options(self.optimizer.param_groups, saved_groups, scheduled=scheduled)
-        for warning in (Adding(**values["adding"]).other_order(self._adding), options):
+        for warning in (SummationOrder(**values["adding"]).order_warning(self._summation_order), options):
             if warning is not None and world.rank() == 0:
                 warnings.warn(warning, RuntimeWarning, stacklevel=3)
         for group, saved in zip(self.optimizer.param_groups, values["groups"], strict=True):
@@ -1008,4 +1008,4 @@ class OffloadEngine:
         if not self._open:
             raise EngineStateError("this engine is closed: build a new OffloadEngine to train on")
         if os.getpid() != self._process:
-            raise forked("the engine was")
+            raise forked_error("the engine was")

@@ -34,7 +34,7 @@ from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of, repeated_
 from offloadkit.optim.table import DTYPES
 from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage
 from offloadkit.planner.plan import check_fits
-from offloadkit.planner.words import why_not
+from offloadkit.planner.words import misfit_message
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def _calls_one_of(modules: set[nn.Module], forward: Any) -> bool:
     return any(isinstance(owner, nn.Module) and owner in modules for owner in owners)
 
 
-def chooses(config: OffloadConfig, device: torch.device) -> bool:
+def needs_plan(config: OffloadConfig, device: torch.device) -> bool:
     """Whether a plan has choices or checks to make: placements on a GPU, or a budget."""
     return config.vram is not None or config.ram is not None or (device.type != "cpu" and config.placement is None)
 
@@ -207,7 +207,7 @@ def plan_for(
 
 def _of_the_largest(ranks: Ranks, number: int, make: Callable[[], Plan | None]) -> Plan | None:
     """Broadcast `make()` from the rank with the largest `number`, the first in a tie."""
-    return ranks.told(make, by=int(ranks.agree(np.array([number]))[:, 0].argmax()))
+    return ranks.broadcast_from(make, by=int(ranks.agree(np.array([number]))[:, 0].argmax()))
 
 
 def _plan_for(outline: Outline | None, example: Any, rows_option: str, evaluation_rows: int) -> Plan | None:
@@ -339,7 +339,7 @@ class FirstWindow:
         if self._outline is None:
             self.plan = plan_of(model, layers, config)
         else:
-            self.plan = ranks.told(self._lean)
+            self.plan = ranks.broadcast_from(self._lean)
 
     @property
     def is_settled(self) -> bool:
@@ -352,7 +352,7 @@ class FirstWindow:
         it."""
         return self._outline is not None and self._outline.machine.device == "cpu"
 
-    def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a micro-batch of the first window. Only the shapes of the largest one are kept."""
         call = Call(args, kwargs)
         elements = _num_elements(call)
@@ -378,7 +378,7 @@ class FirstWindow:
         made = None if work is None else self._outline.plan(work)
         if made is not None and not made.fits and not self._is_on_cpu:
             logger.warning(
-                f"training goes on as it began: the plan for its micro-batches {why_not(made)}\n{made.explain()}"
+                f"training goes on as it began: the plan for its micro-batches {misfit_message(made)}\n{made.explain()}"
             )
             return None
         return made

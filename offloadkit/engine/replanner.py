@@ -42,7 +42,7 @@ from offloadkit.offload.shortage import (
     RamWatch,
     explained_shortage,
     full_gpu,
-    moved_in_words,
+    move_summary,
     room,
     with_less_ram,
     with_less_vram,
@@ -51,15 +51,15 @@ from offloadkit.offload.shortage import (
 from offloadkit.offload.states import LayerState
 from offloadkit.optim.torch_optimizer import OffloadOptimizer
 from offloadkit.planner import Plan, placed
-from offloadkit.planner.make import of_rank
+from offloadkit.planner.make import with_layers
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 
-def own_part(plan: Plan, layers: Sequence[FlatLayer], ranks: Solo | Group) -> Plan:
-    return plan if ranks.size == 1 else of_rank(plan, [layer.shape() for layer in layers])
+def plan_of_rank(plan: Plan, layers: Sequence[FlatLayer], ranks: Solo | Group) -> Plan:
+    return plan if ranks.size == 1 else with_layers(plan, [layer.shape() for layer in layers])
 
 
 def connect(plan: Plan, ranks: Solo | Group) -> None:
@@ -134,7 +134,7 @@ class Replanner:
         other ranks until all agree to drop the window.
 
         Raises:
-            RepeatWindowError, OutOfVramError: as `OffloadEngine.makes_room`.
+            RepeatWindowError, OutOfVramError: as `OffloadEngine.recover_from_oom`.
         """
         num_backwards = self._loop.num_backwards
         alone = self._ranks.size == 1
@@ -152,10 +152,10 @@ class Replanner:
             full = self._void_window(error, has_joined=self._loop.num_backwards > num_backwards)
             raise self._repeat_together(full, error) from error.__cause__
 
-    def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the shapes of a micro-batch that passed forward in the first window."""
         if self.first_window is not None:
-            self.first_window.saw(args, kwargs)
+            self.first_window.record_micro_batch(args, kwargs)
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """Before the window's last micro-batch: agree whether a rank is out of memory, if only this one exchanges
@@ -234,7 +234,7 @@ class Replanner:
             self._move_for_rates()
 
     def run_eval(self, run: Callable[[], _T]) -> _T:
-        """See `OffloadEngine.evaluates`."""
+        """See `OffloadEngine.run_eval`."""
         states, buffers, module = random_states(), Buffers(), self._loop.placed.module
         if module.training:
             buffers.keep(module)
@@ -308,7 +308,7 @@ class Replanner:
         if not has_joined:
             loop.placed.gradients.ends_window = loop.in_last
             with explained_shortage(self.plan, self._device):
-                loop.placed.join_rest()
+                loop.placed.join_remaining_exchanges()
         loop.settle()
         if self._exchanges_last and not loop.in_last:
             return self._who_is_full(am_full=True)
@@ -434,18 +434,18 @@ class Replanner:
     def _move_with_a_warning(self, plan: Plan, why: str, *, stacklevel: int) -> str:
         before = self.plan
         self.move(plan, why)
-        words, seconds = moved_in_words(before, plan), format_seconds(self._telemetry.moves[-1].seconds)
+        words, seconds = move_summary(before, plan), format_seconds(self._telemetry.moves[-1].seconds)
         message = f"{why} after step {self._loop.num_updates}: the plan has moved in {seconds} ({words})"
         warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
         return words
 
     def move(self, plan: Plan, why: str) -> None:
         """Move to `plan` while no gradients are pending. Raises the errors of `OffloadEngine.move`."""
-        began, before, plan = time.perf_counter(), self.plan, own_part(plan, self._layers, self._ranks)
+        began, before, plan = time.perf_counter(), self.plan, plan_of_rank(plan, self._layers, self._ranks)
         loop = self._loop
         loop.settle()
         loop.step_thread.settle()
-        loop.placed.take_over_outside_writes()
+        loop.placed.take_over_external_writes()
         with self._ranks.together("beginning to move"):
             loop.placed.check_movable(plan.placements)
         try:

@@ -26,20 +26,20 @@ class Stop:
     _before: ClassVar[dict[int, Any]] = {}
 
     def __init__(self) -> None:
-        self.heeded = False
+        self.is_polled = False
         self.signal: tuple[signal.Signals, float] | None = None
-        self._wished = threading.Event()
+        self._requested = threading.Event()
 
     @property
     def requested(self) -> bool:
         """Whether to stop now. A loop that reads this once must read it after every step."""
-        self.heeded = True
-        return self._wished.is_set()
+        self.is_polled = True
+        return self._requested.is_set()
 
     @property
-    def wished(self) -> bool:
-        """As `requested`, for displays: reading it does not set `heeded`."""
-        return self._wished.is_set()
+    def is_requested(self) -> bool:
+        """As `requested`, for displays: reading it does not set `is_polled`."""
+        return self._requested.is_set()
 
     @property
     def ends_process(self) -> bool:
@@ -48,7 +48,7 @@ class Stop:
 
     def request(self) -> None:
         """Request a stop after the current step. Thread-safe."""
-        self._wished.set()
+        self._requested.set()
 
     def catch_signals(self) -> None:
         """Turn signals into stop requests; a second signal has its previous effect. Ignored signals stay ignored.
@@ -84,7 +84,7 @@ class Stop:
 
     @staticmethod
     def _received(number: int, frame: FrameType | None) -> None:
-        heeding = [stop for stop in Stop._active if stop.heeded and not stop.wished]
+        heeding = [stop for stop in Stop._active if stop.is_polled and not stop.is_requested]
         for stop in heeding:
             stop.signal = signal.Signals(number), time.monotonic()
             stop.request()

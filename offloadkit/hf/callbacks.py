@@ -18,7 +18,7 @@ from offloadkit.hf.quiet import is_live, progress_bars
 from offloadkit.monitor.monitor import Monitor
 
 
-class AfterAStep(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class StepEndCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Calls a function after each step, before its checkpoint is written."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -93,7 +93,7 @@ class TrainingProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
 _ASKED, _DUE, _ENDS, _NO_TIME = 1, 2, 4, 8
 
 
-class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class StopCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Ends training after the current step on request (monitor or signal), and saves every `save_minutes`.
 
     On a request, training saves the checkpoint that an uninterrupted run would have after this step. It also saves if
@@ -128,16 +128,16 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._grace_seconds, self._save_minutes, self._save_seconds = grace_seconds, save_minutes, save_seconds
         self._saved_at = time.monotonic()
         self._is_cut_short = False
-        self.stopped = self.leaves_an_evaluation = self.nothing_is_left = False
-        self.ended_by: int | None = None
+        self.stopped = self.evaluation_skipped = self.was_complete = False
+        self.stop_signal: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._is_cut_short = self.stopped = self.leaves_an_evaluation = self.nothing_is_left = False
-        self.ended_by = None
+        self._is_cut_short = self.stopped = self.evaluation_skipped = self.was_complete = False
+        self.stop_signal = None
         self._saved_at = time.monotonic()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.stop.heeded = True  # until here a signal may abort the first step; now that would lose a step
+        self.stop.is_polled = True  # until here a signal may abort the first step; now that would lose a step
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._saved_at = time.monotonic()
@@ -178,9 +178,9 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _end(self, args: Any, state: Any, control: Any, *, saves: bool) -> None:
         here = self.stop.signal
-        self.ended_by = signal.SIGTERM if here is None else here[0]
+        self.stop_signal = signal.SIGTERM if here is None else here[0]
         self.stopped = self._is_cut_short = control.should_training_stop = True
-        self.leaves_an_evaluation = control.should_evaluate
+        self.evaluation_skipped = control.should_evaluate
         control.should_evaluate, control.should_save = False, saves
         self._keep_it(args, state)
 
@@ -193,7 +193,7 @@ class StopsWhenAsked(TrainerCallback):  # type: ignore[misc, unused-ignore]
         # The Trainer also calls this for an epoch that was cut short; its checkpoint is already written. At a real end
         # of an epoch the checkpoint follows the evaluation, as in an uninterrupted run, because evaluation may draw
         # random numbers.
-        if self._is_cut_short or self.nothing_is_left:
+        if self._is_cut_short or self.was_complete:
             control.should_save = control.should_evaluate = False
         elif self.stopped:
             control.should_save = True
@@ -215,14 +215,14 @@ def progress_of(trainer: Any) -> str:
     return f"{done}; the newest checkpoint is {newest}: resume from it (finetune: resume=True, --resume)"
 
 
-class AsksTheMonitor(StopsWhenAsked):
+class MonitorCallback(StopCallback):
     """Starts the monitor when training begins, and ends training when the monitor requests it.
 
     Libraries' progress bars are hidden while the monitor is drawn, until `close`.
     """
 
     def __init__(self, monitor: Monitor, any_flag: Callable[[int], int], **options: Any) -> None:
-        """`options` are arguments of `StopsWhenAsked`."""
+        """`options` are arguments of `StopCallback`."""
         super().__init__(monitor.stop, any_flag, **options)
         self._monitor, self._quiet = monitor, ExitStack()
 

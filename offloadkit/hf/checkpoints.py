@@ -20,13 +20,13 @@ from offloadkit.checkpoint.folder import (
     MANIFEST,
     check_readable,
     check_room,
+    colab_disk_warning,
+    explained_write_errors,
     free_bytes,
-    lost_with_runtime,
     newest_checkpoint,
     rotate_checkpoints,
     set_aside,
     write_manifest,
-    written_to,
 )
 from offloadkit.checkpoint.run import read_random, write_random
 from offloadkit.checkpoint.weights import num_bytes_of
@@ -110,7 +110,7 @@ class TrainerCheckpoints:
             least = min(num_saves, 2)
             what = ["the model", "a checkpoint", "two checkpoints"][least] + " and the model" * (rest > 0 and least > 0)
             check_room(output, least * num_bytes + rest, what)
-            if (least or rest) and (lost := lost_with_runtime(output)) is not None:
+            if (least or rest) and (lost := colab_disk_warning(output)) is not None:
                 print_on_rank_0(trainer, lost)
             if limit == 1 and num_saves > 1:
                 print_on_rank_0(
@@ -153,7 +153,7 @@ class TrainerCheckpoints:
         began = time.monotonic()
         try:
             replaced = set_aside(folder) if args.should_save else nullcontext()
-            with phase_of(trainer, "saving"), written_to(folder.parent), replaced:
+            with phase_of(trainer, "saving"), explained_write_errors(folder.parent), replaced:
                 with ranks.together("writing a checkpoint"):
                     write()
                 with ranks.together("writing a checkpoint"):
@@ -182,7 +182,7 @@ class TrainerCheckpoints:
         """Write this rank's optimizer states, and on rank 0 the scheduler and `values` to `run.json`."""
         rank, num_ranks = trainer.args.process_index, trainer.args.world_size
         values = {"scheduler": trainer.lr_scheduler.state_dict(), **values}
-        trainer.engine.numbers().write(folder, rank, num_ranks, **values)
+        trainer.engine.snapshot().write(folder, rank, num_ranks, **values)
 
     def save_random(self, trainer: Any, folder: Path) -> None:
         """Write this rank's random states, and on rank 0 the order of the rows."""
@@ -256,7 +256,7 @@ class TrainerCheckpoints:
             False for a checkpoint of transformers' Trainer, and for None.
         """
         if self.order is not None:
-            self.order.begin_anew()
+            self.order.reset()
         if folder is None or not (folder / MANIFEST).is_file():
             return False
         read_random(folder, trainer.args.process_index)
@@ -273,7 +273,7 @@ def check_best_model(trainer: Any) -> None:
         check_readable(best, weights_alone=True)
 
     try:
-        world.from_first("checking the best model", check)
+        world.run_on_rank_0("checking the best model", check)
     except ModelError as error:
         raise ModelError(
             f"{error}. It is the best model's: to have the newest weights instead, go on with "
@@ -311,7 +311,7 @@ def report_ignored_scaler(trainer: Any, folder: Path) -> None:
 
 def _num_bytes(trainer: Any) -> tuple[int, int]:
     """Bytes of a checkpoint, and of its weights. Every rank calls it."""
-    numbers = trainer.engine.numbers()
+    numbers = trainer.engine.snapshot()
     weights = num_bytes_of(numbers.weights)
     return weights if trainer.args.save_only_model else numbers.num_bytes(trainer.args.world_size), weights
 

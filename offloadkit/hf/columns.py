@@ -109,7 +109,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class ColumnWish:
+class ColumnOptions:
     """The arguments `input_column`, `target_column` and `template` of `finetune`."""
 
     input: str | None = None
@@ -159,11 +159,11 @@ class ColumnWish:
 
 _TEXT = Columns("text", ("text",))
 
-BY_NAME = ColumnWish()
+BY_NAME = ColumnOptions()
 """No column is named: the column names decide."""
 
 
-def choose(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> Columns:
+def choose(names: Sequence[str], kinds: Collection[Kind], column_options: ColumnOptions) -> Columns:
     """Choose the columns to learn from.
 
     Args:
@@ -173,8 +173,8 @@ def choose(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> C
     Raises:
         DataError: a column that the user named is missing, no column set fits, or names are ambiguous.
     """
-    if wish.named:
-        return _wished(names, kinds, wish)
+    if column_options.named:
+        return _wished(names, kinds, column_options)
     found = [*_exact(names), *_recognised(names)]
     fitting = [columns for columns in found if columns.kind in kinds]
     if not fitting:
@@ -267,23 +267,23 @@ def _inputs(names: Collection[str]) -> tuple[str, ...]:
     return () if doubt or (questions == ["text"] and contexts) else (*questions, *contexts)
 
 
-def _wished(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> Columns:
-    for name in wish.named:
+def _wished(names: Sequence[str], kinds: Collection[Kind], column_options: ColumnOptions) -> Columns:
+    for name in column_options.named:
         if name not in names:
             raise DataError(f"there is no column {shown(name)}. Columns found: {cut(', '.join(names)) or 'none'}")
-    inputs = wish.inputs or _inputs([name for name in names if name != wish.target])
+    inputs = column_options.inputs or _inputs([name for name in names if name != column_options.target])
     if not inputs:
-        others = ", ".join(name for name in names if name != wish.target) or "none"
+        others = ", ".join(name for name in names if name != column_options.target) or "none"
         raise DataError(
-            f"the target is {wish.target!r}, but no name of the other columns ({others}) says which is the input: pass "
-            "input_column= or template= (--input-column, --template)"
+            f"the target is {column_options.target!r}, but no name of the other columns ({others}) says which is the "
+            "input: pass input_column= or template= (--input-column, --template)"
         )
-    if inputs == _TEXT.inputs and wish.target is None and "text" in kinds and _is_written_out(names):
-        return replace(_TEXT, template=wish.template or "")
+    if inputs == _TEXT.inputs and column_options.target is None and "text" in kinds and _is_written_out(names):
+        return replace(_TEXT, template=column_options.template or "")
     labelled = "labelled text" in kinds
     known = [name for name in (("label",) if labelled else _TARGETS) if name in names and name not in inputs]
-    target = wish.target or (known[0] if len(known) == 1 else "")
-    if target in wish.inputs and target:
+    target = column_options.target or (known[0] if len(known) == 1 else "")
+    if target in column_options.inputs and target:
         raise DataError(f"column {target!r} cannot be both input and target")
     if not target and "text" not in kinds:
         raise DataError(
@@ -293,7 +293,7 @@ def _wished(names: Sequence[str], kinds: Collection[Kind], wish: ColumnWish) -> 
     if not target and known:
         raise DataError(f"{_listed(known)} could each be the target: pass target_column= (--target-column) for one")
     kind: Kind = "labelled text" if labelled else "pairs" if target else "text"
-    return Columns(kind, inputs, target, wish.template or "")
+    return Columns(kind, inputs, target, column_options.template or "")
 
 
 def _unclear(names: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offloadkit.errors import DataError
-from offloadkit.hf.columns import BY_NAME, Columns, ColumnWish, Kind, choose
+from offloadkit.hf.columns import BY_NAME, ColumnOptions, Columns, Kind, choose
 from offloadkit.hf.load import Task, infer_task
 from offloadkit.hf.ragged import Collate, PadToWidths, rounded_up, width_step
 from offloadkit.hf.read import load_dataset_like
@@ -65,7 +65,7 @@ def prepare(
     max_input_length: int | None = None,
     max_target_length: int | None = None,
     id2label: dict[int, str] | None = None,
-    wish: ColumnWish = BY_NAME,
+    column_options: ColumnOptions = BY_NAME,
 ) -> PreparedData:
     """Tokenize a dataset for a model.
 
@@ -77,14 +77,14 @@ def prepare(
             (causal: 1024), at most the model's limit.
         max_target_length: target tokens per row (seq2seq). None: 128.
         id2label: classes of the training set, for an evaluation set.
-        wish: the columns that the user named.
+        column_options: the columns that the user named.
 
     Raises:
         DataError: no column set fits the model, a value is missing, a token id is beyond the vocabulary, or no row has
             a target.
     """
     dataset = dataset.with_format(None)
-    columns = _columns(dataset, model_config, task, wish)
+    columns = _columns(dataset, model_config, task, column_options)
     task = _task_of(columns, dataset, model_config, task)
     if task == "classification" and id2label is None:
         id2label = label_names(dataset, columns.target or "labels", model_config)
@@ -122,7 +122,7 @@ def prepare_both(
     *,
     max_input_length: int | None,
     max_target_length: int | None,
-    wish: ColumnWish = BY_NAME,
+    column_options: ColumnOptions = BY_NAME,
 ) -> tuple[PreparedData, PreparedData | None]:
     """Tokenize a training set and, unless it is None, an evaluation set, for the same task and labels.
 
@@ -131,22 +131,26 @@ def prepare_both(
     Args:
         train_dataset, eval_dataset: see `load_dataset_like`. `eval_dataset` may also be the share of training rows to
             hold out (0 < share < 1).
-        wish: the columns that the user named, for both sets.
+        column_options: the columns that the user named, for both sets.
 
     Raises:
         DataError: see `prepare`. For the evaluation set the message begins with "eval_dataset: ".
     """
-    how: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length, "wish": wish}
-    rows = load_dataset_like(train_dataset, columns=wish.named)
+    how: dict[str, Any] = {
+        "max_input_length": max_input_length,
+        "max_target_length": max_target_length,
+        "column_options": column_options,
+    }
+    rows = load_dataset_like(train_dataset, columns=column_options.named)
     data = prepare(rows, tokenizer, model_config, **how)
-    if said := _columns(rows, model_config, data.task, wish).in_words(rows.column_names):
+    if said := _columns(rows, model_config, data.task, column_options).in_words(rows.column_names):
         print(said, flush=True)
     if eval_dataset is None:
         return data, None
     if isinstance(eval_dataset, float):
         return _held_out(data, eval_dataset)
     try:
-        rows = load_dataset_like(eval_dataset, split="validation", columns=wish.named)
+        rows = load_dataset_like(eval_dataset, split="validation", columns=column_options.named)
         return data, prepare(rows, tokenizer, model_config, task=data.task, id2label=data.id2label, **how)
     except DataError as error:
         raise DataError(f"eval_dataset: {error}") from error
@@ -180,22 +184,22 @@ _KINDS: dict[Task, set[Kind]] = {
 """Kinds of columns that each task can use."""
 
 
-def _columns(dataset: Dataset, config: PreTrainedConfig, task: Task | None, wish: ColumnWish) -> Columns:
+def _columns(dataset: Dataset, config: PreTrainedConfig, task: Task | None, column_options: ColumnOptions) -> Columns:
     """Choose columns that fit the model; if none fit, columns of any kind, for the error message of `_task_of`."""
-    if task is None and wish.named:
+    if task is None and column_options.named:
         task = infer_task(config)
     tasks: list[Task] = [task] if task else ["classification"]
     if task is None and not _fills_in_masks(config):
         tasks.append("seq2seq" if config.is_encoder_decoder else "causal")
     names = dataset.column_names
     try:
-        return choose(names, set().union(*(_KINDS[each] for each in tasks)), wish)
+        return choose(names, set().union(*(_KINDS[each] for each in tasks)), column_options)
     except DataError as error:
-        if wish.named:
+        if column_options.named:
             raise
         if task is not None:
             raise DataError(f"for task {task!r} {error}") from error
-        return choose(names, set().union(*_KINDS.values()), wish)
+        return choose(names, set().union(*_KINDS.values()), column_options)
 
 
 def _fills_in_masks(config: PreTrainedConfig) -> bool:

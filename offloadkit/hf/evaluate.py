@@ -36,14 +36,14 @@ def predict(
     *,
     num_rows: int,
     batch_size: int,
-    evaluates: Callable[[Callable[[], Any]], Any] = lambda run: run(),
+    run_eval: Callable[[Callable[[], Any]], Any] = lambda run: run(),
 ) -> list[Sample]:
     """Predictions for the first `num_rows` rows: greedily generated text, or the most likely class.
 
     A causal model continues the prompt, which has labels of -100, or the first half of a row without one.
 
     Args:
-        evaluates: runs a function that computes one batch, and returns its result (`OffloadEngine.evaluates`).
+        run_eval: runs a function that computes one batch, and returns its result (`OffloadEngine.run_eval`).
     """
     was_training = model.training
     model.eval()
@@ -51,10 +51,10 @@ def predict(
     try:
         with torch.no_grad():
             if data.task == "causal":
-                return [evaluates(partial(_continue, model, tokenizer, row)) for row in rows]
+                return [run_eval(partial(_continue, model, tokenizer, row)) for row in rows]
             answer = _write if data.task == "seq2seq" else _classify
             batches = [rows[begin : begin + batch_size] for begin in range(0, len(rows), batch_size)]
-            answers = (evaluates(partial(answer, model, tokenizer, data, batch)) for batch in batches)
+            answers = (run_eval(partial(answer, model, tokenizer, data, batch)) for batch in batches)
             return [sample for answered in answers for sample in answered]
     finally:
         model.train(was_training)

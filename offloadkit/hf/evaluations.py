@@ -11,10 +11,10 @@ from offloadkit.device.process_memory import VramCap
 from offloadkit.engine.checks import is_trained
 from offloadkit.errors import TrainingStoppedError, WorkerError
 from offloadkit.facts.units import parse_bytes
-from offloadkit.hf.callbacks import StopsWhenAsked, stopped_by
+from offloadkit.hf.callbacks import StopCallback, stopped_by
 from offloadkit.hf.checkpoints import checkpoint_folder
-from offloadkit.hf.dealing import DealtBatches, GatheredRows
 from offloadkit.hf.load import fill
+from offloadkit.hf.sharding import GatheredRows, ShardedBatches
 from offloadkit.hf.trained import phase_of
 
 _IS_DUE = "evaluation_is_due"
@@ -56,7 +56,7 @@ class TrainerEvaluations:
         self._newest_step, self._has_failed, self._is_due = -1, False, False
         self._ignored_keys = ignored_keys
 
-    def run(self, trainer: Any, trial: Any, stops: StopsWhenAsked | None, evaluate: Callable[[], Any]) -> Any:
+    def run(self, trainer: Any, trial: Any, stops: StopCallback | None, evaluate: Callable[[], Any]) -> Any:
         """Evaluate. If it fails at world size 1, a checkpoint that is due is written first, and the error says so.
 
         Args:
@@ -74,7 +74,7 @@ class TrainerEvaluations:
                 _save_before(error, trainer, trial)
             raise
 
-    def _is_checkpoint_due(self, trainer: Any, trial: Any, stops: StopsWhenAsked | None, error: Exception) -> bool:
+    def _is_checkpoint_due(self, trainer: Any, trial: Any, stops: StopCallback | None, error: Exception) -> bool:
         ends = isinstance(error, TrainingStoppedError)
         due = trainer.control.should_save or (ends and trainer.args.save_strategy != "no")
         if ends and stops is not None and not stops.has_time_to_save():
@@ -83,14 +83,14 @@ class TrainerEvaluations:
         is_saved = engine is not None and engine.last_checkpoint == checkpoint_folder(trainer, trial).absolute()
         return due and trainer.args.world_size == 1 and step > 0 and not is_saved
 
-    def values(self, trainer: Any, stops: StopsWhenAsked | None) -> dict[str, bool]:
+    def values(self, trainer: Any, stops: StopCallback | None) -> dict[str, bool]:
         """For `run.json`: whether the checkpoint that is written now precedes an evaluation of its step."""
         args, state = trainer.args, trainer.state
         if self._newest_step == state.global_step:
             return {}
         by_epoch = args.eval_strategy == "epoch" and args.eval_delay <= (state.epoch or 0)
         ends_epoch = float(state.epoch or 0).is_integer() or state.global_step >= state.max_steps
-        skipped = stops is not None and stops.leaves_an_evaluation
+        skipped = stops is not None and stops.evaluation_skipped
         return {_IS_DUE: True} if self._has_failed or skipped or (by_epoch and ends_epoch) else {}
 
     def load(self, values: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class TrainerEvaluations:
             opened.enter_context(worker_errors_named())
             if trainer.engine is not None and args.world_size > 1:
                 trainer.engine.synchronize()  # generating, ranks do not use the weights alike
-            if isinstance(getattr(dataloader, "batch_sampler", None), DealtBatches):
+            if isinstance(getattr(dataloader, "batch_sampler", None), ShardedBatches):
                 whole = trainer.gather_function == trainer.accelerator.gather
                 trainer.gather_function = GatheredRows(trainer.accelerator, args.eval_batch_size, whole)
             yield

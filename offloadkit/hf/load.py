@@ -18,7 +18,7 @@ from offloadkit.facts.threads import ThreadPool
 from offloadkit.hf.hub import readable_hub_errors, where_to_look
 from offloadkit.hf.quiet import no_conversion_service, no_tying_advice, progress_bars
 from offloadkit.hf.weight_files import ByteBar, ConversionNeededError, read_lazily
-from offloadkit.offload.outside import unwatched
+from offloadkit.offload.external_writes import unwatched
 from offloadkit.offload.unread import become, leave_unread, make_real
 
 _Draw = Callable[[], object]

@@ -63,7 +63,7 @@ def shifts_labels(model: Any) -> bool:
     return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-def with_a_target(inputs: Any, count: torch.Tensor | int) -> tuple[Any, torch.Tensor | int]:
+def with_dummy_target(inputs: Any, count: torch.Tensor | int) -> tuple[Any, torch.Tensor | int]:
     """Set the last label to 0 if all labels are ignored. Returns inputs and `count` without synchronising the device.
 
     Such a micro-batch has weight 0, and the added target avoids a mean loss of 0 / 0.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NOTE = "attention_mask_is_full"
-"""Key that `Noted` adds to a batch: whether its masks mask nothing. No model has an argument of this name."""
+"""Key that `FullMaskCollator` adds to a batch: whether its masks mask nothing. No model's argument has this name."""
 
 
 class _Known(threading.local):
@@ -38,7 +38,7 @@ _known = _Known()
 
 
 @dataclass(frozen=True)
-class Around:
+class CollatorWrapper:
     """Wraps a collator. Its attributes can be read too, as a Trainer's `get_train_dataloader` may do."""
 
     collate: Callable[[Any], Any]
@@ -49,7 +49,7 @@ class Around:
         return getattr(self.collate, name)
 
 
-class Noted(Around):
+class FullMaskCollator(CollatorWrapper):
     """A collator that stores under `NOTE` whether the batch's masks mask nothing, if all masks agree."""
 
     def __call__(self, rows: Any) -> Any:
@@ -63,7 +63,7 @@ class Noted(Around):
         return batch
 
 
-def without_note(batch: Any) -> tuple[Any, bool | None]:
+def split_full_mask(batch: Any) -> tuple[Any, bool | None]:
     """Split a batch into the collator's batch and the value under `NOTE` (None if missing)."""
     if not isinstance(batch, MutableMapping) or NOTE not in batch:
         return batch, None
@@ -71,7 +71,7 @@ def without_note(batch: Any) -> tuple[Any, bool | None]:
 
 
 @contextmanager
-def answering(full: bool | None) -> Iterator[None]:
+def known_full_mask(full: bool | None) -> Iterator[None]:
     """Set on this thread whether the batch's masks mask nothing; None asks the GPU."""
     before, _known.full = _known.full, full
     try:
@@ -80,7 +80,7 @@ def answering(full: bool | None) -> Iterator[None]:
         _known.full = before
 
 
-def ask_nothing(model: PreTrainedModel) -> Callable[[], None]:
+def avoid_mask_syncs(model: PreTrainedModel) -> Callable[[], None]:
     """Answer transformers' questions in forwards of `model`; returns a function that undoes it."""
     undo = ExitStack()
     undo.callback(answers.used())
@@ -101,7 +101,7 @@ def ask_nothing(model: PreTrainedModel) -> Callable[[], None]:
     return undo.close
 
 
-class Answers:
+class MaskFunctions:
     """Replaces transformers' question functions while any model uses the replacement.
 
     All models share one replacement. A function that another package installed afterwards stays.
@@ -127,7 +127,7 @@ class Answers:
                 self._undo.close()
 
 
-answers = Answers()
+answers = MaskFunctions()
 
 
 def _asked_of_us() -> ExitStack:

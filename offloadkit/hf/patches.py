@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from offloadkit.facts.changes import claim, configs_of, unclaimed
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
-from offloadkit.hf.masks import added_mask, ask_nothing
+from offloadkit.hf.masks import added_mask, avoid_mask_syncs
 from offloadkit.kernels import attention as attention_kernel
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def patched(
     for whole in _pretrained(model):
         changes.callback(compute_loss_in_chunks(whole))
         changes.callback(_take_loss_in_fp32(whole))
-        changes.callback(ask_nothing(whole))
+        changes.callback(avoid_mask_syncs(whole))
     if config.attention == "ours":
         for own in (own for own in configs_of(model) if hasattr(own, "model_type")):
             changes.callback(choose_attention(own))

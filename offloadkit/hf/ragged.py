@@ -146,7 +146,7 @@ class ResumableOrder(Sampler[int]):
         generator = None
         drawn_from = self._again
         if drawn_from is None:
-            drawn_from = world.from_first("drawing the order of rows", torch.get_rng_state)
+            drawn_from = world.run_on_rank_0("drawing the order of rows", torch.get_rng_state)
         if self._again is not None or world.rank() > 0:
             generator = torch.Generator()
             generator.set_state(drawn_from)
@@ -171,6 +171,6 @@ class ResumableOrder(Sampler[int]):
             except (TypeError, RuntimeError) as error:
                 raise ModelError(f"{path} has no valid random state ({error}): it is truncated or corrupt") from error
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget the saved random state."""
         self._again = None

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offloadkit.checkpoint.arrays import ArrayFile, can_hold, write_arrays
-from offloadkit.checkpoint.folder import written_beside
+from offloadkit.checkpoint.folder import atomic_write
 from offloadkit.checkpoint.weights import load_weights
 from offloadkit.facts.changes import claim, unclaimed
 from offloadkit.offload.unread import become, leave_unread, sources
@@ -46,7 +46,7 @@ def arguments_as_data(folder: Path, trainer: Any) -> Iterator[None]:
         trainer: the modules of its classes are patched, because each may have imported the file name.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with written_beside(folder / "training_args.json") as file:
+    with atomic_write(folder / "training_args.json") as file:
         file.write(json.dumps(trainer.args.to_dict(), indent=2, default=str).encode())
     with ExitStack() as undo:
         for module in {sys.modules[each.__module__] for each in type(trainer).__mro__}:

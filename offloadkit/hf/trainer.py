@@ -14,13 +14,13 @@ in chunks (`loss.py`): the logits exist whole only where somebody reads them.
 **Rows of several lengths.** With `train_sampling_strategy="group_by_length"` they come in HuggingFace's order; an epoch
 that is resumed goes on in the same one (`ragged.py`).
 
-**Several ranks.** `torchrun` or `accelerate launch` starts them; micro-batches are dealt to them (`dealing.py`), and a
+**Several ranks.** `torchrun` or `accelerate launch` starts them; micro-batches are dealt to them (`sharding.py`), and a
 loss is weighted by the targets of all ranks. Rank 0 prints and writes; each rank writes its part of the states. New
 weights come to a rank together with the other ranks. So a callback that uses weights on one rank alone, to generate
 say, first calls `trainer.engine.synchronize()` on all ranks, or it waits for them until the timeout.
 
 **A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`), or the
-micro-batch of an evaluation (`OffloadEngine.evaluates`).
+micro-batch of an evaluation (`OffloadEngine.run_eval`).
 
 **NaN.** With `on_nonfinite="rollback"`, `train` begins again from the newest checkpoint of this run, with the engine
 and the output folder that it has. Rows come in the same order again, and a line is printed. Callbacks see another
@@ -54,14 +54,14 @@ from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.telemetry import Telemetry
 from offloadkit.hf.arguments import check_arguments, check_optim, engine_config
 from offloadkit.hf.checkpoints import TrainerCheckpoints, check_best_model, missing_weights, report_ignored_scaler
-from offloadkit.hf.dealing import Counted, DealtBatches, deal
 from offloadkit.hf.evaluations import TrainerEvaluations
 from offloadkit.hf.hub import readable_push_errors
 from offloadkit.hf.longest import evaluation_rows
 from offloadkit.hf.loss import shifts_labels, targets_in
-from offloadkit.hf.masks import Noted
+from offloadkit.hf.masks import FullMaskCollator
 from offloadkit.hf.ragged import OrderOfSeed, ResumableOrder
 from offloadkit.hf.saving import arguments_as_data
+from offloadkit.hf.sharding import Counted, ShardedBatches, shard_batches
 from offloadkit.hf.trained import WrappedModel, called_through_engine, ranks_of, trained_module
 from offloadkit.hf.trainer_plan import TrainerPlan
 from offloadkit.hf.trainer_run import TrainerRun
@@ -118,7 +118,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self.telemetry = telemetry or Telemetry()
         self._plan = TrainerPlan(plan)
         self._window = TrainingWindow()
-        self._dealt: DealtBatches | None = None
+        self._dealt: ShardedBatches | None = None
         self._checkpoints = TrainerCheckpoints()
         self._evaluations = TrainerEvaluations()
         self._run = TrainerRun(self._checkpoints, self._evaluations)
@@ -247,7 +247,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """
         own, is_shared = self.data_collator, self.args.world_size > 1
         if not (is_shared and isinstance(self.train_dataset, IterableDataset)):
-            self.data_collator = Noted(self.data_collator)
+            self.data_collator = FullMaskCollator(self.data_collator)
             if is_shared:
                 count = partial(targets_in, shifted=shifts_labels(self.model))
                 self.data_collator = Counted(self.data_collator, count)
@@ -255,21 +255,21 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             loader = super().get_train_dataloader()
         finally:
             self.data_collator = own
-        self._dealt = deal(loader)
+        self._dealt = shard_batches(loader)
         return loader
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer; rows are dealt to ranks without adding any."""
         loader = super().get_eval_dataloader(*args, **kwargs)
         if not self.args.dataloader_drop_last:
-            deal(loader)
+            shard_batches(loader)
         return loader
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """As `get_eval_dataloader`."""
         loader = super().get_test_dataloader(*args, **kwargs)
         if not self.args.dataloader_drop_last:
-            deal(loader)
+            shard_batches(loader)
         return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -294,7 +294,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         if 0 < self.state.max_steps <= self.state.global_step:
             self.control.should_training_stop = True
             if self._run.stops is not None:
-                self._run.stops.nothing_is_left = True
+                self._run.stops.was_complete = True
             return [], None
         self._plan.report(self)
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -456,7 +456,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._run.check_evaluation_time(self)
         run = partial(super().prediction_step, *args, **kwargs)
         with called_through_engine(self):
-            return run() if self.engine is None else self.engine.evaluates(run)
+            return run() if self.engine is None else self.engine.run_eval(run)
 
     # -- around the loop
 
@@ -515,7 +515,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return int(np.bitwise_or.reduce(ranks_of(self).agree(np.array([flags]))[:, 0]))
 
     def stopping_options(self) -> dict[str, Any]:
-        """The options of `StopsWhenAsked` that this Trainer knows."""
+        """The options of `StopCallback` that this Trainer knows."""
         checkpoints = self._checkpoints
         return {
             "grace_seconds": self.offload.grace_seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offloadkit.engine.outline import chooses, plan_for, proposing_disk
+from offloadkit.engine.outline import needs_plan, plan_for, proposing_disk
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.longest import NotReadableError, evaluation_rows, longest_batch
 from offloadkit.hf.trained import print_on_rank_0
@@ -40,7 +40,7 @@ class TrainerPlan:
         Raises:
             DoesNotFitError: the plan does not fit.
         """
-        if self._given is not None or not chooses(config, trainer.args.device):
+        if self._given is not None or not needs_plan(config, trainer.args.device):
             return self._given
         try:
             batch, note = longest_batch(trainer)

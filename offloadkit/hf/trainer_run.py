@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from transformers.integrations.neftune import deactivate_neftune
 
-from offloadkit.checkpoint.folder import check_saving, written_to
+from offloadkit.checkpoint.folder import check_saving, explained_write_errors
 from offloadkit.checkpoint.one_run import has_claimed, one_run
 from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.distributed import world
@@ -21,7 +21,7 @@ from offloadkit.errors import ConfigError, EngineStateError, RolledBackError
 from offloadkit.facts.stopping import Stop
 from offloadkit.facts.telemetry import STEPS_FILE
 from offloadkit.hf.arguments import left_to_the_engine
-from offloadkit.hf.callbacks import StopsWhenAsked, progress_of, stopped_by
+from offloadkit.hf.callbacks import StopCallback, progress_of, stopped_by
 from offloadkit.hf.checkpoints import TrainerCheckpoints
 from offloadkit.hf.evaluations import TrainerEvaluations, worker_errors_named
 from offloadkit.hf.trained import print_on_rank_0, ranks_of
@@ -40,7 +40,7 @@ class TrainerRun:
 
     def __init__(self, checkpoints: TrainerCheckpoints, evaluations: TrainerEvaluations) -> None:
         self._checkpoints, self._evaluations = checkpoints, evaluations
-        self.stops: StopsWhenAsked | None = None
+        self.stops: StopCallback | None = None
         self.before_the_engine = ExitStack()
 
     def train(
@@ -50,12 +50,12 @@ class TrainerRun:
         _check_rollback(trainer, resumes=bool(resume_from))
         with worker_errors_named(), ExitStack() as opened:
             if trainer.args.save_strategy != "no":
-                world.from_first("claiming output_dir", partial(_claim, trainer, opened, anew=not resume_from))
+                world.run_on_rank_0("claiming output_dir", partial(_claim, trainer, opened, anew=not resume_from))
             known = trainer.callback_handler.callbacks
-            stops = next((each for each in known if isinstance(each, StopsWhenAsked)), None)
+            stops = next((each for each in known if isinstance(each, StopCallback)), None)
             interrupts = stops is None
             if stops is None:
-                stops = StopsWhenAsked(Stop(), trainer.any_flag, **trainer.stopping_options())
+                stops = StopCallback(Stop(), trainer.any_flag, **trainer.stopping_options())
                 trainer.add_callback(stops)
                 opened.callback(trainer.remove_callback, stops)
                 stops.stop.catch_signals()
@@ -63,8 +63,8 @@ class TrainerRun:
             self.stops = stops
             opened.callback(setattr, self, "stops", None)
             output = self._with_rollbacks(trainer, opened, loop, resume_from, *args, **kwargs)
-            if stops.ended_by is not None:
-                raise stopped_by(trainer, stops.ended_by)
+            if stops.stop_signal is not None:
+                raise stopped_by(trainer, stops.stop_signal)
             if stops.stopped and interrupts:
                 error = KeyboardInterrupt()
                 error.add_note(progress_of(trainer))
@@ -97,7 +97,7 @@ class TrainerRun:
     ) -> Any:
         if resume_from:
             find = partial(self._checkpoints.find, trainer, resume_from)
-            resume_from = world.from_first("looking for a checkpoint", find)
+            resume_from = world.run_on_rank_0("looking for a checkpoint", find)
         _take_over(trainer)
         given = signature(loop).bind(None, *args, **kwargs).arguments
         self._evaluations.begin_training(given.get("ignore_keys_for_eval"))
@@ -149,7 +149,7 @@ def _claim(trainer: Any, claims: ExitStack, *, anew: bool) -> None:
     """Claim the output folder for this run, and log its steps there. Raises `OutputError`."""
     folder = Path(trainer.args.output_dir)
     if not has_claimed(folder):  # `finetune` has checked the folder that it claims
-        with written_to(folder):
+        with explained_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         check_saving(folder)
     claims.enter_context(one_run(folder))

@@ -15,10 +15,10 @@ import torch
 
 from offloadkit.engine.replanner import Window
 from offloadkit.errors import RepeatWindowError
-from offloadkit.hf.dealing import TARGETS, without_targets
 from offloadkit.hf.longest import is_standard
-from offloadkit.hf.loss import num_targets, on_device, with_a_target
-from offloadkit.hf.masks import answering, without_note
+from offloadkit.hf.loss import num_targets, on_device, with_dummy_target
+from offloadkit.hf.masks import known_full_mask, split_full_mask
+from offloadkit.hf.sharding import TARGETS, without_targets
 from offloadkit.hf.trained import called_through_engine
 
 TrainingStep = Callable[[Any, Any], torch.Tensor]
@@ -109,14 +109,14 @@ class TrainingWindow:
 
     def _train_once(self, trainer: Any, inputs: Any, step: TrainingStep) -> torch.Tensor:
         model = trainer.model
-        inputs, full = without_note(inputs)
+        inputs, full = split_full_mask(inputs)
         inputs, targets = without_targets(inputs)
         one_mask = not getattr(getattr(model, "config", None), "is_encoder_decoder", True)
         if not is_standard(type(trainer).compute_loss) or (full and not one_mask):
             full = None  # the model or the user's loss may ask about another mask
         share: torch.Tensor | float | None = None
         if self._num_micro_batches != 1:
-            inputs, count = with_a_target(inputs, num_targets(model, inputs))
+            inputs, count = with_dummy_target(inputs, num_targets(model, inputs))
             share = count * 0.0 if targets == 0 else count / self._num_targets
         # A loss divided by this number is the micro-batch's mean, as it is if the model ignores `num_items_in_batch`.
         # `True` says that the user's compute_loss divides by the targets of the whole accumulated batch.
@@ -126,7 +126,11 @@ class TrainingWindow:
             num_items = num_targets(model, inputs)
         self._share = share
         trainer.current_gradient_accumulation_steps = 1
-        with trainer.engine.makes_room(), answering(full), called_through_engine(trainer):  # also in a custom loss
+        with (
+            trainer.engine.recover_from_oom(),
+            known_full_mask(full),
+            called_through_engine(trainer),
+        ):  # also in a custom loss
             loss = step(inputs, on_device(num_items, trainer.args.device))
         return loss if share is None else loss * share
 

@@ -30,7 +30,7 @@ class Display(Protocol):
 
     def open(self, figures: Figures) -> None: ...
 
-    def update(self, figures: Figures, *, heeded: bool) -> None:
+    def update(self, figures: Figures, *, is_polled: bool) -> None:
         """heeded: whether the training loop reads `stop_requested`."""
 
     def close(self, figures: Figures) -> None: ...
@@ -148,7 +148,7 @@ class Monitor:
         if self._thread is not None:
             self._thread.join(timeout=5)
         self._state = "finished" if state is None else state
-        if state is None and self.stop.wished:
+        if state is None and self.stop.is_requested:
             self._state = "stopped"
         elif state is None and self.figures().steps_done < (self.total_steps or 0):
             self._state = "closed"
@@ -184,7 +184,7 @@ class Monitor:
     def _present_state(self) -> State:
         if self._ended.is_set():
             return self._state
-        if self.stop.wished:
+        if self.stop.is_requested:
             return "stopping"
         return "running" if self._history.num_steps else "waiting"
 
@@ -219,7 +219,7 @@ class Monitor:
     def _draw(self) -> None:
         drawn, display = self.figures(), self._display
         if display is not None:
-            display.update(drawn, heeded=self.stop.heeded or self._history.num_steps < 3)
+            display.update(drawn, is_polled=self.stop.is_polled or self._history.num_steps < 3)
 
     def _try(self, draw: Callable[[], None]) -> None:
         try:

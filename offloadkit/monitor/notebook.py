@@ -44,11 +44,11 @@ class NotebookDisplay:
         """Publish the button and the page, on the cell's thread."""
         if self._button is not None:
             self._button.open()
-        self._draw(figures, heeded=True, update=False)
+        self._draw(figures, is_polled=True, update=False)
 
-    def update(self, figures: Figures, *, heeded: bool) -> None:
+    def update(self, figures: Figures, *, is_polled: bool) -> None:
         """Draw; thread-safe."""
-        self._draw(figures, heeded=heeded, update=True)
+        self._draw(figures, is_polled=is_polled, update=True)
 
     def close(self, figures: Figures) -> None:
         """Show the summary and remove the button."""
@@ -57,16 +57,16 @@ class NotebookDisplay:
         summary = {"text/html": page(figures, self._ident), "text/plain": words.summary(figures)}
         _publish(summary, self._ident, update=True)
 
-    def _draw(self, figures: Figures, *, heeded: bool, update: bool) -> None:
+    def _draw(self, figures: Figures, *, is_polled: bool, update: bool) -> None:
         stopping = figures.state == "stopping"
         if self._button is not None:
-            self._button.say(stopping=stopping, works=heeded)
-        note = "" if stopping else self._note(heeded)
+            self._button.say(stopping=stopping, works=is_polled)
+        note = "" if stopping else self._note(is_polled)
         drawn = {"text/html": page(figures, self._ident, note), "text/plain": words.line(figures)}
         _publish(drawn, self._ident, update)
 
-    def _note(self, heeded: bool) -> str:
-        if not heeded:
+    def _note(self, is_polled: bool) -> str:
+        if not is_polled:
             return _UNHEEDED
         if self._button is None:
             return _INTERRUPT

@@ -30,16 +30,16 @@ class TerminalDisplay:
 
     def open(self, figures: Figures) -> None:
         self._live.start()
-        self.update(figures, heeded=True)
+        self.update(figures, is_polled=True)
 
-    def update(self, figures: Figures, *, heeded: bool) -> None:
+    def update(self, figures: Figures, *, is_polled: bool) -> None:
         """Draw; thread-safe."""
         self._live.update(view(figures, self._console.width), refresh=True)
 
     def close(self, figures: Figures) -> None:
         """Leave the last view on the screen."""
         try:
-            self.update(figures, heeded=True)
+            self.update(figures, is_polled=True)
         finally:
             self._live.stop()
 
@@ -53,7 +53,7 @@ class LogLines:
     def open(self, figures: Figures) -> None:
         """Do nothing yet."""
 
-    def update(self, figures: Figures, *, heeded: bool) -> None:
+    def update(self, figures: Figures, *, is_polled: bool) -> None:
         """Print a line if the last one is old enough."""
         if figures.steps_done and time.monotonic() >= self._next:
             self._next = time.monotonic() + _LINE_SECONDS

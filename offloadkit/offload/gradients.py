@@ -42,8 +42,8 @@ from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.kernels import cpu
 from offloadkit.kernels.dispatch import block_sums
+from offloadkit.offload.external_writes import Watched, unwatched
 from offloadkit.offload.layers import FlatLayer, ParameterView
-from offloadkit.offload.outside import Watched, unwatched
 from offloadkit.offload.shards import GradientExchange
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim.norm import NORM_BLOCK, norm_blocks
@@ -452,7 +452,7 @@ class Gradients:
             layer.received.clear()
             layer.complete = False
 
-    def join_rest(self) -> None:
+    def join_remaining_exchanges(self) -> None:
         """This rank cannot finish its backward: take part in the remaining exchanges with zeros.
 
         All ranks will drop the window. Gradients of incomplete layers are dropped.

@@ -29,11 +29,11 @@ from offloadkit.facts.changes import caching_configs, without_caches
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.hardware import process_ram_bytes, trim_heap
 from offloadkit.offload.compile import compile_blocks
+from offloadkit.offload.external_writes import Alias, ExternalWrites, refuse_to_empty, unwatched
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.matrix_steps import MatrixSteps
-from offloadkit.offload.outside import Alias, Outside, refuse_to_empty, unwatched
-from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint_activations, forget_found
+from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, checkpoint_activations, drop_recomputed
 from offloadkit.offload.shards import WeightGathers
 from offloadkit.offload.shortage import RamWatch, with_less_vram
 from offloadkit.offload.state_ring import StateRing
@@ -127,10 +127,14 @@ class PlacedModel:
         self._weights_of: dict[nn.Module, list[LayerWeights]] = {}
         self._stop_recomputing: Callable[[], None] = lambda: None
         undo.callback(lambda: self._stop_recomputing())
-        self.outside = Outside(self.states, self._finish_updates, lambda each: self.gradients.hook_last(each), device)
-        undo.callback(self.outside.close)
+        self.external_writes = ExternalWrites(
+            self.states, self._finish_updates, lambda each: self.gradients.hook_last(each), device
+        )
+        undo.callback(self.external_writes.close)
         undo.callback(refuse_to_empty(module))
-        self.forward_hooks = ForwardHooks(module, [state.weights for state in self.states], settle, self.outside)
+        self.forward_hooks = ForwardHooks(
+            module, [state.weights for state in self.states], settle, self.external_writes
+        )
         undo.callback(self.forward_hooks.remove)
         self.gradients = Gradients(
             self.views(),
@@ -359,7 +363,7 @@ class PlacedModel:
         streamed = [state.weights for state in self.states if isinstance(state.weights, StreamedWeights)]
         self._ring = None
         if streamed:
-            self._ring = WeightRing(streamed, self._device, NUM_WEIGHT_BUFFERS, self._waits, self.outside)
+            self._ring = WeightRing(streamed, self._device, NUM_WEIGHT_BUFFERS, self._waits, self.external_writes)
         self._recompute_blocks()
         staging = [slab.cut(slab.num_bytes, torch.uint8) for slab in shared[num_disk:]]
         self.gradients.arrange([state.gradient for state in self.states], staging)
@@ -498,7 +502,7 @@ class PlacedModel:
         new = self._elsewhere(old, placement, shared.get(old.layer), sums.get(old.layer))
         if new is not old:
             self.forward_hooks.exchange(old.weights, new.weights)
-            self.outside.moved(new)
+            self.external_writes.moved(new)
             moved(new)
             self.states[at] = new
 
@@ -581,7 +585,7 @@ class PlacedModel:
     def end_modules(self) -> None:
         """Reset hooks after an interrupted forward or backward, because torch skips forward hooks then."""
         self._tied_uses.end()
-        self.outside.watch_all()
+        self.external_writes.watch_all()
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -590,7 +594,7 @@ class PlacedModel:
         if self.gathers is not None:
             self.gathers.bring()  # all ranks fetch weights before they exchange gradients
         try:
-            with self._waits.during("backward"), self.outside.released(), recomputing:
+            with self._waits.during("backward"), self.external_writes.released(), recomputing:
                 yield
                 self.gradients.end_of_backward()
         except BaseException:
@@ -606,10 +610,10 @@ class PlacedModel:
         if self._disk is not None:
             self._disk.synchronize()  # wait: the disk before states are read
 
-    def take_over_outside_writes(self, *, keep_remainder: bool = False) -> None:
+    def take_over_external_writes(self, *, keep_remainder: bool = False) -> None:
         """Copy weights that the program wrote in place into the master weights."""
         for state in self.states:
-            written = state.weights.written_outside()
+            written = state.weights.external_writes_since()
             if written:
                 self._finish_updates()
                 state.take_over(written, keep_remainder=keep_remainder)
@@ -622,15 +626,15 @@ class PlacedModel:
         if self._disk is not None:
             self._disk.synchronize()  # wait: the disk before parameters are written
 
-    def join_rest(self) -> None:
+    def join_remaining_exchanges(self) -> None:
         """This rank cannot finish its micro-batch: take part in the collectives that the other ranks still wait for.
 
         The gradients sent are meaningless; all ranks drop the window.
         """
         if self.gathers is not None:
             self.gathers.bring()
-        with torch.no_grad(), self.outside.released():
-            self.gradients.join_rest()
+        with torch.no_grad(), self.external_writes.released():
+            self.gradients.join_remaining_exchanges()
 
     @property
     def forward_order(self) -> list[LayerState]:
@@ -732,7 +736,7 @@ def _name_of_shared(weights: Sequence[LayerWeights]) -> str | None:
         for tensor, view in zip(each.own_tensors(), each.layer.views, strict=False)
     }
 
-    forget_found(lambda tensor: tensor.layout == torch.strided and tensor.untyped_storage()._cdata in names)
+    drop_recomputed(lambda tensor: tensor.layout == torch.strided and tensor.untyped_storage()._cdata in names)
 
     def found() -> str | None:
         objects = gc.get_objects()

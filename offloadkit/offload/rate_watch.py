@@ -12,9 +12,9 @@ from offloadkit.facts.config import Placement
 from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.telemetry import StepRecord
 from offloadkit.facts.units import format_seconds
-from offloadkit.offload.shortage import of_all
+from offloadkit.offload.shortage import minimum_over_ranks
 from offloadkit.planner import Plan
-from offloadkit.planner.faster import COMPUTE, MIN_GAIN, PYTHON, Rate, corrected, faster, judged
+from offloadkit.planner.faster import COMPUTE, MIN_GAIN, PYTHON, Rate, compared_rates, corrected, faster
 
 WARM_UP = 8
 """Steps after a start or a move that are ignored, because kernels compile and the CPU/GPU balance settles."""
@@ -91,10 +91,10 @@ class RateWatch:
         pace = _pace(records)
         if ranks.size == 1:
             machine = self._machine
-            return self._judge(pace, lambda: judged(self._plan, machine, placements, records), placements, room)
-        rates = _slowest(ranks, judged(self._plan, self._machine, placements, records))
-        least = of_all(ranks, room())
-        found, self._machine = ranks.told(
+            return self._judge(pace, lambda: compared_rates(self._plan, machine, placements, records), placements, room)
+        rates = _slowest(ranks, compared_rates(self._plan, self._machine, placements, records))
+        least = minimum_over_ranks(ranks, room())
+        found, self._machine = ranks.broadcast_from(
             lambda: (self._judge(pace, lambda: rates, placements, lambda: least), self._machine)
         )
         return found

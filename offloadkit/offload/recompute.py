@@ -431,7 +431,7 @@ class _Recomputation:
         raise _changed(f"{len(found)} tensors", f"{num_saved}")
 
 
-def forget_found(memory: Callable[[torch.Tensor], bool]) -> None:
+def drop_recomputed(memory: Callable[[torch.Tensor], bool]) -> None:
     """Drop tensors of recomputed blocks that an interrupted backward left in graphs that are still referenced.
 
     Args:

@@ -138,11 +138,11 @@ def _planned(plan: Plan, short: Literal["vram", "ram"], budgets: Mapping[str, in
     """`leaner`, as a collective: all ranks get rank 0's plan for the least budgets of any rank."""
     if not ranks.agree(np.array([plan.basis.config.placement is None], dtype=np.int64)).all():
         return None  # some rank's user has fixed the placement
-    least = of_all(ranks, budgets)
-    return ranks.told(lambda: leaner(plan, short, least))
+    least = minimum_over_ranks(ranks, budgets)
+    return ranks.broadcast_from(lambda: leaner(plan, short, least))
 
 
-def of_all(ranks: Ranks, budgets: Mapping[str, int]) -> dict[str, int]:
+def minimum_over_ranks(ranks: Ranks, budgets: Mapping[str, int]) -> dict[str, int]:
     """Minimum over ranks of each tier's bytes, without tiers that some rank lacks."""
     told = ranks.agree(np.array([budgets.get(tier, -1) for tier in TIERS], dtype=np.int64)).min(axis=0)
     return {tier: size for tier, size in zip(TIERS, told.tolist(), strict=True) if size >= 0}
@@ -231,7 +231,7 @@ def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int, ranks: 
     return _planned(plan, "vram", {"vram": there, "ram": ram}, ranks) or plan
 
 
-def moved_in_words(before: Plan, after: Plan) -> str:
+def move_summary(before: Plan, after: Plan) -> str:
     """For example "VRAM 8 GiB -> 6 GiB, RAM 10 GiB -> 12 GiB"."""
     both = {name: [format_bytes(plan.total_bytes(tier)) for plan in (before, after)] for tier, name in TIERS.items()}
     changed = [f"{name} {old} -> {new}" for name, (old, new) in both.items() if old != new]

@@ -67,7 +67,7 @@ class _Chunk:
 
 
 @dataclass(eq=False)
-class PassingStates:
+class StreamedStates:
     """The arrays of a layer that pass through VRAM when the GPU steps it.
 
     Attributes:
@@ -147,7 +147,7 @@ class StateRing:
         """Discard prefetched chunks, because their step was skipped and RAM may have been written since."""
         self.ahead.clear()
 
-    def fetch_ahead(self, layer: PassingStates) -> None:
+    def fetch_ahead(self, layer: StreamedStates) -> None:
         """Prefetch the first chunks of the layer to be stepped next, as many as buffers are available, without
         gradients, which may not have arrived in RAM yet."""
         for chunk in layer.chunks:
@@ -158,7 +158,7 @@ class StateRing:
 
     def step(
         self,
-        layer: PassingStates,
+        layer: StreamedStates,
         gradient: torch.Tensor | None,
         segments: Sequence[Segment],
         grad_scale: float,
@@ -208,14 +208,14 @@ class StateRing:
         layer.drained = drained
         return stream.record()
 
-    def copy_down(self, layer: PassingStates, into: torch.Tensor, source: torch.Tensor, after: Event | None) -> None:
+    def copy_down(self, layer: StreamedStates, into: torch.Tensor, source: torch.Tensor, after: Event | None) -> None:
         """Copy `source` in VRAM to `into`, which is in RAM; `layer.drained` covers the copy."""
         if after is not None:
             self.d2h.wait(after)  # wait: a step before its weights are copied down
         self.d2h.copy(into, source, layer.name)
         layer.drained = self.d2h.record()
 
-    def _fetched(self, layer: PassingStates, chunk: _Chunk) -> _Buffer:
+    def _fetched(self, layer: StreamedStates, chunk: _Chunk) -> _Buffer:
         """The buffer that holds the whole chunk after `arrived`."""
         if self.ahead and self.ahead[0][0] is chunk:
             buffer = self.ahead.popleft()[1]
@@ -223,7 +223,7 @@ class StateRing:
         self.ahead.clear()
         return self._fetch(layer, chunk, next(self._turns), list(chunk.host))
 
-    def _fetch(self, layer: PassingStates, chunk: _Chunk, buffer: _Buffer, names: Sequence[str]) -> _Buffer:
+    def _fetch(self, layer: StreamedStates, chunk: _Chunk, buffer: _Buffer, names: Sequence[str]) -> _Buffer:
         for event in (
             buffer.free,
             layer.drained,  # wait: states in RAM before they are fetched

@@ -16,11 +16,11 @@ from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import ModelError
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.kernels.dispatch import optimizer_step, split_into
+from offloadkit.offload.external_writes import unwatched
 from offloadkit.offload.gradients import LayerGradient, runs
 from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.matrix_steps import MatrixSteps
-from offloadkit.offload.outside import unwatched
-from offloadkit.offload.state_ring import PassingStates, StateRing
+from offloadkit.offload.state_ring import StateRing, StreamedStates
 from offloadkit.offload.weight_ring import SharedRam, StreamedWeights
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim.moments import random_key
@@ -39,7 +39,7 @@ def exchanges_sums(layer: FlatLayer, config: OffloadConfig) -> bool:
     return bool(layer.cuts) and config.exchange == "step" and config.gradient_accumulation > 1
 
 
-class Posting(NamedTuple):
+class Publication(NamedTuple):
     """A layer's new weights on their way from the GPU to RAM that the ranks share."""
 
     stepped: Stepped
@@ -143,7 +143,7 @@ class LayerState:
             all_sums=all_sums,
         )
         self.ring: StateRing | None = None
-        self._passing: PassingStates | None = None
+        self._passing: StreamedStates | None = None
         self._matrix_steps: MatrixSteps | None = None
         self.on_gpu, self.switchable = placement.step == "gpu", False
         self._copy_is_stale = False
@@ -164,7 +164,7 @@ class LayerState:
             passing_gradient = self.gradient.host if placement.gradients == "ram" else None
             resident_weights = self.weights.own if self._streamed is None else None
             name, cuts = f"{self.layer.name} states", [view.start for view in self.layer.views] if is_matrix else None
-            self._passing = PassingStates(name, self.flat, resident_weights, passing_gradient, cuts)
+            self._passing = StreamedStates(name, self.flat, resident_weights, passing_gradient, cuts)
         self.on_gpu = placement.step == "gpu"
         by_either = cpu_can_step(placement, self.layer.kind) and self._passing is not None and not is_matrix
         self.switchable = self._config.placement is None and by_either
@@ -223,7 +223,7 @@ class LayerState:
         return new
 
     @property
-    def passes(self) -> bool:
+    def is_streamed(self) -> bool:
         """Whether the states pass through VRAM in the next step."""
         return self.on_gpu and self._passing is not None
 
@@ -432,11 +432,11 @@ class LayerState:
         if self._streamed is not None:
             self._streamed.finish_reading()
 
-    def posting(self) -> Posting | None:
+    def publication(self) -> Publication | None:
         """After a step on the GPU, several ranks with weights in RAM: the copy that the other ranks wait for."""
         if self._stepped is None:
             return None
-        return Posting(self._stepped, None if self._passing is None else self._passing.drained)
+        return Publication(self._stepped, None if self._passing is None else self._passing.drained)
 
     def _step_on_gpu(self, segments: Sequence[Segment], grad_scale: float, stream: CopyStream) -> None:
         if self.uploaded is not None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from offloadkit.errors import ModelError
-from offloadkit.offload.outside import unwatched
+from offloadkit.offload.external_writes import unwatched
 
 Materialise = Callable[[Sequence[nn.Parameter]], None]
 """Gives the meta parameters among its arguments memory in RAM and their numbers, by `become`."""

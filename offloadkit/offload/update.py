@@ -28,7 +28,7 @@ from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
 from offloadkit.errors import ThreadLimitError
 from offloadkit.facts.threads import Thread
 from offloadkit.offload.gradients import LayerGradient, compute_host_sums
-from offloadkit.offload.states import LayerState, Posting
+from offloadkit.offload.states import LayerState, Publication
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.norm import sum_in_order
 from offloadkit.optim.table import Options
@@ -233,7 +233,7 @@ class StepThread:
             update.seconds["cpu_step"] = seconds = time.perf_counter() - began
             watchdog.wait(queued, "the GPU's steps to be queued")
         update.cpu_bytes = sum(state.step_bytes() for state, _, _ in on_cpu)
-        through_vram = [state.layer.numel for state, _, _ in on_gpu if state.passes]
+        through_vram = [state.layer.numel for state, _, _ in on_gpu if state.is_streamed]
         self.balancer.add(
             StepTimes(seconds, sum(state.layer.numel for state, _, _ in on_cpu), update.gpu, sum(through_vram))
         )
@@ -254,16 +254,16 @@ class StepThread:
 
         Several ranks with weights in RAM notify each other of finished layers.
         """
-        coming: deque[Posting] = deque()
+        coming: deque[Publication] = deque()
         try:
             self.kernels.wait(update.compute_done)  # wait: backward before a step on the GPU
             scale, began = update.grad_scale(), self.kernels.record(timing=True)
-            for state, views, pending in sorted(layers, key=lambda item: item[0].passes):
+            for state, views, pending in sorted(layers, key=lambda item: item[0].is_streamed):
                 with self.kernels.traced(state.layer.name):
                     state.step(views, update.options, scale, self.kernels)
                 watchdog.progressed()
                 pending.record(state.uploaded)
-                if (posting := state.posting()) is not None:
+                if (posting := state.publication()) is not None:
                     coming.append(posting)
                 while coming and coming[0].done():
                     coming.popleft().post()

@@ -3,8 +3,8 @@
 A block is fetched when it is used: by its forward, by a recomputation, or when backward unpacks a saved weight. Using a
 block that is in VRAM is free, so the order of hooks does not matter. The ring prefetches the block that followed last
 time, in forward and in backward. A foreign recomputation (`torch.utils.checkpoint`) may run parts of a block without
-its hooks. Therefore, in backward, parameters of unused blocks are guarded (`outside.Guarded`): touching one uses its
-block.
+its hooks. Therefore, in backward, parameters of unused blocks are guarded (`external_writes.Guarded`): touching one
+uses its block.
 
 The ranks of a host share the RAM, and each rank fetches from it independently. A fetch waits until all ranks have
 stepped the layer. No rank can step too early, because every rank has finished its fetches before the norm all-reduce.
@@ -33,8 +33,8 @@ from offloadkit.device.host_memory import SharedSlab
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import EngineStateError
+from offloadkit.offload.external_writes import ExternalWrites, read, set_data, unwatched
 from offloadkit.offload.layers import FlatLayer, ParameterView
-from offloadkit.offload.outside import Outside, read, set_data, unwatched
 from offloadkit.offload.recompute import changed_in_place
 from offloadkit.offload.weights import LayerWeights, PendingUpdate
 
@@ -168,25 +168,25 @@ class StreamedWeights(LayerWeights):
             self.copied.synchronize()  # wait: copies before other ranks step
 
     @property
-    def is_parted(self) -> bool:
+    def has_private_copy(self) -> bool:
         """Whether this rank has a private copy, written since the last boundary."""
-        return self.shared is not None and self.shared.slab.parted
+        return self.shared is not None and self.shared.slab.is_private
 
     def begin_write(self) -> None:
-        if self.shared is not None and not self.is_parted:
+        if self.shared is not None and not self.has_private_copy:
             if self.copied is not None:
                 self.copied.synchronize()  # wait: copies before weights are written
             self.shared.slab.part()
 
     def publish(self) -> None:
         """Copy this rank's range of the private copy to the shared RAM, after all ranks have reached the boundary."""
-        if self.is_parted:
+        if self.has_private_copy:
             assert self.shared is not None
             self.shared.slab.publish(self.own)
 
     def rejoin(self) -> None:
         """Drop the private copy, after all ranks have published their ranges."""
-        if self.is_parted:
+        if self.has_private_copy:
             assert self.shared is not None
             self.shared.slab.rejoin()
 
@@ -354,9 +354,9 @@ class WeightRing:
         device: torch.device,
         num_buffers: int,
         waits: Waits,
-        outside: Outside,
+        external_writes: ExternalWrites,
     ) -> None:
-        self.device, self._waits, self._outside = device, waits, outside
+        self.device, self._waits, self._external_writes = device, waits, external_writes
         self.in_forward = self.in_backward = False
         by_block: dict[nn.Module | None, list[StreamedWeights]] = {}
         for layer in layers:
@@ -429,7 +429,7 @@ class WeightRing:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Context for backward, while `outside` watches no parameter."""
+        """Context for backward, while `external_writes` watches no parameter."""
         for block in self._blocks:
             block.recomputed = block.lost = False
             self._guard(block)
@@ -444,12 +444,12 @@ class WeightRing:
     def _guard(self, block: StreamedBlock) -> None:
         block.guarded = True
         for layer in block.layers:
-            self._outside.guard(layer.layer)
+            self._external_writes.guard(layer.layer)
 
     def _release_guarded(self, block: StreamedBlock) -> None:
         block.guarded = False
         for layer in block.layers:
-            self._outside.release(layer.layer)
+            self._external_writes.release(layer.layer)
 
     def synchronize(self) -> None:
         """Block the calling thread until all copies are done, so that their memory may be freed."""

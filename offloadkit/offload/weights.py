@@ -20,8 +20,8 @@ from offloadkit.device import trace, watchdog
 from offloadkit.device.streams import Event, Waits
 from offloadkit.errors import EngineStateError
 from offloadkit.facts.hardware import trim_heap
+from offloadkit.offload.external_writes import ExternalWrites, moved_or_cast, set_data, unwatched
 from offloadkit.offload.layers import FlatLayer, ParameterView, stays_fp32
-from offloadkit.offload.outside import Outside, moved_or_cast, set_data, unwatched
 from offloadkit.optim.table import DTYPES, Dtype
 
 
@@ -137,7 +137,7 @@ class LayerWeights:
             EngineStateError: in a forked process, which has neither the stepping thread nor pinned memory.
         """
         if os.getpid() != self._process:
-            raise forked(f"the weights of {self.layer.name!r} were")
+            raise forked_error(f"the weights of {self.layer.name!r} were")
         pending = self.pending
         if pending is None:
             return
@@ -223,7 +223,7 @@ class LayerWeights:
         self.pending = PendingUpdate()
         return self.pending
 
-    def written_outside(self) -> dict[ParameterView, int]:
+    def external_writes_since(self) -> dict[ParameterView, int]:
         """Views whose parameters were written in place since the last call (a loaded checkpoint, an EMA), with their
         version counters.
 
@@ -243,7 +243,7 @@ class LayerWeights:
         return written
 
 
-def forked(what: str) -> EngineStateError:
+def forked_error(what: str) -> EngineStateError:
     """The error for a use of the engine in a forked process."""
     return EngineStateError(
         f"{what} used in a forked process, such as a DataLoader worker: the engine exists only in the training "
@@ -278,7 +278,7 @@ class ForwardHooks:
     - The forward of the whole model waits for layers that no other module waits for; without gradients, for all.
     - `state_dict` and `load_state_dict` of any module wait for its layers. On the whole model they also call `settle`,
       which finishes all updates.
-    - While such a module runs, and while its weights are loaded, `outside` does not watch its parameters.
+    - While such a module runs, and while its weights are loaded, `external_writes` does not watch its parameters.
     """
 
     def __init__(
@@ -286,10 +286,10 @@ class ForwardHooks:
         model: nn.Module,
         weights: Sequence[LayerWeights],
         settle: weakref.WeakMethod[Callable[[], None]],
-        outside: Outside,
+        external_writes: ExternalWrites,
     ) -> None:
         self._model: nn.Module | None = model
-        self._weights, self._settle, self._outside = weights, settle, outside
+        self._weights, self._settle, self._external_writes = weights, settle, external_writes
         self._order_of_use: dict[LayerWeights, int] = {}
         self._waited_at_root: set[LayerWeights] = set()
         self._ran: set[nn.Module] = set()
@@ -328,7 +328,7 @@ class ForwardHooks:
                 self._ran.add(module)
                 self._order_of_use.setdefault(weight, len(self._order_of_use))
                 weight.use()
-                self._outside.release(weight.layer)
+                self._external_writes.release(weight.layer)
                 if (tracing := trace.active()) is not None:
                     tracing.reaches_layer(weight.layer.name)
 
@@ -348,11 +348,11 @@ class ForwardHooks:
             wait(module)
             for weight in self._layers_of.get(module, ()):
                 weight.begin_write()
-                self._outside.release(weight.layer)
+                self._external_writes.release(weight.layer)
 
         def watch(module: nn.Module, *args: Any) -> None:
             for weight in self._layers_of.get(module, ()):
-                self._outside.watch(weight.layer)
+                self._external_writes.watch(weight.layer)
 
         return load, watch
 

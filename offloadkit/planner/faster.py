@@ -15,7 +15,7 @@ from offloadkit.facts.config import Placement
 from offloadkit.facts.hardware import CPU_STEP_RATES, Hardware
 from offloadkit.facts.telemetry import StepRecord
 from offloadkit.optim.table import DTYPES
-from offloadkit.planner.make import replanned, wishes
+from offloadkit.planner.make import budget_options, replanned
 from offloadkit.planner.plan import Plan
 from offloadkit.planner.seconds import FEW_CORES, StepModel
 
@@ -51,7 +51,7 @@ class Rate:
         return not 1 / TOLERANCE <= self.measured / self.planned <= TOLERANCE
 
 
-def judged(
+def compared_rates(
     plan: Plan, machine: Hardware, placements: Sequence[Placement], records: Sequence[StepRecord]
 ) -> dict[str, Rate]:
     """Median measured rate and planned rate of each resource ("H2D", "D2H", "CPU step", `COMPUTE` or `PYTHON`).
@@ -132,7 +132,7 @@ def faster(plan: Plan, machine: Hardware, placements: Sequence[Placement], budge
         budgets: bytes of "vram" and "ram" that the plan may take.
     """
     now = _model(plan, machine).seconds(placements).step
-    other = replanned(plan, hardware=machine, **wishes(plan, budgets))
+    other = replanned(plan, hardware=machine, **budget_options(plan, budgets))
     assert other.seconds is not None
     return other if other.fits and other.seconds.step < (1 - MIN_GAIN) * now else None
 

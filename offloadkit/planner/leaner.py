@@ -12,7 +12,7 @@ from typing import Literal
 
 from offloadkit.facts.config import Placement
 from offloadkit.planner.layout import for_matrices, is_built, possible, tier_bytes
-from offloadkit.planner.make import placed, replanned, wishes
+from offloadkit.planner.make import budget_options, placed, replanned
 from offloadkit.planner.plan import Plan
 from offloadkit.planner.prediction import TIERS
 from offloadkit.planner.seconds import IN_VRAM
@@ -43,7 +43,7 @@ def leaner(plan: Plan, short: Literal["vram", "ram"], budgets: Mapping[str, int]
 def _searched(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan | None:
     least = {tier: budgets[tier] for tier in ("vram", "ram")}
     while least[short] > 1:
-        other = replanned(plan, **wishes(plan, least))
+        other = replanned(plan, **budget_options(plan, least))
         is_leaner = other.total_bytes(short) < plan.total_bytes(short)
         if is_leaner and other.lacking().keys() <= {short}:
             return other

@@ -76,7 +76,7 @@ def placed(plan: P, placements: Sequence[Placement]) -> P:
     return _plan(type(plan), plan.layers, plan.basis, plan.budgets, tuple(placements))
 
 
-def of_rank(plan: P, layers: Sequence[LayerShape]) -> P:
+def with_layers(plan: P, layers: Sequence[LayerShape]) -> P:
     """The ranks' common `plan` with one rank's `layers`."""
     return _plan(type(plan), tuple(layers), plan.basis, plan.budgets, plan.placements)
 
@@ -101,12 +101,12 @@ def replanned(
     )
 
 
-def exchanged_otherwise(plan: P) -> P:
+def with_other_exchange(plan: P) -> P:
     """The plan made again with the other order of gradient exchange between GPUs (`OffloadConfig.exchange`)."""
     return replanned(plan, exchange="micro_batch" if plan.basis.config.exchange == "step" else "step")
 
 
-def wishes(plan: Prediction, budgets: Mapping[str, float]) -> dict[str, Any]:
+def budget_options(plan: Prediction, budgets: Mapping[str, float]) -> dict[str, Any]:
     """`vram` and `ram` of a config that gives each rank of `plan` this many bytes."""
     return {tier: int(size * (plan.num_on_host if tier == "ram" else 1)) for tier, size in budgets.items()}
 

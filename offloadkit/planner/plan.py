@@ -101,4 +101,4 @@ def check_fits(plan: Plan) -> None:
         DoesNotFitError: the plan does not fit. The message has needed and available memory, and plans that fit.
     """
     if not plan.fits:
-        raise DoesNotFitError(f"the plan {words.why_not(plan)}\n{plan.explain()}\n({words.trained(plan)})")
+        raise DoesNotFitError(f"the plan {words.misfit_message(plan)}\n{plan.explain()}\n({words.trained(plan)})")

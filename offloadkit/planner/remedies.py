@@ -10,11 +10,11 @@ from typing import Any
 from offloadkit.facts.config import Precision
 from offloadkit.facts.units import format_bytes, rounded_up
 from offloadkit.optim.table import optimizer_named
-from offloadkit.planner.make import P, exchanged_otherwise, is_short_of_ram, replanned, wishes
+from offloadkit.planner.make import P, budget_options, is_short_of_ram, replanned, with_other_exchange
 from offloadkit.planner.prediction import TIERS, Prediction
 from offloadkit.planner.ranks import GPUS_PER_HOST
 from offloadkit.planner.seconds import FEW_CORES, cpu_step_rate
-from offloadkit.planner.words import TO_GPU, TO_RAM, of_all, of_tiers, speed, takes, why_not
+from offloadkit.planner.words import TO_GPU, TO_RAM, host_totals, misfit_message, of_tiers, speed, takes
 
 _LIMITS = {
     "GPU": "the GPU's computing",
@@ -139,7 +139,7 @@ def _smaller(plan: P, **changes: Any) -> Iterator[tuple[str, P]]:
 
 def _larger(plan: P) -> Iterator[tuple[str, P]]:
     """The plan with budgets that cover its needs, which are the least possible because the plan does not fit."""
-    needs, hardware = of_all(plan, plan.needs()), plan.basis.hardware
+    needs, hardware = host_totals(plan, plan.needs()), plan.basis.hardware
     lacking: dict[str, Any] = {tier: rounded_up(needs[tier]) for tier in plan.lacking()}
     budgets = {tier: size for tier, size in lacking.items() if tier != "disk"}
     if "disk" in lacking and hardware is not None:
@@ -153,7 +153,7 @@ def _would_fit(plan: Prediction) -> Iterator[str]:
     if "vram" in plan.lacking() and by_name["evaluation"].vram > by_name["training"].vram:
         yield "evaluation takes the most VRAM: a smaller per_device_eval_batch_size takes less"
     for words, other in nearest_fits(plan):
-        needs = of_all(other, other.needs())
+        needs = host_totals(other, other.needs())
         memory = of_tiers({tier: needs[tier] for tier in _tiers_to_name(plan, other)})
         said = [*([memory] if memory else []), *speed(other)]
         yield f"{words} would fit" + (f": {', '.join(said)}" if said else "")
@@ -208,11 +208,11 @@ def _help(plan: Prediction) -> Iterator[str]:
     step = plan.seconds.step
     for tier in ("vram", "ram"):
         for factor in _LARGER_BUDGETS:
-            other = replanned(plan, **wishes(plan, {tier: plan.budgets[tier] * factor}))
+            other = replanned(plan, **budget_options(plan, {tier: plan.budgets[tier] * factor}))
             assert other.seconds is not None
             speedup = step / other.seconds.step
             if other.fits and speedup >= _MIN_SPEEDUP:
-                more = format_bytes(of_all(plan, {tier: other.total_bytes(tier) - plan.total_bytes(tier)})[tier])
+                more = format_bytes(host_totals(plan, {tier: other.total_bytes(tier) - plan.total_bytes(tier)})[tier])
                 on_each = " on each GPU" if tier == "vram" and plan.num_gpus > 1 else ""
                 yield f"{more} more {TIERS[tier]}{on_each} would {_changed(plan, other)}: {_faster(other, speedup)}"
                 break
@@ -224,7 +224,7 @@ def _help(plan: Prediction) -> Iterator[str]:
         if other.fits and step / other.seconds.step >= _MIN_SPEEDUP:
             tier = "disk" if plan.total_bytes("disk") else "ram"
             less = max(0, plan.total_bytes(tier) - other.total_bytes(tier))
-            saved = format_bytes(of_all(plan, {tier: less})[tier])
+            saved = format_bytes(host_totals(plan, {tier: less})[tier])
             saves = "precision='compact'"
             if less > _MIN_SAVED * plan.total_bytes(tier):
                 saves += f" would save {saved} of {TIERS[tier]}"
@@ -255,12 +255,12 @@ def _help_of_gpus(plan: Prediction) -> Iterator[str]:
 
 
 def _in_the_other_order(plan: Prediction) -> str:
-    other = exchanged_otherwise(plan)
+    other = with_other_exchange(plan)
     order = other.basis.config.exchange
     assert other.tokens_per_second is not None
     assert plan.tokens_per_second is not None
     if not other.fits:
-        return f"exchange={order!r} {why_not(other)}"
+        return f"exchange={order!r} {misfit_message(other)}"
     now, then = (format_bytes(sum(each.communicated.values())) for each in (plan, other))
     ratio = other.tokens_per_second / plan.tokens_per_second
     faster = f"{', '.join(speed(other))}, {ratio:.3g}x as fast"

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offloadkit.facts.units import format_bytes, format_seconds
-from offloadkit.planner.make import exchanged_otherwise, replanned
+from offloadkit.planner.make import replanned, with_other_exchange
 from offloadkit.planner.plan import Plan
 from offloadkit.planner.ranks import NETWORK_BYTES_PER_SECOND, for_ranks
 
 
 @dataclass(frozen=True)
-class Grown:
+class ScaledPlan:
     """A plan for more GPUs.
 
     Attributes:
@@ -32,9 +32,9 @@ class Grown:
         return sum(self.plan.communicated.values()) // self.plan.accumulation
 
 
-def grown(
+def scaled_plans(
     plan: Plan, numbers: Sequence[int], accumulations: Sequence[int], network: float = NETWORK_BYTES_PER_SECOND
-) -> Iterator[Grown]:
+) -> Iterator[ScaledPlan]:
     """`plan`, which is for one GPU, made again for each number of GPUs and of micro-batches.
 
     Args:
@@ -50,19 +50,19 @@ def grown(
             other = replanned(replace(plan, layers=layers), hardware=share, gradient_accumulation=accumulation)
             assert alone is not None
             assert other.tokens_per_second is not None
-            otherwise = exchanged_otherwise(other) if min(number, accumulation) > 1 else None
-            yield Grown(other, other.tokens_per_second / (number * alone), otherwise)
+            otherwise = with_other_exchange(other) if min(number, accumulation) > 1 else None
+            yield ScaledPlan(other, other.tokens_per_second / (number * alone), otherwise)
 
 
 def scaling_table(
     plan: Plan, numbers: Sequence[int], accumulations: Sequence[int], network: float = NETWORK_BYTES_PER_SECOND
 ) -> str:
-    """`grown` as a table in Markdown. The last column is for the other order of exchange."""
+    """`scaled_plans` as a table in Markdown. The last column is for the other order of exchange."""
     head: tuple[str, ...] = ("GPUs", "micro-batches", "VRAM each", "RAM a host", "received a micro-batch", "step")
     order = "micro_batch" if plan.basis.config.exchange == "step" else "step"
     head += ("tokens/s", "scaling", f'tokens/s, "{order}"')
     rows = [head, ("---:",) * len(head)]
-    for each in grown(plan, numbers, accumulations, network):
+    for each in scaled_plans(plan, numbers, accumulations, network):
         made, needs = each.plan, each.plan.needs()
         assert made.seconds is not None
         rows.append(

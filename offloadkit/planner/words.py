@@ -89,14 +89,14 @@ def html(plan: Prediction, explanation: str) -> str:
     return f"<div><p><b>{escape(verdict(plan))}</b><br>{said}</p><details>{folded}</details></div>"
 
 
-def why_not(plan: Prediction) -> str:
+def misfit_message(plan: Prediction) -> str:
     """ "does not fit: needs 38 GiB of VRAM, has 11 GiB". The need is rounded up."""
     return f"does not fit{_on_gpus(plan)}: {_lacks(plan)}"
 
 
 def _lacks(plan: Prediction) -> str:
-    needs = {tier: rounded_up(size) for tier, size in of_all(plan, plan.needs()).items()}
-    has = of_all(plan, plan.budgets)
+    needs = {tier: rounded_up(size) for tier, size in host_totals(plan, plan.needs()).items()}
+    has = host_totals(plan, plan.budgets)
     return _needs({tier: (needs[tier], has[tier]) for tier in plan.lacking()})
 
 
@@ -104,7 +104,7 @@ def _on_gpus(plan: Prediction) -> str:
     return f" on {plan.num_gpus} GPUs" if plan.num_gpus > 1 else ""
 
 
-def of_all(plan: Prediction, num_bytes: Mapping[str, int]) -> dict[str, int]:
+def host_totals(plan: Prediction, num_bytes: Mapping[str, int]) -> dict[str, int]:
     """A rank's bytes by tier, as shown to users: VRAM for each GPU, RAM and disk for all ranks of a host."""
     return {tier: size * (1 if tier == "vram" else plan.num_on_host) for tier, size in num_bytes.items()}
 
@@ -124,8 +124,8 @@ def _tiers_to_say(plan: Prediction) -> dict[str, int]:
 
 def _of_budget(plan: Prediction, tier: str, need: int) -> str:
     """ "7.9 of 8 GiB VRAM": both rounded alike, so that a need that fits never looks larger than its budget."""
-    need = of_all(plan, {tier: need})[tier]
-    budget = of_all(plan, plan.budgets).get(tier)
+    need = host_totals(plan, {tier: need})[tier]
+    budget = host_totals(plan, plan.budgets).get(tier)
     whose = "" if plan.num_gpus == 1 else " each" if tier == "vram" else " in all"
     if whose == " in all" and plan.num_on_host < plan.num_gpus:
         whose = " a host"

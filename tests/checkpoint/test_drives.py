@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from offloadkit.checkpoint import folder as folders
 from offloadkit.checkpoint import one_run as module
-from offloadkit.checkpoint.folder import check_room, put_in_place, sync_folder, writable, written_to
+from offloadkit.checkpoint.folder import check_room, explained_write_errors, replace_folder, sync_folder, writable
 from offloadkit.checkpoint.one_run import CLAIM, Saves, one_run
 from offloadkit.errors import OutputError
 from offloadkit.facts.telemetry import StepRecord, Telemetry
@@ -101,7 +101,7 @@ def test_folders_need_not_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_quota_is_named_in_the_place_of_what_is_free(tmp_path: Path, error: Exception) -> None:
     with (
         pytest.raises(OutputError, match=r"a quota there is used up .*: make room within it, or pass") as raised,
-        written_to(tmp_path),
+        explained_write_errors(tmp_path),
     ):
         raise error
     assert "GiB are free" not in str(raised.value)
@@ -113,18 +113,18 @@ def test_a_drive_that_does_not_say_what_is_free_is_written_to(
 ) -> None:
     monkeypatch.setattr(folders.shutil, "disk_usage", says)
     check_room(tmp_path, 2**40, "a checkpoint")
-    with pytest.raises(OutputError, match=r"could not be written \(.*endpoint"), written_to(tmp_path):
+    with pytest.raises(OutputError, match=r"could not be written \(.*endpoint"), explained_write_errors(tmp_path):
         failing(errno.ENOTCONN)()
 
 
 def test_a_folder_that_could_not_be_exchanged_leaves_no_second_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_in_place(tmp_path / "model", lambda new: (new / "weights").write_text("old") and None)
+    replace_folder(tmp_path / "model", lambda new: (new / "weights").write_text("old") and None)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", failing(errno.EXDEV))
         with pytest.raises(OutputError, match="cross-device"):
-            put_in_place(tmp_path / "model", lambda new: (new / "weights").write_text("new") and None)
+            replace_folder(tmp_path / "model", lambda new: (new / "weights").write_text("new") and None)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model" / "weights").read_text() == "old"
 
@@ -168,7 +168,7 @@ def test_a_heartbeat_goes_on_after_one_that_could_not_be_written(
 ) -> None:
     monkeypatch.setattr(module.fcntl, "lockf", failing(errno.ENOSYS))
     monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.01)
-    written_beside, beats, third = module.written_beside, list[int](), threading.Event()
+    written_beside, beats, third = module.atomic_write, list[int](), threading.Event()
 
     @contextmanager
     def written(path: Path) -> Iterator[Any]:
@@ -180,7 +180,7 @@ def test_a_heartbeat_goes_on_after_one_that_could_not_be_written(
         if beats[-1] == 3:
             third.set()
 
-    monkeypatch.setattr(module, "written_beside", written)
+    monkeypatch.setattr(module, "atomic_write", written)
     with one_run(tmp_path):
         assert third.wait(10), beats
         assert json.loads((tmp_path / CLAIM).read_text())["beat"] >= 3

@@ -36,7 +36,7 @@ def test_room_for_two_checkpoints_is_checked_before_the_first_step(
     whole = trainer(tmp_path / "whole", max_steps=1)
     whole.train()
     assert whole.engine is not None
-    one = whole.engine.numbers().num_bytes()
+    one = whole.engine.snapshot().num_bytes()
     free[0] = int(1.5 * one)
     run = trainer(tmp_path / "run")
     with pytest.raises(OutputError, match=r"two checkpoints in .*run takes .* GiB are free there: make room"):
@@ -108,9 +108,9 @@ def test_what_colab_loses_with_its_runtime(folder: str, is_lost: bool, monkeypat
     mounts = ("/", "/content/drive", "/mnt/bucket")
     monkeypatch.setattr(folders.os.path, "ismount", lambda path: str(path) in mounts)
     monkeypatch.delenv("COLAB_RELEASE_TAG", raising=False)
-    assert folders.lost_with_runtime(Path(folder)) is None
+    assert folders.colab_disk_warning(Path(folder)) is None
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab_20261101")
-    line = folders.lost_with_runtime(Path(folder))
+    line = folders.colab_disk_warning(Path(folder))
     assert (line is not None) is is_lost
     assert line is None or "such as /content/drive/MyDrive/run" in line
 

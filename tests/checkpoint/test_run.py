@@ -239,8 +239,8 @@ def test_one_rank_takes_the_random_states_of_rank_0(tmp_path: Path) -> None:
         engine.save_checkpoint(folder := tmp_path / "saved")
         expected = torch.rand(1)
         (folder / "manifest.json").unlink()
-        write_random(folder, engine.numbers().origin, rank=1)
-        write_manifest(folder, engine.numbers().origin)
+        write_random(folder, engine.snapshot().origin, rank=1)
+        write_manifest(folder, engine.snapshot().origin)
         engine.load_checkpoint(folder)
         assert torch.equal(torch.rand(1), expected)
 

@@ -257,7 +257,7 @@ def fails_on_first() -> None:
     def fails() -> None:
         raise UnsendableError("no", "luck")
 
-    world.from_first("trying", fails)
+    world.run_on_rank_0("trying", fails)
 
 
 def first_never_comes() -> None:
@@ -265,7 +265,7 @@ def first_never_comes() -> None:
     dist.barrier()  # all have joined the group
     if dist.get_rank() == 0:
         raise ValueError("nothing left")
-    world.from_first("trying", lambda: None)
+    world.run_on_rank_0("trying", lambda: None)
 
 
 def error_of(call: Any, **arguments: Any) -> str:

@@ -86,7 +86,7 @@ class MirroredRanks(Group):
     def agree(self, own: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.stack([own] * self.size)
 
-    def told(self, make: Callable[[], Any], *, by: int = 0) -> Any:
+    def broadcast_from(self, make: Callable[[], Any], *, by: int = 0) -> Any:
         return make()
 
     def sum(self, numbers: NDArray[np.float64]) -> None:

@@ -132,9 +132,9 @@ def told() -> list[Any]:
     """What rank 1 tells, and the error of what fails there."""
     group = Group(CPU)
     try:
-        found: list[Any] = [group.told(lambda: dist.get_rank(), by=1)]
+        found: list[Any] = [group.broadcast_from(lambda: dist.get_rank(), by=1)]
         try:
-            group.told(lambda: 1 // 0, by=1)
+            group.broadcast_from(lambda: 1 // 0, by=1)
         except Exception as error:
             found.append(type(error).__name__)
         return found

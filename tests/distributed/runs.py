@@ -165,7 +165,7 @@ def train(
         engine.synchronize()
         if save is not None:
             engine.save_checkpoint(save)
-        numbers = engine.numbers()
+        numbers = engine.snapshot()
         states = {
             f"{name}.{array}": (numbers.ranges[name][array][0], values.cpu().clone().reshape(-1))
             for name, arrays in numbers.states.items()

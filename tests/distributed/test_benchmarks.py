@@ -136,9 +136,9 @@ def measured_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
 
 
 def test_what_was_told_counts_if_ranks_fail_later(measured_by: Callable[..., list[table.Row]]) -> None:
-    def tells(hear: Any, **_: Any) -> None:
+    def tells(on_message: Any, **_: Any) -> None:
         for rank in range(2):
-            hear(rank, RAW | {"step_seconds": 0.5 + rank, "received": {}})
+            on_message(rank, RAW | {"step_seconds": 0.5 + rank, "received": {}})
         raise RuntimeError("counting failed")
 
     (row,) = measured_by(lambda function, arguments, number, **options: tells(**options), ["t5-3b-2x24"])

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from offloadkit.checkpoint.folder import newest_checkpoint
-from offloadkit.distributed.launch import launch, told
+from offloadkit.distributed.launch import launch, send_to_parent
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, RankError, TrainingStoppedError
@@ -45,14 +45,14 @@ times = Times(FACTOR)
 
 def work(tensor, times):
     import torch.distributed as dist
-    from offloadkit.distributed.launch import told
+    from offloadkit.distributed.launch import send_to_parent
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     print("printed by", rank)
     dist.all_reduce(tensor)
     try:
-        told((rank, os.getpid()))  # the other may have told before, and the request to stop comes at once
+        send_to_parent((rank, os.getpid()))  # the other may have sent before, and the request to stop comes at once
         if rank == 0:
             threading.Event().wait(50)
     except KeyboardInterrupt:
@@ -75,7 +75,7 @@ def test_a_cells_function_runs_on_all_ranks(capsys: pytest.CaptureFixture[str], 
         {"tensor": torch.tensor([1.5]), "times": cell["times"]},
         2,
         folder=tmp_path,
-        hear=heard.__setitem__,
+        on_message=heard.__setitem__,
         stops=lambda: len(heard) == 2,
     )
     assert found == [(0, 9, torch.tensor([3.0])), (1, 9, torch.tensor([3.0]))]
@@ -102,7 +102,7 @@ def train(folder: Path, num_steps: int, dies: tuple[int, Callable[[], Any]] | No
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    told(os.getpid())
+    send_to_parent(os.getpid())
     options: dict[str, Any] = {"exchange": "micro_batch", "gradient_accumulation": 6 // size}
     config = OffloadConfig(learning_rate=1e-2, working_dtype="bf16", **options)
     made = model(rank, hidden=1100)
@@ -144,7 +144,7 @@ def kill() -> None:
 def meet(ends: Callable[[], Any]) -> None:
     """The last rank ends while the others wait for it."""
     dist.init_process_group("gloo")
-    told(os.getpid())
+    send_to_parent(os.getpid())
     dist.barrier()  # all have told
     if dist.get_rank() == dist.get_world_size() - 1:
         ends()
@@ -155,7 +155,7 @@ def meet(ends: Callable[[], Any]) -> None:
 def test_the_first_error_ends_all_ranks(tmp_path: Path) -> None:
     processes: list[int] = []
     with pytest.raises(ValueError, match="nothing left") as caught:
-        launch(meet, {"ends": fail}, 2, folder=tmp_path, hear=lambda rank, process: processes.append(process))
+        launch(meet, {"ends": fail}, 2, folder=tmp_path, on_message=lambda rank, process: processes.append(process))
     assert "It was raised on rank 1 of 2" in caught.value.__notes__[0]
     assert "in fail" in caught.value.__notes__[0]
     assert len(processes) == 2
@@ -181,7 +181,7 @@ def test_killed_ranks_lose_nothing_that_was_saved(ranks: RankPool, one_thread: N
 
 
 def wait_for_the_end() -> None:
-    told(os.getpid())
+    send_to_parent(os.getpid())
     threading.Event().wait()
 
 
@@ -196,7 +196,7 @@ def test_a_signal_before_the_ranks_train_ends_them_and_is_named(tmp_path: Path, 
             os.kill(os.getpid(), number)
 
     with pytest.raises(TrainingStoppedError, match=f"{number.name} has ended training") as caught:
-        launch(wait_for_the_end, {}, 2, folder=tmp_path, hear=hear)
+        launch(wait_for_the_end, {}, 2, folder=tmp_path, on_message=hear)
     assert caught.value.signal == number
     assert are_gone(processes)
 
@@ -204,12 +204,12 @@ def test_a_signal_before_the_ranks_train_ends_them_and_is_named(tmp_path: Path, 
 PROGRAM = """
 import os, signal, sys, threading
 from pathlib import Path
-from offloadkit.distributed.launch import launch, told
+from offloadkit.distributed.launch import launch, send_to_parent
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 
 def hang():
-    told(os.getpid())
+    send_to_parent(os.getpid())
     threading.Event().wait()
 
 launch(hang, {}, 2, folder=Path(sys.argv[1]), hear=lambda rank, process: print(process, flush=True))

@@ -65,7 +65,7 @@ def trained(folder: Path) -> tuple[Any, dict[str, torch.Tensor], list[Any]]:
     heard: list[Any] = []
     options: dict[str, Any] = {"batch_size": 2, "max_steps": 2, "use_cpu": True, "monitor": False}
     with as_launched(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(several_gpus, "told", heard.append)
+        patch.setattr(several_gpus, "send_to_parent", heard.append)
         patch.setattr(finetuning, "is_launched", lambda: True)
         result, weights = several_gpus.train_on_rank(
             offloadkit.finetune,
@@ -86,7 +86,7 @@ def test_ranks_tell_what_the_monitor_shows(ranks: RankPool, tmp_path: Path) -> N
     shown = several_gpus.SharedMonitor(2, is_drawn=False)
     assert not shown.stops()
     for rank, message in [*((0, message) for message in first[:-1]), *((1, message) for message in second)]:
-        shown.hear(rank, message)
+        shown.on_message(rank, message)
     monitor = shown.monitor
     assert monitor is not None
     assert monitor.total_steps == 2
@@ -103,7 +103,7 @@ def test_ranks_tell_what_the_monitor_shows(ranks: RankPool, tmp_path: Path) -> N
     assert not shown.stops()
     monitor.request_stop()
     assert shown.stops()
-    shown.hear(0, first[-1])
+    shown.on_message(0, first[-1])
     assert monitor.figures().state == "finished"
     assert [each.name for each in monitor.figures().ranks] == ["rank 0", "rank 1"]
 

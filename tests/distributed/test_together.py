@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offloadkit.checkpoint.run import Adding
+from offloadkit.checkpoint.run import SummationOrder
 from offloadkit.distributed import ranks as ranks_module
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine import engine as engine_module
@@ -118,7 +118,7 @@ def test_going_on_with_another_order_of_addition_says_so(ranks: RankPool, one_th
     ],
 )
 def test_which_ranks_add_in_one_order(saved: Any, now: Any, same: bool) -> None:
-    assert (Adding(*saved).other_order(Adding(*now)) is None) == same
+    assert (SummationOrder(*saved).order_warning(SummationOrder(*now)) is None) == same
 
 
 @pytest.mark.slow

@@ -23,9 +23,9 @@ from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload import update, weights
+from offloadkit.offload.external_writes import ExternalWrites, Watched
 from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.model import PlacedModel
-from offloadkit.offload.outside import Outside, Watched
 from tests.models import SquaredOutput, TinyLM, tokens, train
 
 PLACEMENTS = {
@@ -464,14 +464,14 @@ def test_weights_in_ram_that_forward_uses_without_their_block_are_an_error(devic
 def test_a_training_step_touches_no_watched_weight(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python is called for operations of the program around the engine, and for none of the step's own."""
     touched = []
-    place_of, function = Outside.place_of, vars(Watched)["__torch_function__"].__func__
+    place_of, function = ExternalWrites.place_of, vars(Watched)["__torch_function__"].__func__
 
     def called(cls: type, func: Any, *args: Any) -> Any:
         touched.append(func)
         return function(cls, func, *args)
 
     monkeypatch.setattr(Watched, "__torch_function__", classmethod(called))
-    monkeypatch.setattr(Outside, "place_of", lambda *args: (touched.append("place"), place_of(*args))[1])
+    monkeypatch.setattr(ExternalWrites, "place_of", lambda *args: (touched.append("place"), place_of(*args))[1])
     for placement in PLACEMENTS:
         with OffloadEngine(small(), config(placement), device=device) as engine:
             touched.clear()
@@ -520,7 +520,7 @@ def test_what_was_taken_before_a_layer_moved_is_refused() -> None:
     layer = FlatLayer(0, "layer", torch.float32, [ParameterView("weight", parameter, 0, 0, [])], [])
     here, there = Somewhere(layer), Somewhere(layer)
     parameter.data = here.home(layer.views[0])
-    watching = Outside([here], lambda: None, lambda parameter: None, torch.device("cpu"))
+    watching = ExternalWrites([here], lambda: None, lambda parameter: None, torch.device("cpu"))
     held = parameter.data
     assert held.sum() == 3
     watching.moved(there)

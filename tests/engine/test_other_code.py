@@ -21,7 +21,7 @@ from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.facts.changes import claim, unclaimed, without_claims
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.offload.outside import Watched
+from offloadkit.offload.external_writes import Watched
 from offloadkit.planner import placed
 from tests.models import TinyLM, tokens, train
 

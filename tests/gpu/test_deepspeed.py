@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import offloadkit as deepspeed
-from offloadkit.deepspeed.process import left_as_it_was, prepare
+from offloadkit.deepspeed.process import prepare, restored_globals
 from tests.deepspeed.test_deepspeed_config import FULL
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT
@@ -93,7 +93,7 @@ def test_the_config_that_people_copy_by_deepspeed_itself() -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     own, before, ours = twenty_updates(deepspeed)
     dist.destroy_process_group()
-    with left_as_it_was():
+    with restored_globals():
         prepare(on_cpu_steps=True)
         import deepspeed as theirs
 

@@ -76,7 +76,7 @@ def test_an_evaluation_on_a_full_gpu_goes_on_by_a_leaner_plan(
     del whole
     gc.collect()
     torch.cuda.empty_cache()
-    evaluates, filled = offloadkit.OffloadEngine.evaluates, list[int]()
+    evaluates, filled = offloadkit.OffloadEngine.run_eval, list[int]()
 
     def on_a_full_card(engine: offloadkit.OffloadEngine, run: Any) -> Any:
         if not filled:
@@ -87,7 +87,7 @@ def test_an_evaluation_on_a_full_gpu_goes_on_by_a_leaner_plan(
             torch.cuda.set_per_process_memory_fraction(filled[0] / torch.cuda.get_device_properties(0).total_memory)
         return evaluates(engine, run)
 
-    monkeypatch.setattr(offloadkit.OffloadEngine, "evaluates", on_a_full_card)
+    monkeypatch.setattr(offloadkit.OffloadEngine, "run_eval", on_a_full_card)
     with pytest.warns(RuntimeWarning, match="memory was full in an evaluation after step 4: the plan has moved"):
         result = finetune(folder, tmp_path / "full", **held_out)
     assert {move.why for move in result.moves} == {"the GPU's memory was full in an evaluation"}

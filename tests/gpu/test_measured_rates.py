@@ -76,8 +76,8 @@ def test_a_plan_that_takes_the_bus_for_ten_times_slower_moves_and_no_bit_changes
 def test_the_measured_rates_of_copies_and_steps_are_those_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward are left out: Python bounds them here, and its time is the host's."""
     found: list[dict[str, Rate]] = []
-    real = rate_watch.judged
-    monkeypatch.setattr(rate_watch, "judged", lambda *args: found.append(real(*args)) or found[-1])
+    real = rate_watch.compared_rates
+    monkeypatch.setattr(rate_watch, "compared_rates", lambda *args: found.append(real(*args)) or found[-1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         _, moves = _trained(_config(**_budgets(measure())))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import offloadkit
 from benchmarks.ranks import take_gpu
 from offloadkit.distributed import world
-from offloadkit.distributed.launch import launch, told
+from offloadkit.distributed.launch import launch, send_to_parent
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import RankError
 from offloadkit.facts.config import OffloadConfig, Placement
@@ -55,12 +55,12 @@ def one_ends(how: Any, placement: Placement, late: bool = False) -> str:
 
     def end(number: int) -> None:
         if number == 2 and dist.get_rank() == 1:
-            told(("ends", time.monotonic()))
+            send_to_parent(("ends", time.monotonic()))
             how()
 
     take_gpu(int(os.environ["RANK"]))
     world.join()
-    told((dist.get_rank(), os.getpid()))
+    send_to_parent((dist.get_rank(), os.getpid()))
     config = OffloadConfig(placement=placement, working_dtype="bf16")
     with OffloadEngine(model(), config) as engine:
         for number, batch in enumerate(tokens(50, "cuda")):
@@ -85,7 +85,7 @@ def test_a_rank_that_ends_brings_all_down(tmp_path: Path, how: Any, error: Any, 
             {"how": how, "placement": placement},
             2,
             folder=tmp_path,
-            hear=lambda rank, message: heard.append(message),
+            on_message=lambda rank, message: heard.append(message),
         )
     ended = next(when for what, when in heard if what == "ends")
     assert time.monotonic() - ended < LIMIT

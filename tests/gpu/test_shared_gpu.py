@@ -79,7 +79,7 @@ def _trained(folder: Path, rows: list[dict[str, Any]], config: OffloadConfig) ->
 def test_a_neighbour_that_takes_half_of_the_gpu_changes_no_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "chooses", outline.chooses)  # the run begins as a user's
+    monkeypatch.setattr(engine, "needs_plan", outline.needs_plan)  # the run begins as a user's
     device = hardware.default_device()
     rows = _rows(16 * 30, 96)
     lean = Placement(weights="ram", activations="checkpoint")

@@ -7,7 +7,7 @@ import torch
 
 from offloadkit.device.streams import CopyStream
 from offloadkit.offload import state_ring
-from offloadkit.offload.state_ring import PassingStates, StateRing
+from offloadkit.offload.state_ring import StateRing, StreamedStates
 from offloadkit.optim.adamw import adamw_scalars
 from offloadkit.optim.table import FlatState, Segment, state_table
 
@@ -27,7 +27,7 @@ def test_another_copy_to_vram_goes_between_two_chunks(monkeypatch: pytest.Monkey
     weights = torch.zeros(numel, dtype=torch.bfloat16, device=device)
     names, table = ("remainder", "exp_avg", "exp_avg_sq"), state_table("adamw", "exact", torch.bfloat16)
     state = FlatState(table, weights, dict(zip(names, [remainder, *moments], strict=True)))
-    layer = PassingStates("layer", state, weights, None)
+    layer = StreamedStates("layer", state, weights, None)
     segments = [Segment(0, numel, adamw_scalars(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, step=1), 0, 0)]
     gradient = torch.zeros_like(weights)
     ring, kernels = StateRing(device, 10 * CHUNK + 4096, 3), CopyStream(device, "step on the GPU", urgent=True)

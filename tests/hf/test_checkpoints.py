@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from offloadkit import OffloadConfig, OffloadSeq2SeqTrainer
 from offloadkit.checkpoint import folder as folders
 from offloadkit.checkpoint.folder import check_readable, newest_checkpoint, skipped_checkpoints
-from offloadkit.checkpoint.origin import said_by
+from offloadkit.checkpoint.origin import recorded_origin
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.hf.saving import load_in_pieces
 from tests.hf.training import arguments, seq2seq_rows, t5
@@ -69,7 +69,7 @@ def test_each_file_of_ours_says_whose_it_is_and_one_of_another_step_or_run_is_na
     newest = tmp_path / "run" / "checkpoint-2"
     own = folders.origin_of(newest)
     names = ["order.json", "random.json", "run.json", "states-00000-of-00001.safetensors"]
-    assert [said_by(newest / name) for name in names] == [(own, name) for name in names]
+    assert [recorded_origin(newest / name) for name in names] == [(own, name) for name in names]
     for other in (tmp_path / "run" / "checkpoint-1", tmp_path / "other" / "checkpoint-2"):
         for name in names:
             copy = shutil.copytree(newest, tmp_path / "copy" / "checkpoint-2")
@@ -283,7 +283,7 @@ def test_a_file_is_replaced_and_never_cut(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with path.open("rb") as mapped:
-        with folders.written_beside(path) as file:
+        with folders.atomic_write(path) as file:
             file.write(b"new")
         assert mapped.read() == b"old"
     assert path.read_bytes() == b"new"

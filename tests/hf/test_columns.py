@@ -10,7 +10,7 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from offloadkit.errors import ConfigError, DataError
-from offloadkit.hf.columns import ColumnWish
+from offloadkit.hf.columns import ColumnOptions
 from offloadkit.hf.data import PreparedData, load_dataset_like, prepare, prepare_both
 from tests.hf import tiny
 
@@ -162,7 +162,7 @@ def test_a_decoder_learns_the_target_of_a_pair_and_not_the_text_that_writes_it_o
     prepare_both(rows, None, BYTES, BYTE_LLAMA, **lengths)
     said = "of each row the input is instruction + input, the target is output (not read: text); to learn `text` as"
     assert capsys.readouterr().out == f"{said} a whole, pass input_column='text' (--input-column text)\n"
-    whole = prepared(rows, BYTES, BYTE_LLAMA, wish=ColumnWish(input="text"))
+    whole = prepared(rows, BYTES, BYTE_LLAMA, column_options=ColumnOptions(input="text"))
     assert learned(whole) == [*(byte + 3 for byte in b"add 1+1: 2"), 1]
 
 
@@ -183,51 +183,51 @@ def test_conversations_of_sharegpt_are_messages(in_a_file: bool, tmp_path: Path)
 @pytest.mark.parametrize(
     ("wish", "pair"),
     [
-        (ColumnWish(input="frage", target="antwort"), ("7", "2.50")),
-        (ColumnWish(template="{thema}: {frage}?", target="antwort"), ("sums: 7?", "2.50")),
-        (ColumnWish(template="{frage}"), ("7", "x")),
+        (ColumnOptions(input="frage", target="antwort"), ("7", "2.50")),
+        (ColumnOptions(template="{thema}: {frage}?", target="antwort"), ("sums: 7?", "2.50")),
+        (ColumnOptions(template="{frage}"), ("7", "x")),
     ],
 )
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
 def test_columns_that_are_named_make_the_pairs(
-    wish: ColumnWish, pair: tuple[str, str], suffix: str, tmp_path: Path
+    wish: ColumnOptions, pair: tuple[str, str], suffix: str, tmp_path: Path
 ) -> None:
     """Of a file too, where the values of other columns are not read; numbers are the text that was written."""
     row = {"thema": "sums", "frage": "7", "antwort": "2.50", "answer": "x"}
     path = tmp_path / f"rows{suffix}"
     lines = [",".join(row), ",".join(row.values())] if suffix == ".csv" else [json.dumps(row | {"more": {"a": 1}})]
     path.write_text("\n".join(lines) + "\n")
-    data = prepare(load_dataset_like(path, columns=wish.named), BYTES, T5, wish=wish)
+    data = prepare(load_dataset_like(path, columns=wish.named), BYTES, T5, column_options=wish)
     assert texts(data) == pair
 
 
 def test_named_columns_are_text_and_label_of_a_classifier() -> None:
     rows = [{"sentence": "good", "mood": mood} for mood in ("10", "9")]
-    data = prepared(rows, WORDS, tiny.bert_config(), wish=ColumnWish(input="sentence", target="mood"))
+    data = prepared(rows, WORDS, tiny.bert_config(), column_options=ColumnOptions(input="sentence", target="mood"))
     assert (data.task, data.id2label, data.dataset["labels"][:]) == ("classification", {0: "9", 1: "10"}, [1, 0])
 
 
 def test_an_input_alone_is_the_text_of_a_decoder_and_lacks_a_target_elsewhere() -> None:
-    wish = ColumnWish(template="{a} {b}")
+    wish = ColumnOptions(template="{a} {b}")
     rows = [{"a": "the", "b": "cat"}]
-    assert prepared(rows, WORDS, LLAMA, wish=wish).dataset[0]["labels"] == [1, 4, 6, 2]
+    assert prepared(rows, WORDS, LLAMA, column_options=wish).dataset[0]["labels"] == [1, 4, 6, 2]
     with pytest.raises(DataError, match=r"the input is a \+ b, and the target is missing: pass target_column="):
-        prepared(rows, wish=wish)
+        prepared(rows, column_options=wish)
 
 
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
-        (ColumnWish(input="c"), "there is no column 'c'. Columns found: a, b"),
-        (ColumnWish(template="{a} {c}", target="b"), "there is no column 'c'"),
-        (ColumnWish(target="b"), "the target is 'b', but no name of the other columns .a. says which is the input"),
-        (ColumnWish(input="b", target="b"), "'b' cannot be both input and target"),
-        (ColumnWish(template="{a:d}", target="b"), "cannot be filled with row 0"),
+        (ColumnOptions(input="c"), "there is no column 'c'. Columns found: a, b"),
+        (ColumnOptions(template="{a} {c}", target="b"), "there is no column 'c'"),
+        (ColumnOptions(target="b"), "the target is 'b', but no name of the other columns .a. says which is the input"),
+        (ColumnOptions(input="b", target="b"), "'b' cannot be both input and target"),
+        (ColumnOptions(template="{a:d}", target="b"), "cannot be filled with row 0"),
     ],
 )
-def test_wishes_that_the_columns_cannot_fulfil_are_refused(wish: ColumnWish, message: str) -> None:
+def test_options_that_the_columns_cannot_fulfil_are_refused(wish: ColumnOptions, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        prepared([{"a": "x", "b": "y"}], wish=wish)
+        prepared([{"a": "x", "b": "y"}], column_options=wish)
 
 
 @pytest.mark.parametrize(
@@ -242,4 +242,4 @@ def test_wishes_that_the_columns_cannot_fulfil_are_refused(wish: ColumnWish, mes
 )
 def test_wishes_without_a_meaning_are_refused(wish: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ColumnWish(**wish)
+        ColumnOptions(**wish)

@@ -17,14 +17,14 @@ from transformers import T5ForConditionalGeneration, TrainingArguments
 
 from offloadkit import OffloadTrainer
 from offloadkit.checkpoint.folder import (
+    explained_write_errors,
     newest_checkpoint,
-    put_in_place,
+    replace_folder,
     rotate_checkpoints,
     set_aside,
     skipped_checkpoints,
     writable,
     write_manifest,
-    written_to,
 )
 from offloadkit.checkpoint.origin import Origin
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, OutputError
@@ -142,14 +142,14 @@ def test_an_output_folder_that_is_a_file_says_so(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_earlier_model_or_nothing(tmp_path: Path, error: Exception, had_one: bool) -> None:
     folder = tmp_path / "model"
     if had_one:
-        put_in_place(folder, lambda new: (new / "weights").write_text("old") and None)
+        replace_folder(folder, lambda new: (new / "weights").write_text("old") and None)
 
     def save(new: Path) -> None:
         (new / "weights").write_text("half")
         raise error
 
     with pytest.raises(OutputError, match="make room"):
-        put_in_place(folder, save)
+        replace_folder(folder, save)
     assert [path.name for path in tmp_path.iterdir()] == (["model"] if had_one else [])
     assert not had_one or (folder / "weights").read_text() == "old"
 
@@ -158,7 +158,7 @@ def test_a_save_that_fails_in_its_last_moment_leaves_the_earlier_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, rename = tmp_path / "model", Path.rename
-    put_in_place(folder, lambda new: (new / "weights").write_text("old") and None)
+    replace_folder(folder, lambda new: (new / "weights").write_text("old") and None)
 
     def failing(self: Path, target: Path) -> Path:
         if self.name.endswith("-new"):
@@ -168,30 +168,30 @@ def test_a_save_that_fails_in_its_last_moment_leaves_the_earlier_model(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", failing)
         with pytest.raises(OutputError):
-            put_in_place(folder, lambda new: (new / "weights").write_text("new") and None)
+            replace_folder(folder, lambda new: (new / "weights").write_text("new") and None)
     assert (folder / "weights").read_text() == "old"
 
 
 def test_a_pipe_is_not_replaced_by_a_model(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model")  # as /dev/null, which root could rename
     with pytest.raises(OutputError, match="model exists and is not a folder"):
-        put_in_place(tmp_path / "model", lambda new: (new / "weights").write_text("new") and None)
+        replace_folder(tmp_path / "model", lambda new: (new / "weights").write_text("new") and None)
     assert (tmp_path / "model").is_fifo()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_model_that_a_killed_save_had_set_aside_is_not_lost(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    put_in_place(folder, lambda new: (new / "weights").write_text("old") and None)
+    replace_folder(folder, lambda new: (new / "weights").write_text("old") and None)
     folder.rename(tmp_path / ".model-old")
     with pytest.raises(OutputError):
-        put_in_place(folder, lambda new: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        replace_folder(folder, lambda new: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     assert (folder / "weights").read_text() == "old"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), EngineStateError("closed")])
 def test_other_faults_while_saving_stay_what_they_are(tmp_path: Path, error: Exception) -> None:
-    with pytest.raises(type(error), match=str(error)), written_to(tmp_path):
+    with pytest.raises(type(error), match=str(error)), explained_write_errors(tmp_path):
         raise error
 
 

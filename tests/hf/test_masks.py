@@ -20,7 +20,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask
 from offloadkit import OffloadConfig, OffloadEngine, plan
 from offloadkit.facts import changes
 from offloadkit.hf import masks
-from offloadkit.hf.masks import NOTE, Noted, added_mask
+from offloadkit.hf.masks import NOTE, FullMaskCollator, added_mask
 from offloadkit.hf.trainer import OffloadTrainer
 from tests.hf.tiny import bert_config, llama_config, t5_config
 from tests.hf.training import arguments
@@ -39,7 +39,7 @@ def _transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(masking_utils, name, changes.unclaimed(masking_utils, name))
         assert getattr(masking_utils, name).__module__ == masking_utils.__name__
     monkeypatch.setattr(changes, "claims", {})
-    monkeypatch.setattr(masks, "answers", masks.Answers())
+    monkeypatch.setattr(masks, "answers", masks.MaskFunctions())
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -214,7 +214,7 @@ def test_what_others_have_put_in_the_place_of_transformers_functions_stays(monke
 def test_a_note_is_only_made_where_masks_agree() -> None:
     def noted(*masks: Any) -> Any:
         batch = {f"{number}_attention_mask": mask for number, mask in enumerate(masks)}
-        return Noted(lambda rows: batch)([]).get(NOTE)
+        return FullMaskCollator(lambda rows: batch)([]).get(NOTE)
 
     ones, some = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
     assert noted(ones) is True
@@ -224,4 +224,4 @@ def test_a_note_is_only_made_where_masks_agree() -> None:
     assert noted(ones[None]) is None
     assert noted([1]) is None
     assert noted() is None
-    assert Noted(tuple)([1]) == (1,)
+    assert FullMaskCollator(tuple)([1]) == (1,)

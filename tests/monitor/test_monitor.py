@@ -40,15 +40,15 @@ class Watched:
 
     def __init__(self, fails: bool = False) -> None:
         self.shown: list[tuple[str, Figures]] = []
-        self.heeded: list[bool] = []
+        self.is_polled: list[bool] = []
         self.fails = fails
 
     def open(self, figures: Figures) -> None:
         self.shown.append(("open", figures))
 
-    def update(self, figures: Figures, *, heeded: bool) -> None:
+    def update(self, figures: Figures, *, is_polled: bool) -> None:
         self.shown.append(("update", figures))
-        self.heeded.append(heeded)
+        self.is_polled.append(is_polled)
         if self.fails:
             raise ZeroDivisionError("a display that breaks")
 
@@ -277,10 +277,10 @@ def test_a_loop_that_never_asks_is_told_apart(watched: Watched) -> None:
     with Monitor() as monitor:
         for step in range(1, 5):
             monitor.telemetry.add(record(step))
-        wait_for(lambda: watched.heeded == [False])
+        wait_for(lambda: watched.is_polled == [False])
         assert not monitor.stop_requested
         monitor.telemetry.add(record(5))
-        wait_for(lambda: watched.heeded == [False, True])
+        wait_for(lambda: watched.is_polled == [False, True])
 
 
 @pytest.fixture
@@ -399,8 +399,8 @@ def test_without_ipywidgets_html_is_redrawn_in_place_and_says_how_to_stop(
     monitor = Monitor(total_steps=2)
     display = NotebookDisplay(SimpleNamespace(kernel=kernel), monitor.request_stop)
     display.open(monitor.figures())
-    display.update(monitor.figures(), heeded=True)
-    display.update(monitor.figures(), heeded=False)
+    display.update(monitor.figures(), is_polled=True)
+    display.update(monitor.figures(), is_polled=False)
     display.close(monitor.figures())
     assert [update for _, _, update in shown] == [False, True, True, True]
     assert len({ident for _, ident, _ in shown}) == 1

@@ -131,7 +131,7 @@ def test_an_engine_that_had_to_close_says_so_through_an_outer_context(monkeypatc
         return allocate(sizes, device, what)
 
     monkeypatch.setattr(host_memory, "allocate", full)
-    with pytest.raises(OutOfVramError, match="the engine is closed"), engine.makes_room():
+    with pytest.raises(OutOfVramError, match="the engine is closed"), engine.recover_from_oom():
         engine(rows(1)[0])
 
 
@@ -236,7 +236,7 @@ def test_where_an_evaluation_finds_the_gpu_full_and_nothing_can_move_the_error_s
             evaluated(model)
         model.engine.backward(loss)
         with pytest.raises(OutOfVramError, match=under_way) as raised:  # as a Trainer does, around the engine's own
-            model.engine.evaluates(lambda: evaluated(model))
+            model.engine.run_eval(lambda: evaluated(model))
         assert str(raised.value).count("window is open") == 1
         assert model.engine.step()
         with warnings.catch_warnings():

@@ -19,8 +19,8 @@ from offloadkit.device.host_memory import HostSlab
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, OffloadkitError, OutOfVramError
 from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.offload.external_writes import ExternalWrites
 from offloadkit.offload.layers import flat_layers, plan_of
-from offloadkit.offload.outside import Outside
 from offloadkit.offload.state_ring import StateRing
 from offloadkit.offload.states import LayerState
 from offloadkit.offload.update import StepThread
@@ -202,15 +202,15 @@ def test_a_move_takes_no_more_than_before_or_after_but_for_two_layers(monkeypatc
     before, after = (IN_VRAM, Placement()), (Placement(), IN_VRAM)
     torch.manual_seed(0)
     made = TinyLM(width=16, depth=12)
-    order, real = list[int](), Outside.moved
+    order, real = list[int](), ExternalWrites.moved
 
-    def moved(self: Outside, new: LayerState) -> None:
+    def moved(self: ExternalWrites, new: LayerState) -> None:
         order.append(new.layer.index)
         real(self, new)
 
     with OffloadEngine(made, config, device="cpu", plan=planned(made, config, *before)) as engine:
         plans = engine.plan, planned(made, config, *after)
-        monkeypatch.setattr(Outside, "moved", moved)
+        monkeypatch.setattr(ExternalWrites, "moved", moved)
         engine.move(plans[1])
     for bytes_of in ("vram_bytes", "ram_bytes"):
         old, new = (

@@ -115,7 +115,7 @@ def test_a_run_that_was_planned_with_wrong_rates_moves_once_and_no_number_change
 ) -> None:
     planned_with(machine, monkeypatch)
     calls = list[str]()
-    for name in ("faster", "judged"):
+    for name in ("faster", "compared_rates"):
         real = getattr(rate_watch, name)
         monkeypatch.setattr(rate_watch, name, lambda *args, name=name, real=real: (calls.append(name), real(*args))[1])
     said = (
@@ -128,7 +128,7 @@ def test_a_run_that_was_planned_with_wrong_rates_moves_once_and_no_number_change
     assert STEPS < move.step <= STEPS + 4
     assert why in move.why
     assert calls.count("faster") == 1
-    assert calls.count("judged") > 1, "it found no reason to go on or back"
+    assert calls.count("compared_rates") > 1, "it found no reason to go on or back"
     before = make_plan(engine.plan.layers, CONFIG, work=engine.plan.basis.work, hardware=machine)
     assert engine.plan.seconds is not None
     assert engine.plan.seconds.step == pytest.approx(telemetry.records[-1].seconds["step"], rel=0.15)
@@ -141,8 +141,8 @@ def test_a_run_that_was_planned_with_wrong_rates_moves_once_and_no_number_change
 def test_a_run_whose_rates_agree_searches_for_nothing_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     planned_with(TRUE, monkeypatch)
     judged = []
-    real = rate_watch.judged
-    monkeypatch.setattr(rate_watch, "judged", lambda *args: judged.append(real(*args)) or judged[-1])
+    real = rate_watch.compared_rates
+    monkeypatch.setattr(rate_watch, "compared_rates", lambda *args: judged.append(real(*args)) or judged[-1])
     monkeypatch.setattr(rate_watch, "faster", None)
     with synchronisations() as found:
         engine, _ = trained(STEPS + 3, Measured())

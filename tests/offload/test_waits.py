@@ -466,8 +466,8 @@ def test_nothing_races(name: str) -> None:
 
 NEVER_MISSED = {
     "copies before the engine is dropped": "closing waits again before buffers go",
-    "updates before a forward reads weights by itself": "`Outside` waits for what Python reads before its module runs; "
-    "this one is for what Python does not see",
+    "updates before a forward reads weights by itself": "`ExternalWrites` waits for what Python reads before its "
+    "module runs; this one is for what Python does not see",
     "timings": "it orders no work",
     "an input in RAM before it is fetched": "the compute stream, which this stream waits for a line before, waited for "
     "it when the input's VRAM was freed",

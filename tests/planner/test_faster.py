@@ -13,7 +13,7 @@ from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.telemetry import StepRecord
 from offloadkit.planner import MicroBatch, Pass, Plan, Stage, make_plan
-from offloadkit.planner.faster import COMPUTE, MIN_SECONDS, PYTHON, TOLERANCE, Rate, corrected, faster, judged
+from offloadkit.planner.faster import COMPUTE, MIN_SECONDS, PYTHON, TOLERANCE, Rate, compared_rates, corrected, faster
 from offloadkit.planner.seconds import StepModel
 from tests.planner.machines import GIB, H200, TWO_CORES, shape, stage
 
@@ -60,7 +60,7 @@ def steps_on(machine: Hardware, plan: Plan, number: int = 3) -> list[StepRecord]
 
 
 def found_in(plan: Plan, machine: Hardware, records: Sequence[StepRecord]) -> dict[str, Rate]:
-    return judged(plan, machine, plan.placements, records)
+    return compared_rates(plan, machine, plan.placements, records)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_what_cannot_be_judged_is_left_out() -> None:
     assert found_in(plan, replace(H200, num_cores=TWO_CORES.num_cores), records).keys() == {"H2D", "D2H"}
     on_disk = [replace(plan.placements[0], states="disk", step="cpu"), *plan.placements[1:]]
     slow_disk = replace(H200, disk_read_bytes_per_second=1e9, disk_write_bytes_per_second=1e9)
-    assert "CPU step" not in judged(plan, slow_disk, on_disk, records)
+    assert "CPU step" not in compared_rates(plan, slow_disk, on_disk, records)
     short = MIN_SECONDS / 2
     little = [
         replace(each, seconds=each.seconds | {"h2d": short, "d2h": 2.0}, moved=each.moved | {"h2d": 1000, "d2h": 1000})

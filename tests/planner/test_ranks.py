@@ -30,10 +30,10 @@ from offloadkit.planner import LayerShape, MicroBatch, Pass, Plan, is_built, mak
 from offloadkit.planner.cards import card_named
 from offloadkit.planner.counts import Counts
 from offloadkit.planner.layout import communicated_bytes
-from offloadkit.planner.make import of_rank, replanned
+from offloadkit.planner.make import replanned, with_layers
 from offloadkit.planner.phases import moved_bytes
 from offloadkit.planner.ranks import NETWORK_BYTES_PER_SECOND, for_ranks
-from offloadkit.planner.scaling import grown, scaling_table
+from offloadkit.planner.scaling import scaled_plans, scaling_table
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import IN_VRAM, Seconds, StepModel, link_rate
 from tests.messages import has_facts
@@ -433,7 +433,7 @@ def test_nccl_has_its_vram(machine: Hardware, expected: int) -> None:
 def test_a_rank_has_its_own_part_of_the_plan_of_all() -> None:
     made = plan(2)
     own = [replace(layer, own=layer.own_numel + 65536) for layer in made.layers]
-    found = of_rank(made, own)
+    found = with_layers(made, own)
     assert list(found.layers) == own
     assert (found.placements, found.budgets, found.basis) == (made.placements, made.budgets, made.basis)
     assert found.total_bytes("vram") > made.total_bytes("vram")
@@ -441,7 +441,7 @@ def test_a_rank_has_its_own_part_of_the_plan_of_all() -> None:
 
 def test_a_run_grows_with_its_gpus() -> None:
     made = plan(vram="14GiB", ram="100GiB")
-    found = list(grown(made, (1, 2, 16), (1, 4), network=1e8))
+    found = list(scaled_plans(made, (1, 2, 16), (1, 4), network=1e8))
     assert [(each.plan.num_gpus, each.plan.accumulation) for each in found] == [
         (number, accumulation) for accumulation in (1, 4) for number in (1, 2, 16)
     ]

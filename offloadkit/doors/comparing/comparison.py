@@ -235,7 +235,7 @@ def _row(runs: Runs, work: Work, engine: str, made: Forecast | Row, say: Callabl
 
 
 def _tried(runs: Runs, work: Work, name: str, made: Forecast) -> Row:
-    reason = made.reason if name == "offloadkit" else forecast.hopeless(name, made, recomputed=work.recomputed)
+    reason = made.reason if name == "offloadkit" else forecast.why_cannot_fit(name, made, recomputed=work.recomputed)
     if reason is not None:
         return {"status": "does not fit", "reason": reason, "tried_for_real": False}
     return runs.measured(name, work, made.steps_seconds(work)) | {"tried_for_real": True}

@@ -38,7 +38,7 @@ class Knee:
         return min(range(len(ordered)), key=lambda index: abs(math.log(ordered[index] / self.size)))
 
 
-def meeting(flat_seconds: float, compute_seconds: Mapping[int, float]) -> Knee | None:
+def crossover(flat_seconds: float, compute_seconds: Mapping[int, float]) -> Knee | None:
     """The knee, where constant and growing seconds are equal; None for fewer than two sizes.
 
     Args:
@@ -59,7 +59,7 @@ def meeting(flat_seconds: float, compute_seconds: Mapping[int, float]) -> Knee |
 
 def measured_knee(step_seconds: Mapping[int, float]) -> Knee | None:
     """The knee of step seconds by rows per micro-batch, or None for fewer than two sizes."""
-    return meeting(min(step_seconds.values()), step_seconds) if step_seconds else None
+    return crossover(min(step_seconds.values()), step_seconds) if step_seconds else None
 
 
 def predicted_knee(forecasts: Mapping[int, Forecast]) -> Knee | None:
@@ -71,7 +71,7 @@ def predicted_knee(forecasts: Mapping[int, Forecast]) -> Knee | None:
         return None
     smallest = known[min(known)]
     flat = max(fixed_seconds(smallest)[1], smallest.busy["GPU"])
-    return meeting(flat, {size: made.busy["GPU"] for size, made in known.items()})
+    return crossover(flat, {size: made.busy["GPU"] for size, made in known.items()})
 
 
 def fixed_seconds(made: Forecast) -> tuple[str, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offloadkit.checkpoint.folder import written_to
+from offloadkit.checkpoint.folder import explained_write_errors
 from offloadkit.doors.engines.baseline import kept_folder
 from offloadkit.doors.engines.work import TINY, config_of
 from offloadkit.doors.finetuning import finetune
@@ -69,7 +69,7 @@ def rows_file(dataset: Any, folder: Path, name: str, split: str, columns: Collec
         OutputError: the file cannot be written.
     """
     rows = load_dataset_like(dataset, split=split, columns=columns)
-    with written_to(folder / f"{name}.parquet"), tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with explained_write_errors(folder / f"{name}.parquet"), tempfile.TemporaryDirectory(dir=folder) as scratch:
         waiting = Path(scratch) / name
         rows.to_parquet(str(waiting))
         path = folder / f"{name}-{hashlib.sha256(waiting.read_bytes()).hexdigest()[:12]}.parquet"

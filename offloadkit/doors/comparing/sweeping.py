@@ -42,7 +42,7 @@ from offloadkit.doors.engines.work import Work
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts.config import Precision, check_counts
 from offloadkit.facts.units import format_bytes
-from offloadkit.hf.columns import ColumnWish
+from offloadkit.hf.columns import ColumnOptions
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH
 from offloadkit.hf.quiet import bars_where_live
 
@@ -328,7 +328,7 @@ def _written_down(
     Raises:
         ConfigError, DataError, ModelError: see `finetune`.
     """
-    columns = ColumnWish(*(given.get(name) for name in ("input_column", "target_column", "template"))).named
+    columns = ColumnOptions(*(given.get(name) for name in ("input_column", "target_column", "template"))).named
     path, number = learning.rows_file(train, folder, "train", "train", columns)
     told = given | {"model": learning.weights_folder(model, folder, given.get("init", "pretrained"))}
     told |= {"train_dataset": path, "tokenizer": learning.tokenizer_folder(tokenizer, folder)}

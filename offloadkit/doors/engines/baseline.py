@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from offloadkit.checkpoint.folder import written_to
+from offloadkit.checkpoint.folder import explained_write_errors
 from offloadkit.doors.engines import forecast
 from offloadkit.doors.engines.forecast import Forecast
 from offloadkit.doors.engines.runner import Row, Runs
@@ -91,7 +91,7 @@ def forecasts_of(works: Sequence[Work], runs: Runs) -> list[Forecast | Row]:
 
 def plain_row(work: Work, made: Forecast, runs: Runs) -> Row:
     """The row of plain training, without running it if arithmetic shows that it cannot fit."""
-    reason = forecast.hopeless("baseline", made, recomputed=False)
+    reason = forecast.why_cannot_fit("baseline", made, recomputed=False)
     if reason is not None:
         return {"status": "does not fit", "reason": reason}
     return runs.measured("baseline", work, made.steps_seconds(work))
@@ -133,7 +133,7 @@ def config_folder(model: Any, folder: Path) -> str:
 
 def kept_folder(folder: Path, name: str, write: Callable[[Path], Any]) -> Path:
     """Let `write` fill a folder, and keep it in `folder` under a name with its hash."""
-    with written_to(folder / name), tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with explained_write_errors(folder / name), tempfile.TemporaryDirectory(dir=folder) as scratch:
         new = Path(scratch) / name
         write(new)
         digest = hashlib.sha256()

@@ -132,7 +132,7 @@ def from_row(row: dict[str, Any]) -> Forecast:
     return Forecast(**{**row, "lacking": lacking})
 
 
-def hopeless(engine: str, made: Forecast, *, recomputed: bool) -> str | None:
+def why_cannot_fit(engine: str, made: Forecast, *, recomputed: bool) -> str | None:
     """Why arithmetic rules out an engine without a plan, or None if the engine must be tried.
 
     Counts the working weights, fp32 master weights and moments (12 bytes per parameter; fp32 weights are their own

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import torch
 
-from offloadkit.checkpoint.folder import writable, written_to
+from offloadkit.checkpoint.folder import explained_write_errors, writable
 from offloadkit.device.process_memory import tree_ram_bytes
 from offloadkit.doors.engines.work import Work
 from offloadkit.errors import ConfigError, shown
@@ -116,7 +116,7 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
         OutputError: writing fails (a full disk, or a folder called `path`); `path` is unchanged then.
     """
     new = path.with_name(f".{path.name}.part")
-    with written_to(path):
+    with explained_write_errors(path):
         try:
             write(new)
             new.replace(path)

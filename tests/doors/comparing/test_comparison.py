@@ -126,17 +126,20 @@ def test_what_arithmetic_shows_not_to_fit_is_not_run(tmp_path: Path, answers: An
 
 
 def test_the_least_that_each_engine_needs() -> None:
-    assert forecast.hopeless("zero2", T5_3B, recomputed=False) is None
+    assert forecast.why_cannot_fit("zero2", T5_3B, recomputed=False) is None
     small = forecast.replace(T5_3B, limits={"vram": 3 * GIB, "ram": 20 * GIB})
-    assert forecast.hopeless("zero2", small, recomputed=False) == (
+    assert forecast.why_cannot_fit("zero2", small, recomputed=False) == (
         "does not fit: needs at least 7.71 GiB of VRAM, has 3 GiB, and needs at least 31.9 GiB of RAM, has 20 GiB"
     )
-    assert forecast.hopeless("zero3", small, recomputed=True) == (
+    assert forecast.why_cannot_fit("zero3", small, recomputed=True) == (
         "does not fit: needs at least 37.2 GiB of RAM, has 20 GiB"
     )
     on_cpu = forecast.replace(small, on_cpu=True, dtype="fp32", limits={"ram": 20 * GIB})
-    assert "42.7 GiB of RAM, has 20 GiB" in str(forecast.hopeless("baseline", on_cpu, recomputed=True))
-    assert forecast.hopeless("baseline", forecast.replace(T5_3B, limits={"vram": 60 * GIB}), recomputed=False) is None
+    assert "42.7 GiB of RAM, has 20 GiB" in str(forecast.why_cannot_fit("baseline", on_cpu, recomputed=True))
+    assert (
+        forecast.why_cannot_fit("baseline", forecast.replace(T5_3B, limits={"vram": 60 * GIB}), recomputed=False)
+        is None
+    )
 
 
 def test_a_run_that_fails_is_a_row_and_is_tried_again(tmp_path: Path, answers: Answers) -> None:

@@ -16,7 +16,7 @@ import offloadkit
 from offloadkit import DynamicLossScale, OffloadConfig, Placement
 from offloadkit.deepspeed import process as deepspeed_process
 from offloadkit.deepspeed import zero as zero_module
-from offloadkit.deepspeed.process import GROUP_VARIABLES, left_as_it_was
+from offloadkit.deepspeed.process import GROUP_VARIABLES, restored_globals
 from offloadkit.deepspeed.zero import LADDER, Zero, ds_config, forecast_line, zero_for, zero_needs
 from offloadkit.errors import ConfigError, DoesNotFitError
 from tests.doors.test_finetune import PAIRS, t5
@@ -172,8 +172,8 @@ def test_ranks_of_a_host_are_bound_to_cores_of_their_own(monkeypatch: pytest.Mon
 def test_a_process_keeps_no_variable_of_its_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in GROUP_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    with left_as_it_was():
-        deepspeed_process.become_a_group()
+    with restored_globals():
+        deepspeed_process.set_group_variables()
         assert os.environ["WORLD_SIZE"] == "1"
     assert not set(GROUP_VARIABLES) & set(os.environ)
 
@@ -251,7 +251,7 @@ def test_huggingfaces_trainer_takes_our_arguments(tmp_path: Path, one_thread: No
 
     rows = [{"input_ids": [5, 6, 7], "labels": [8, 9]}] * 4
     usual: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 2, "report_to": "none", "use_cpu": True}
-    with left_as_it_was():
+    with restored_globals():
         args = offloadkit.deepspeed_arguments(
             Seq2SeqTrainingArguments(output_dir=str(tmp_path), save_strategy="no", **usual), OffloadConfig()
         )

@@ -70,7 +70,7 @@ class WatchedLayer(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Place:
-    outside: Outside
+    external_writes: ExternalWrites
     layer: WatchedLayer | None
     """None after the engine is closed."""
     view: ParameterView
@@ -89,7 +89,7 @@ _Touched = dict[_Place, torch.Tensor | None]
 """Parameters that an operation uses, with the alias through which it uses them."""
 
 
-class Outside:
+class ExternalWrites:
     """Watches the trained parameters of one engine, across moves of their layers."""
 
     def __init__(
@@ -196,7 +196,7 @@ class Watched:
     """A trained parameter while no module uses it and no backward runs."""
 
     __slots__ = ()
-    outside: Outside
+    external_writes: ExternalWrites
 
     @classmethod
     def __torch_function__(
@@ -209,7 +209,7 @@ class Watched:
 
     def numel(self) -> int:
         parameter: Any = self
-        return self.outside.place_of(parameter).view.numel
+        return self.external_writes.place_of(parameter).view.numel
 
     @property
     def requires_grad(self) -> bool:
@@ -227,14 +227,14 @@ class Watched:
         Raises:
             EngineStateError: the engine holds the gradient.
         """
-        self.outside.check_gradient(self)
+        self.external_writes.check_gradient(self)
         with unwatched():
             gradient: torch.Tensor | None = _grad.__get__(self)
             return gradient
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        self.outside.check_gradient(self)
+        self.external_writes.check_gradient(self)
         with unwatched():
             _grad.__set__(self, value)
 
@@ -244,7 +244,7 @@ class Watched:
         with unwatched():
             handle = _register_hook(parameter, hook)
             if watching:
-                self.outside.got_hook(parameter)
+                self.external_writes.got_hook(parameter)
         return handle
 
     def detach(self) -> torch.Tensor:
@@ -253,7 +253,7 @@ class Watched:
         if not _is_watching():
             detached = _detach(parameter)
             return detached
-        place = self.outside.place_of(parameter)
+        place = self.external_writes.place_of(parameter)
         place.open()
         with unwatched():
             detached = _aliased(_detach(parameter), {place.memory: place})
@@ -277,7 +277,7 @@ class Watched:
             EngineStateError: the engine's memory cannot be shared.
         """
         parameter: Any = self
-        raise moved_or_cast(self.outside.place_of(parameter).view)
+        raise moved_or_cast(self.external_writes.place_of(parameter).view)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with self._opened() as parameter:
@@ -291,7 +291,7 @@ class Watched:
     @contextmanager
     def _opened(self) -> Iterator[Any]:
         parameter: Any = self
-        place = self.outside.place_of(parameter)
+        place = self.external_writes.place_of(parameter)
         place.open()
         parameter.__class__ = place.plain
         try:
@@ -307,7 +307,7 @@ class Guarded:
     """
 
     __slots__ = ()
-    outside: Outside
+    external_writes: ExternalWrites
 
     @classmethod
     def __torch_function__(
@@ -316,7 +316,7 @@ class Guarded:
         kwargs = kwargs or {}
         if _kind(func) != "fact":
             for parameter in _guarded_in((args, kwargs)):
-                layer = parameter.outside.place_of(parameter).layer
+                layer = parameter.external_writes.place_of(parameter).layer
                 assert layer is not None  # no engine closes in backward
                 layer.use()
         with unwatched():
@@ -333,9 +333,9 @@ def _guarded_in(value: Any) -> Iterator[Any]:
         yield from _guarded_in(list(value.values()))
 
 
-def _kind_of(seen: type, plain: type, outside: Outside) -> type:
+def _kind_of(seen: type, plain: type, external_writes: ExternalWrites) -> type:
     """A subclass of `plain` and `seen`, with the name of `plain`."""
-    body = {"outside": outside, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    body = {"external_writes": external_writes, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
     kind: type = type(plain)(plain.__name__, (seen, plain), body)
     return kind
 
@@ -583,8 +583,8 @@ def _have_newest(touched: _Touched) -> None:
 
 def _begin_writes(written: _Touched) -> list[tuple[WatchedLayer, ParameterView, torch.Tensor | None]]:
     """Call before writes: wait until no layer is being stepped. Returns the arguments of `after_write`."""
-    for outside in {place.outside for place in written if place.layer is not None}:
-        outside.finish_updates()
+    for external_writes in {place.external_writes for place in written if place.layer is not None}:
+        external_writes.finish_updates()
     return [
         (place.layer, place.view, place.layer.before_write(place.view)) for place in written if place.layer is not None
     ]
@@ -598,7 +598,7 @@ def _plain(value: Any, places: _Touched) -> Any:
         return value._plain
     if isinstance(value, Watched):
         parameter: Any = value
-        places.setdefault(value.outside.place_of(parameter), None)
+        places.setdefault(value.external_writes.place_of(parameter), None)
         return value
     if kind is list or kind is tuple:
         return kind([_plain(item, places) for item in value])
@@ -619,7 +619,7 @@ def _assignment(tensor: Any, value: Any, written: _Touched) -> tuple[Any, tuple[
         EngineStateError: a parameter would get another shape, dtype or device.
     """
     place = next(iter(written), None)  # None: only `value` is watched
-    devices = (tensor.device, tensor.device if place is None else place.outside.device)
+    devices = (tensor.device, tensor.device if place is None else place.external_writes.device)
     same = isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
     if same and value.device in devices:
         return torch.no_grad()(torch.Tensor.copy_), (tensor, value)
@@ -657,7 +657,7 @@ def refuse_to_empty(model: nn.Module) -> Callable[[], None]:
 def _to_empty(module: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
     for parameter in module.parameters(recurse):
         if isinstance(parameter, Watched):
-            raise moved_or_cast(parameter.outside.place_of(parameter).view)
+            raise moved_or_cast(parameter.external_writes.place_of(parameter).view)
     kind: Any = type(module)
     emptied: nn.Module = kind.to_empty(module, device=device, recurse=recurse)
     return emptied

@@ -1,8 +1,8 @@
 """Distribute a Trainer's micro-batches over ranks so that N ranks train on the same micro-batches as one rank.
 
-accelerate gives micro-batch k·N + r to rank r of N, and pads the end of an epoch with rows from its beginning. `deal`
-removes this padding: the last micro-batch stays short, and a rank without a micro-batch gets a filler, a row that does
-not count.
+accelerate gives micro-batch k·N + r to rank r of N, and pads the end of an epoch with rows from its beginning.
+`shard_batches` removes this padding: the last micro-batch stays short, and a rank without a micro-batch gets a filler,
+a row that does not count.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import recursively_apply
 
-from offloadkit.hf.masks import Around
+from offloadkit.hf.masks import CollatorWrapper
 
 TARGETS = "number_of_targets"
 """Key in a batch for its number of targets. No model has an argument of this name."""
 
 
-class ToldBatches(BatchSamplerShard):  # type: ignore[misc, unused-ignore]
+class EpochAwareBatches(BatchSamplerShard):  # type: ignore[misc, unused-ignore]
     """Passes `set_epoch` on to the row sampler, which accelerate does not do on resuming."""
 
     def set_epoch(self, epoch: int) -> None:
@@ -31,7 +31,7 @@ class ToldBatches(BatchSamplerShard):  # type: ignore[misc, unused-ignore]
             sampler.set_epoch(epoch)
 
 
-class DealtBatches(ToldBatches):
+class ShardedBatches(EpochAwareBatches):
     """One rank's micro-batches (lists of row indices), distributed as described above."""
 
     def __len__(self) -> int:
@@ -51,27 +51,27 @@ class DealtBatches(ToldBatches):
             yield batch[:1]
 
 
-def tell_epochs(loader: Any) -> None:
-    """Change a prepared loader's batch sampler into `ToldBatches`."""
+def forward_epochs(loader: Any) -> None:
+    """Change a prepared loader's batch sampler into `EpochAwareBatches`."""
     batches: Any = getattr(loader, "batch_sampler", None)
     if type(batches) is BatchSamplerShard:
-        batches.__class__ = ToldBatches  # DataLoader forbids replacing its batch sampler
+        batches.__class__ = EpochAwareBatches  # DataLoader forbids replacing its batch sampler
 
 
-def deal(loader: Any) -> DealtBatches | None:
-    """Change a prepared loader's batch sampler into `DealtBatches`.
+def shard_batches(loader: Any) -> ShardedBatches | None:
+    """Change a prepared loader's batch sampler into `ShardedBatches`.
 
     Returns:
         The batch sampler; None for world size 1, streams, `split_batches` and other samplers.
     """
     batches: Any = getattr(loader, "batch_sampler", None)
     if type(batches) is BatchSamplerShard and batches.num_processes > 1 and not batches.split_batches:
-        batches.__class__ = DealtBatches  # DataLoader forbids replacing its batch sampler
-    return batches if isinstance(batches, DealtBatches) else None
+        batches.__class__ = ShardedBatches  # DataLoader forbids replacing its batch sampler
+    return batches if isinstance(batches, ShardedBatches) else None
 
 
 @dataclass(frozen=True)
-class Counted(Around):
+class Counted(CollatorWrapper):
     """A collator that adds the number of targets, counted in RAM, under `TARGETS`."""
 
     count: Callable[[Any], Any]
@@ -94,7 +94,7 @@ def without_targets(batch: Any) -> tuple[Any, int | None]:
 class GatheredRows:
     """Gathers evaluated rows of all ranks in the order of one rank, without fillers and duplicates.
 
-    A Trainer uses it as `gather_function` for loaders changed by `deal`.
+    A Trainer uses it as `gather_function` for loaders changed by `shard_batches`.
     """
 
     accelerator: Any
