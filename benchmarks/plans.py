@@ -129,7 +129,7 @@ def as_placed(row: Row) -> tuple[Search, tuple[Placement, ...]]:
     )
     on_disk = range(len(layers) + 1) if "disk" in str(number) else [0]
     for kept, states_on_disk in product(("none", "gpu", "all"), on_disk):
-        placements = search.placements(replace(counts, gradients_in_vram=kept, states_on_disk=states_on_disk))
+        placements = search.placements(counts._replace(gradients_in_vram=kept, states_on_disk=states_on_disk))
         if Counter(map(str, placements)) == number:
             return search, placements
     raise ValueError(f"no placements are these: {number}")

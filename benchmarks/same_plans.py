@@ -105,6 +105,8 @@ class Case(NamedTuple):
             link = 2e10 if self.by_bus else 1e11
             machine = replace(machine, link_is_bus=self.by_bus, link_bytes_per_second=link)
             machine = replace(machine, few_ctas_link_bytes_per_second=link / 4 if self.few_ctas else 0.0)
+        optimizer = OPTIONS[self.options].get("optimizer", "adamw")
+        layers = [replace(layer, kind=replace(layer.kind, optimizer=optimizer)) for layer in layers]
         layers = [layer.shared_by(self.num_ranks) for layer in layers]
         budgets: Any = {
             "vram": int(self.vram * machine.vram_total_bytes),

@@ -7,9 +7,9 @@ codes with a row for each count and a column for each layer. `Search.bytes` comp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from offloadkit.planner.layout import (
     SMALL_BUCKET,
     LayerShape,
     activations,
-    choices,
     gpu_can_step,
     is_built,
     is_small,
@@ -42,8 +41,7 @@ Codes = NDArray[np.intp]
 InVram = Literal["none", "gpu", "all"]
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """Number of layers with each placement option. The counts determine the layers:
 
     - The first blocks recompute, since backward needs the last blocks' activations first. The first of these offload.
@@ -119,8 +117,8 @@ class Spread:
         """
         self._layers, self._work, self._accumulation = layers, work, accumulation
         self.blocks = list(dict.fromkeys(layer.name for layer in layers if layer.in_block))
-        number = {name: index for index, name in enumerate(self.blocks)}
-        self.block_of = np.array([number.get(layer.name, -1) for layer in layers])
+        self._number = {name: index for index, name in enumerate(self.blocks)}
+        self.block_of = np.array([self._number.get(layer.name, -1) for layer in layers])
         self._shared = np.array([layer.shared for layer in layers])
         self._exchanges = layers[0].num_ranks > 1
         self._may_stream = (self.block_of >= 0) & ~self._shared & one_host
@@ -169,7 +167,7 @@ class Spread:
     def placements(self, counts: Counts) -> tuple[Placement, ...]:
         """A placement for each layer."""
         return tuple(
-            where_of(code, _recomputation(block, counts))
+            where_of(code, _recomputation(block, counts.recomputed, counts.offloaded))
             for code, block in zip(self.codes([counts])[0].tolist(), self.block_of.tolist(), strict=True)
         )
 
@@ -220,8 +218,8 @@ class Spread:
 
     def _activations_of(self, recomputed: int, offloaded: int) -> tuple[int, int]:
         """VRAM of the activations, and RAM beyond the slabs: the larger of activations and the layer staged before."""
-        placements = self.placements(Counts(recomputed, offloaded, 0, 0))
-        held = activations(self._work, choices(self._layers, placements, self._work))
+        how = [_recomputation(self._number.get(stage.block, -1), recomputed, offloaded) for stage in self._work.stages]
+        held = activations(self._work, how)
         return held.vram, ram_peak(0, held.ram, self._staged, 0)
 
     def _buffer_bytes(self, codes: Codes) -> tuple[Ints, Ints, Ints]:
@@ -256,10 +254,10 @@ def _beside_matrices(layers: Sequence[LayerShape]) -> NDArray[np.bool_]:
     return np.array([not layer.matrices and is_small(layer.numel, of_block.get(layer.name, 0)) for layer in layers])
 
 
-def _recomputation(block: int, counts: Counts) -> Literal["keep", "checkpoint", "offload"]:
-    if block < 0 or block >= counts.recomputed:
+def _recomputation(block: int, recomputed: int, offloaded: int) -> Literal["keep", "checkpoint", "offload"]:
+    if block < 0 or block >= recomputed:
         return "keep"
-    return "offload" if block < counts.offloaded else "checkpoint"
+    return "offload" if block < offloaded else "checkpoint"
 
 
 def _is_among(number: Ints, place: Any, total: Any) -> NDArray[np.bool_]:

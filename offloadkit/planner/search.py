@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import cache
 from itertools import chain, islice
 from typing import Any
@@ -154,7 +154,8 @@ class Search:
             self._needs |= {counts: Room(*needs) for counts, needs in zip(new, found, strict=True)}
 
     def needs(self, counts: Counts) -> Room:
-        self.learn([counts])
+        if counts not in self._needs:
+            self.learn([counts])
         return self._needs[counts]
 
     def simulate(self, some: Iterable[Counts]) -> None:
@@ -163,7 +164,8 @@ class Search:
             self._phases |= zip(new, self._quick.of(new), strict=True)
 
     def phases(self, counts: Counts) -> Phases:
-        self.simulate([counts])
+        if counts not in self._phases:
+            self.simulate([counts])
         return self._phases[counts]
 
     # -- the search
@@ -189,7 +191,7 @@ class Search:
         for counts in tried.ranked(_step)[:2]:
             self._refine(counts, tried)
         starts = [*tried.ranked(_step)[:2], *promising]
-        others = dict.fromkeys(replace(counts, states_in_vram=0, states_on_disk=0) for counts in starts)
+        others = dict.fromkeys(counts._replace(states_in_vram=0, states_on_disk=0) for counts in starts)
         shared = tried.add(islice((other for counts in others for other in self._shared(counts, room)), MAX_SHARED))
         for counts in sorted(shared, key=tried.step)[:3]:
             self._refine(counts, tried)
@@ -212,10 +214,10 @@ class Search:
         """
         share, number = self.model.gpu_share(), len(self._layers)
         for in_vram in dict.fromkeys((counts.gradients_in_vram, _at_least_gpu(counts))):
-            shared = replace(counts, gpu_steps=max(1, round(share * number)), gradients_in_vram=in_vram)
+            shared = counts._replace(gpu_steps=max(1, round(share * number)), gradients_in_vram=in_vram)
             (most,) = self._most_states([shared], room)
             if most >= 0:
-                yield replace(shared, states_in_vram=most, gpu_steps=max(1, round(share * (number - most))))
+                yield shared._replace(states_in_vram=most, gpu_steps=max(1, round(share * (number - most))))
 
     def _coarse(self, room: Room) -> Iterator[Counts]:
         """The counts of the coarse grid that fit VRAM, the most in VRAM first."""
@@ -232,20 +234,20 @@ class Search:
         for counts, most in zip(corners, self._most_states(corners, room), strict=True):
             states = [number for number in _grid(len(self._layers)) if number < most]
             for number in [*states, most][-GRID // 2 :] if most >= 0 else ():
-                yield replace(counts, states_in_vram=number)
+                yield counts._replace(states_in_vram=number)
 
     def _most_states(self, some: Sequence[Counts], room: Room) -> list[int]:
         """For each of `some`, which have no states in VRAM: how many layers' states fit in the rest of VRAM; -1 if the
         counts alone do not fit."""
 
         def left(counts: Counts, number: int) -> int:
-            return room.vram - self.needs(replace(counts, states_in_vram=number)).vram
+            return room.vram - self.needs(counts._replace(states_in_vram=number)).vram
 
         self.learn(some)
         mores = self._spread.more_vram(some)
         estimates = [int((more.cumsum() <= left(counts, 0)).sum()) for counts, more in zip(some, mores, strict=True)]
         self.learn(
-            replace(counts, states_in_vram=number + by)
+            counts._replace(states_in_vram=number + by)
             for counts, number in zip(some, estimates, strict=True)
             for by in (0, 1)
         )
@@ -290,8 +292,8 @@ class Search:
         found = {counts: [counts] for counts in enough if self.needs(counts).ram <= room.ram}
         if short := [counts for counts in enough if counts not in found]:
             self._short_of_ram.add(room)
-            leaner = {counts: replace(counts, gradients_in_vram=_at_least_gpu(counts)) for counts in short}
-            by_gpu = {lean: replace(lean, gpu_steps=len(self._layers)) for lean in leaner.values()}
+            leaner = {counts: counts._replace(gradients_in_vram=_at_least_gpu(counts)) for counts in short}
+            by_gpu = {lean: lean._replace(gpu_steps=len(self._layers)) for lean in leaner.values()}
             self.learn(by_gpu.values())
             may_fit = [lean for lean, every in by_gpu.items() if self.needs(every).ram <= room.ram]
             stepped = self._with_least(may_fit, "gpu_steps", room)
@@ -337,7 +339,7 @@ class Search:
             for streamed in _grid(self._num_streamed)
         ]
         numbers = self._most_states(extremes, room)
-        filled = [replace(counts, states_in_vram=max(0, most)) for counts, most in zip(extremes, numbers, strict=True)]
+        filled = [counts._replace(states_in_vram=max(0, most)) for counts, most in zip(extremes, numbers, strict=True)]
 
         def lacking(counts: Counts) -> tuple[int, int, int]:
             pairs = zip(astuple(self.needs(counts)), astuple(room), strict=True)
@@ -358,7 +360,7 @@ def _at_least_gpu(counts: Counts) -> InVram:
 
 def _with(counts: Counts, values: dict[str, int]) -> Counts:
     changes: dict[str, Any] = dict(values)
-    return replace(counts, **changes)
+    return counts._replace(**changes)
 
 
 def _step(seconds: Phases) -> float:

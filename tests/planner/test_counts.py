@@ -91,13 +91,13 @@ def test_where_ram_is_short_the_fewest_layers_change(disk: int) -> None:
 
     def first(counts: Counts, name: str) -> Counts | None:
         numbers = range(getattr(counts, name) + 1, len(layers) + 1)
-        leaner = (replace(counts, **{name: number}) for number in numbers)
+        leaner = (counts._replace(**{name: number}) for number in numbers)
         lean = next((each for each in leaner if search.needs(each).ram <= room.ram), None)
         return lean if lean and room.holds(search.needs(lean)) else None
 
     kinds = set()
     for counts, need, found in zip(given, needs, search.fitting(given, room), strict=True):
-        lean = counts if counts.gradients_in_vram != "none" else replace(counts, gradients_in_vram="gpu")
+        lean = counts if counts.gradients_in_vram != "none" else counts._replace(gradients_in_vram="gpu")
         options = [first(lean, "gpu_steps"), *([first(counts, "states_on_disk")] if disk else [])]
         expected = [counts] if need.ram <= room.ram else [option for option in options if option]
         assert found == expected
@@ -109,7 +109,7 @@ def test_a_last_layer_whose_buffers_are_larger_than_itself_need_not_go_to_disk()
     layers, work = unlike_layers()
     layers[0] = shape("embedding", 2**28, in_block=False, shared=True)
     search, counts = Search(layers, work, WITH_DISK, 1), Counts(10, 0, 0, 0)
-    lean, every = (replace(counts, states_on_disk=len(layers) - number) for number in (1, 0))
+    lean, every = (counts._replace(states_on_disk=len(layers) - number) for number in (1, 0))
     assert search.needs(lean).ram < search.needs(every).ram
     (found,) = search.fitting([counts], Room(100 * GIB, search.needs(lean).ram, 100 * GIB))
     assert lean in found
