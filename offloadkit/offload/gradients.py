@@ -28,6 +28,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
+from enum import Enum
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -80,6 +81,14 @@ class BucketPool:
         self.free.append((buffer, busy))
 
 
+class Stage(Enum):
+    """Where a layer's gradient is in its window."""
+
+    FILLING = "autograd may still compute gradients of this backward"
+    FULL = "this backward's gradients were sent, or added to the window"
+    REDUCED = "the window's sum was exchanged: no further micro-batch is possible"
+
+
 class LayerGradient:
     """One layer's gradient on its way from autograd to the optimizer step.
 
@@ -95,10 +104,8 @@ class LayerGradient:
         received: indices of the views that got a gradient in this micro-batch.
         window: indices of the views that got a gradient in this accumulation window.
         known: indices of the views that ever got a gradient.
-        complete: the layer was sent, or added to the window, in this backward.
+        stage: of this window; the last backward of a window may end as REDUCED, other backwards end as FILLING.
         at_end_only: send at the end of backward, because a view may get more than one gradient.
-        is_begun: several ranks: a micro-batch of this window was exchanged.
-        is_exchanged: several ranks: the window's sum was exchanged and is final.
         missing: several ranks: indices of views in the window that got no gradient on this rank.
         exchanges_sums: several ranks: each rank accumulates the whole layer before the exchange.
         all_sums: the ranks' accumulated gradients in shared RAM, by rank: fp32, 1-D. `host` is this rank's range of
@@ -129,7 +136,7 @@ class LayerGradient:
         self.device_sums = torch.empty(0)
         self.sums_on_host = False
         self.received, self.window, self.known = set[int](), set[int](), set[int]()
-        self.complete = self.is_begun = self.is_exchanged = False
+        self.stage = Stage.FILLING
         self.at_end_only = self.layer.shared
         self.buffer: torch.Tensor | None = None
         self.accumulated: torch.Tensor | None = None
@@ -264,6 +271,8 @@ class Gradients:
         self._exchange: GradientExchange | None = None
         self.order, self.completed, self._completing = list[int](), list[int](), list[int]()
         self._num_exchanged = 0
+        self._adds_to_sums = False
+        """A micro-batch of this window was exchanged before, so the next one is added to its sum."""
         self._accumulation, self._device = accumulation, device
         self._submit, self._got_gradient, self._waits = submit, got_gradient, waits
         self.d2h = CopyStream(device, "D2H")
@@ -379,7 +388,7 @@ class Gradients:
             gradient = parameter.grad
             if gradient is None:  # `TiedUses` has handed over the gradient of every use, or another hook has dropped it
                 return
-            if layer.at_end_only or layer.complete:
+            if layer.at_end_only or layer.stage is not Stage.FILLING:
                 parameter.grad = None
                 self.receive(view, gradient)
                 return
@@ -414,7 +423,7 @@ class Gradients:
             raise EngineStateError(f"the loss belongs to a closed engine: {view.name!r} is a tied weight")
         layer, index = self._layer_of[view]
         layer.weights.check_held(view)
-        if layer.complete:
+        if layer.stage is not Stage.FILLING:
             self._reopen(layer)
         if not layer.received:
             self._open(layer, {index})
@@ -444,13 +453,15 @@ class Gradients:
         """
         in_order = self._exchanges_now
         for layer in [self.layers[at] for at in self.order] if in_order else self.layers:
-            if (layer.received or in_order) and not layer.complete:
+            if (layer.received or in_order) and layer.stage is Stage.FILLING:
                 self._finish(layer)
         self.completed = self._completing if in_order else self.order
         self._completing, self._num_exchanged = [], 0
+        self._adds_to_sums = in_order
         for layer in self.layers:
             layer.received.clear()
-            layer.complete = False
+            if layer.stage is Stage.FULL:
+                layer.stage = Stage.FILLING
 
     def join_remaining_exchanges(self) -> None:
         """This rank cannot finish its backward: take part in the remaining exchanges with zeros.
@@ -458,7 +469,7 @@ class Gradients:
         All ranks will drop the window. Gradients of incomplete layers are dropped.
         """
         for layer in self.layers:
-            if not layer.complete:
+            if layer.stage is Stage.FILLING:
                 layer.received.clear()
             for view in layer.layer.views:
                 view.parameter.grad = None
@@ -486,8 +497,9 @@ class Gradients:
                 self.d2h.copy(layer.host, layer.kept, layer.layer.name, timed=True)
         self.d2h.copy(self._host_sums, self._device_sums, "norm sums")
         arrived = self.d2h.record()
+        self._adds_to_sums = False
         for layer in self.layers:
-            layer.is_begun = layer.is_exchanged = False
+            layer.stage = Stage.FILLING
         for layer in window:
             layer.sent = arrived
 
@@ -502,7 +514,7 @@ class Gradients:
     @property
     def window_is_full(self) -> bool:
         """Whether sums of this window were exchanged, so that no further micro-batch is possible."""
-        return any(layer.is_exchanged for layer in self.layers)
+        return any(layer.stage is Stage.REDUCED for layer in self.layers)
 
     def _exchange_window(self, exchange: GradientExchange) -> None:
         """Exchange the sums of a window that ended early. The stepping thread adds sums in RAM (`StepThread`)."""
@@ -510,7 +522,7 @@ class Gradients:
             if layer.window and layer.all_sums:
                 layer.sums_on_host = True
                 self._submit(partial(layer.forget_missing, layer.missing))
-            elif layer.window and not layer.is_exchanged:
+            elif layer.window and layer.stage is not Stage.REDUCED:
                 self._exchange_sum(exchange, layer, layer.missing)
 
     def _exchange_sum(self, exchange: GradientExchange, layer: LayerGradient, missing: Iterable[int]) -> None:
@@ -522,15 +534,15 @@ class Gradients:
         for index in missing:
             layer.accumulated[layer.layer.views[index].elements].fill_(-0.0)
         exchange.add(exchange.receive(layer.accumulated, layer.layer), layer.kept, begins=True)
-        layer.is_exchanged = True
+        layer.stage = Stage.REDUCED
 
     def drop(self) -> None:
         """Drop the gradients of this window."""
-        self._completing, self._num_exchanged = [], 0
+        self._completing, self._num_exchanged, self._adds_to_sums = [], 0, False
         for layer in self.layers:
             layer.window.clear()
             layer.received.clear()
-            layer.complete = layer.is_begun = layer.is_exchanged = False
+            layer.stage = Stage.FILLING
             self._release(layer, None)
             for view in layer.layer.views:
                 view.parameter.grad = None
@@ -547,7 +559,7 @@ class Gradients:
             self._gather(layer)
         if (tracing := trace.active()) is not None:
             tracing.has_gradients_of(layer.layer.name)
-        layer.complete = True
+        layer.stage = Stage.FULL
         for index in layer.received - layer.known:
             self._got_gradient(layer.weights, layer.layer.views[index])
         layer.known |= layer.received
@@ -584,7 +596,7 @@ class Gradients:
         """Exchange complete layers in order, up to the first incomplete layer."""
         while self._num_exchanged < len(self.order):
             layer = self.layers[self.order[self._num_exchanged]]
-            if not layer.complete:
+            if layer.stage is Stage.FILLING:
                 return
             if not layer.exchanges_sums:
                 self._exchange_layer(exchange, layer)
@@ -604,7 +616,7 @@ class Gradients:
         self._num_exchanged += 1
         layer.sent = exchange.stream.record()
         self._release(layer, layer.sent)
-        begins, layer.is_begun = not layer.is_begun, True
+        begins = not self._adds_to_sums
         if layer.on_device:
             assert layer.accumulated is not None
             exchange.add(received, layer.accumulated, begins=begins)
@@ -695,13 +707,13 @@ class Gradients:
 
     def _reopen(self, layer: LayerGradient) -> None:
         """A gradient arrived after the layer was sent, so the layer is used twice: send it at the end of backward."""
-        if self._exchange is not None and (layer.is_exchanged or not layer.exchanges_sums):
+        if self._exchange is not None and (layer.stage is Stage.REDUCED or not layer.exchanges_sums):
             raise EngineStateError(
                 f"a parameter of {layer.layer.name!r} got a second gradient after the layer's gradients were sent to "
                 "the other ranks: blocks that torch recomputes and that are used twice can be trained on one GPU only. "
                 "Use OffloadConfig(activation_checkpointing=True) instead of torch's checkpoint()"
             )
-        layer.at_end_only, layer.complete = True, False
+        layer.at_end_only, layer.stage = True, Stage.FILLING
         if self._accumulation > 1:
             layer.received.clear()
         elif not layer.on_device:
