@@ -262,7 +262,7 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
     if _assumes_card(config, device):
         vram, ram = parse_bytes(config.vram or 0), hardware.ram_available_bytes()
         names = ", ".join(card.name for card in CARDS)
-        assumed = f"No GPU is here: the rates are those of a typical card. Name yours by gpu= or --gpu: {names}."
+        assumed = f"There is no GPU here, so a typical card's rates are assumed. Name yours by gpu= or --gpu: {names}."
         card = replace(ASSUMED_CARD, vram_total_bytes=vram, vram_free_bytes=vram, assumed=assumed)
         card = replace(card, assumed_card=f"assumed card of {format_bytes(vram)}")
         card = replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram)
@@ -296,8 +296,8 @@ def machine_with(gpu: str, config: OffloadConfig) -> Hardware:
     num_cores = hardware.num_cores() if host else ASSUMED_CARD.num_cores
     whose = f"this machine's {num_cores} cores, as measured" if host else f"an assumed host of {num_cores} cores"
     assumed = (
-        f"Planned for a card that is not here, {card.name}, at the rates of its data sheet times what an H200 reached "
-        f"of its own sheet, and for {whose}."
+        f"Planned for a card that is not here, {card.name}, with its data sheet's rates scaled as an H200's measured "
+        f"rates are to its data sheet, and for {whose}."
     )
     machine = replace(
         ASSUMED_CARD,

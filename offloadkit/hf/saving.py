@@ -23,7 +23,7 @@ from offloadkit.offload.unread import become, leave_unread, sources
 
 @contextmanager
 def saved_in_pieces() -> Iterator[None]:
-    """Context in which `save_pretrained` writes safetensors files in pieces and renames complete files.
+    """Let `save_pretrained` write safetensors files in pieces and rename complete files.
 
     safetensors' own function first copies all weights in VRAM to RAM, and truncates an old file that may still be
     mapped. If a release of transformers calls another function, it saves as usual.

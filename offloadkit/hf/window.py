@@ -42,7 +42,7 @@ class TrainingWindow:
         """Count micro-batches and targets, and drop the gradients of an unfinished window.
 
         Args:
-            batches: micro-batches of this rank. Where a stream has ended on another rank, the surplus is removed.
+            batches: micro-batches of this rank. The surplus is removed if a stream has ended on another rank.
             num_batches: upper bound of their number.
             ends_with_filler: whether the last micro-batch is a filler, whose targets do not count.
 
@@ -98,7 +98,7 @@ class TrainingWindow:
         return loss
 
     def repeat(self, trainer: Any, step: TrainingStep) -> torch.Tensor:
-        """Train on all micro-batches of the window so far; returns the last one's loss."""
+        """Train on all micro-batches of the window so far; returns the loss of the last one."""
         while True:
             with suppress(RepeatWindowError):  # the engine has moved to a still smaller plan
                 for number, inputs in enumerate(self._replay.again()):
@@ -118,7 +118,7 @@ class TrainingWindow:
         if self._num_micro_batches != 1:
             inputs, count = with_dummy_target(inputs, num_targets(model, inputs))
             share = count * 0.0 if targets == 0 else count / self._num_targets
-        # A loss divided by this number is the micro-batch's mean, as it is if the model ignores `num_items_in_batch`.
+        # A loss divided by this number is the micro-batch's mean, as for a model that ignores `num_items_in_batch`.
         # `True` says that the user's compute_loss divides by the targets of the whole accumulated batch.
         if getattr(trainer, "loss_is_scaled_for_ga", None) is True:
             share, num_items = 0.0 if targets == 0 else None, self._num_targets

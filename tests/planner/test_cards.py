@@ -144,7 +144,7 @@ def test_without_a_card_the_first_line_says_which_is_assumed() -> None:
     verdict, rest = str(offloadkit.plan("t5-small", vram="8GiB", ram="8GiB", batch_size=1)).split("\n", 1)
     assert verdict.startswith("FITS (assumed card of 8 GiB): ")
     names = "Name yours by gpu= or --gpu: T4, L4, A10, RTX 3090,"
-    assert " ".join(rest.split()).startswith(f"No GPU is here: the rates are those of a typical card. {names}")
+    assert " ".join(rest.split()).startswith(f"There is no GPU here, so a typical card's rates are assumed. {names}")
     refused = offloadkit.plan("t5-small", vram="100MiB", ram="8GiB", batch_size=1)
     assert refused.verdict.startswith("DOES NOT FIT (assumed card of 100 MiB): needs ")
 
