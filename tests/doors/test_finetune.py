@@ -448,9 +448,9 @@ def test_options_without_a_meaning_are_refused(options: dict[str, Any], message:
     ("model", "message"),
     [
         (torch.nn.Linear(2, 2), "OffloadEngine"),
-        (None, "None is no model"),
-        (3, "3 is no model"),
-        (PAIRS * 9, "^.{,400}is no model"),
+        (None, "^None is .*model"),
+        (3, "^3 is .*model"),
+        (PAIRS * 9, "^.{,400}is .{,4}a model"),
     ],
 )
 def test_what_is_no_model_of_huggingface_is_refused(model: Any, message: str) -> None:

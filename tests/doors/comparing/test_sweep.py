@@ -167,7 +167,7 @@ def test_the_config_of_a_model_is_enough_for_timing(tmp_path: Path) -> None:
     folder = baseline.config_folder(model, tmp_path)
     assert config_of(folder).d_model == 64
     assert baseline.config_folder(model, tmp_path) == folder
-    with pytest.raises(ModelError, match="is no model"):
+    with pytest.raises(ModelError, match=r"^3 is .*model"):
         baseline.config_folder(3, tmp_path)
 
 
