@@ -102,10 +102,10 @@ def layers_stay_with_their_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepBalancer, "correct", lambda *_: None)
     monkeypatch.setattr(rate_watch, "WARM_UP", WARM_UP)
     monkeypatch.setattr(rate_watch, "NUM_STEPS", NUM_STEPS)
-    monkeypatch.setattr(shapes, "STEP_CHUNK", 4096)  # else a tiny layer's buffers are larger than its states
 
 
 def planned_with(machine: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "STEP_CHUNK", 4096)  # else a tiny layer's buffers are larger than its states
     monkeypatch.setattr(outline, "measured_by", lambda *_, **__: machine)
 
 
@@ -256,7 +256,9 @@ def test_a_move_for_another_reason_forgets_what_was_measured() -> None:
     watch = RateWatch(before)
     found = judge(watch, before, steps(before, 1.0))
     assert found is not None
-    leaner = test_faster.plan_on(H200)
+    smaller = OffloadConfig(vram="5GiB", ram="60GiB")
+    leaner = make_plan(test_faster.LAYERS, smaller, work=test_faster.WORK, hardware=H200)
+    assert leaner.placements != found[0].placements
     for record in steps(before, 1.0)[:3]:
         watch.add(record)
     watch.begin(leaner)
