@@ -447,7 +447,7 @@ def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_engine_that_gets_no_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     no_more_threads(monkeypatch)
-    with pytest.raises(ThreadLimitError, match=r"no more threads \('offloadkit-step'.*ulimit -u"):
+    with pytest.raises(ThreadLimitError, match=r"'offloadkit-step'.*ulimit -u"):
         small_engine()
     monkeypatch.undo()
     with small_engine() as engine:
@@ -521,7 +521,7 @@ def test_weights_of_other_shapes_than_the_config_says_are_named(tmp_path: Path) 
     model.save_pretrained(tmp_path / "whole")
     content = json.loads((tmp_path / "whole" / "config.json").read_text())
     (tmp_path / "whole" / "config.json").write_text(json.dumps(content | {"intermediate_size": 32}))
-    with pytest.raises(ModelError, match=r"has shape \(16, 24\), its config\.json asks for \(16, 32\)"):
+    with pytest.raises(ModelError, match=r"has shape \(16, 24\).*config\.json.* \(16, 32\)"):
         offloadkit.from_pretrained(tmp_path / "whole")
 
 
@@ -539,7 +539,7 @@ def test_tied_weights_of_another_shape_are_named(tmp_path: Path) -> None:
     resolve(folder, init="random").load(progress=False).save_pretrained(tmp_path / "whole")
     content = json.loads((tmp_path / "whole" / "config.json").read_text())
     (tmp_path / "whole" / "config.json").write_text(json.dumps(content | {"vocab_size": 2}))
-    with pytest.raises(ModelError, match=r"has shape \(64, 16\), its config\.json asks for \(2, 16\)"):
+    with pytest.raises(ModelError, match=r"has shape \(64, 16\).*config\.json.* \(2, 16\)"):
         offloadkit.from_pretrained(tmp_path / "whole")
 
 

@@ -20,7 +20,7 @@ from offloadkit.kernels import dispatch as step
 from offloadkit.kernels import gpu
 from offloadkit.optim.adamw import adamw_scalars
 from offloadkit.optim.reference import step_reference
-from offloadkit.optim.table import Segment
+from offloadkit.optim.table import Segment, state_table
 from tests.optim.states import DTYPES, PRECISIONS, assert_same_bits, clone, make_gradient, make_state
 
 SCALARS = adamw_scalars(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=3)
@@ -100,7 +100,8 @@ def test_one_name_steps_wherever_the_layer_lies(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(getattr(step, name), "optimizer_step", lambda *arguments, name=name: steps.append(name))
     monkeypatch.setattr(step, "step_reference", lambda *arguments: steps.append("reference"))
     for device in ("cpu", "cuda", "meta"):
-        state: Any = SimpleNamespace(weights=SimpleNamespace(device=torch.device(device)))
+        weights = SimpleNamespace(device=torch.device(device))
+        state: Any = SimpleNamespace(weights=weights, table=state_table("adamw", "exact", torch.float32))
         step.optimizer_step(state, torch.zeros(0), [], 1.0)
     assert steps == ["cpu", "gpu", "reference"]
 
