@@ -147,7 +147,8 @@ for epoch in range(3):
         loss = criterion(engine(rows), labels)
         engine.backward(loss)
         engine.step()
-print("rank", torch.distributed.get_rank(), args.local_rank, engine.global_steps, engine.train_batch_size())
+numbers = torch.distributed.get_rank(), args.local_rank, engine.global_steps, engine.train_batch_size()
+print("rank {} {} {} {}\\n".format(*numbers), end="")  # in one write: two ranks share the output
 engine.save_checkpoint("checkpoints")
 """
 

@@ -212,7 +212,7 @@ def hang():
     send_to_parent(os.getpid())
     threading.Event().wait()
 
-launch(hang, {}, 2, folder=Path(sys.argv[1]), hear=lambda rank, process: print(process, flush=True))
+launch(hang, {}, 2, folder=Path(sys.argv[1]), on_message=lambda rank, process: print(process, flush=True))
 """
 
 

@@ -158,7 +158,7 @@ def test_connection_that_drops_says_that_a_rerun_resumes_and_it_does(
     repository.breaks_at = {broken: len(repository.files[broken]) // 2}
     answer = ask("model", "org/drops")
     assert answer["error"] == "DownloadError"
-    assert "a rerun resumes" in answer["message"]
+    assert "resumes" in answer["message"]
 
     fetched_before = [name for name in hub.downloads("org/drops") if name.endswith(".safetensors") and name != broken]
     assert fetched_before

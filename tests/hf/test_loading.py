@@ -398,7 +398,7 @@ def test_dropped_connection_says_that_a_rerun_resumes_and_it_does(hub: Hub, ask:
     repository.breaks_at = {broken: len(repository.files[broken]) // 2}
     answer = ask("lazy model", "org/lazy")
     assert answer["error"] == "DownloadError"
-    assert "a rerun resumes" in answer["message"]
+    assert "resumes" in answer["message"]
     repository.breaks_at = {}
     expected = {name: digest(value) for name, value in model.state_dict().items()}
     assert ask("lazy model", "org/lazy")["weights"] == expected

@@ -22,7 +22,8 @@ THROUGH_VRAM = Placement(gradients="vram", step="gpu")
 
 
 def plan(machine: Hardware = H200, num_layers: int = 20, **options: Any) -> Plan:
-    layers = [shape(f"block.{index}", 1 << 26) for index in range(num_layers)]
+    optimizer = options.get("optimizer", "adamw")
+    layers = [shape(f"block.{index}", 1 << 26, optimizer=optimizer) for index in range(num_layers)]
     work = MicroBatch(tuple(stage(layer.name, kept=1 << 20) for layer in layers), 640)
     return make_plan(layers, OffloadConfig(**options), work=work, hardware=machine)
 
