@@ -32,7 +32,7 @@ class RankFlags:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know after the collective.
+    """The result of the collective, equal on all ranks.
 
     Attributes:
         full, scarce, due: the flags of all ranks, [ranks].

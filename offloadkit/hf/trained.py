@@ -1,4 +1,4 @@
-"""What a Trainer trains, by which ranks, and how its loop calls the model."""
+"""The module that a Trainer trains, its ranks, and the model as the training loop calls it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def trained_module(trainer: Any) -> nn.Module:
-    """The module for the engine: the Trainer's model, with the losses that the Trainer class keeps beside it."""
+    """The module for the engine: the Trainer's model, together with the Trainer's loss modules if it has any."""
     losses = losses_of(trainer)
     if not losses:
         return trainer.model  # type: ignore[no-any-return]
@@ -29,7 +29,7 @@ def trained_module(trainer: Any) -> nn.Module:
 
 
 def called_through_engine(trainer: Any) -> AbstractContextManager[None]:
-    """A context in which the Trainer's loss modules are called through the engine."""
+    """Call the Trainer's loss modules through the engine within this context; does nothing without loss modules."""
     if not losses_of(trainer):
         return nullcontext()
     return called_through(trainer, WrappedModel(trained_module(trainer), trainer.engine))
@@ -47,7 +47,7 @@ def print_on_rank_0(trainer: Any, text: object) -> None:
 
 
 def phase_of(trainer: Any, name: str) -> AbstractContextManager[None]:
-    """A context whose peaks of memory are recorded as `name` in the Trainer's telemetry."""
+    """Record the memory peaks of this context as `name` in the Trainer's telemetry."""
     return phase(name, trainer.telemetry.peaks, trainer.args.device)
 
 
@@ -71,7 +71,7 @@ class WrappedModel:
         return getattr(self.module, name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the engine takes each gradient as it is computed."""
+        """Does nothing: the engine takes gradients during backward."""
 
     def to(self, *args: Any, **kwargs: Any) -> WrappedModel:
         """Returns itself: the engine decides on the device and dtype of weights."""
