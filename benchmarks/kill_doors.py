@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import (
     Seq2SeqTrainingArguments,
     T5Config,
@@ -27,18 +26,18 @@ from transformers import (
 )
 from transformers import trainer as transformers_trainer
 
-from benchmarks.killed_ranks import newest_step
+from benchmarks.killed_ranks import engine_for, micro_batch, newest_step
 from offloadkit import Monitor, OffloadSeq2SeqTrainer, finetune
 from offloadkit.checkpoint.folder import MANIFEST
 from offloadkit.distributed import world
 from offloadkit.doors import cli
 from offloadkit.engine.engine import OffloadEngine
-from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.config import OffloadConfig
 
 NUM_STEPS, SAVE_STEPS, EVAL_STEPS = 24, 3, 4
 MICRO_BATCHES = 6
 """Of all ranks in a step of the loop."""
-_NUM_ROWS, _WIDTH, _HIDDEN = 24, 128, 256
+_NUM_ROWS, _HIDDEN = 24, 256
 _SHAPE = {"vocab_size": 384, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
 
 
@@ -115,38 +114,8 @@ class Reports(TrainerCallback):  # type: ignore[misc, unused-ignore]
 # -- the doors
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(_WIDTH, _HIDDEN), nn.Linear(_HIDDEN, _WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(self.up.weight.dtype)
-        return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
-
-
-class _Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([_Block() for _ in range(3)])
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        x = rows
-        for block in self.blocks:
-            x = block(x)
-        return (x.float() - rows.flip(-1)).square().mean()
-
-
-def _engine(size: int) -> OffloadEngine:
-    config = OffloadConfig(
-        learning_rate=1e-3,
-        gradient_accumulation=MICRO_BATCHES // size,
-        exchange="micro_batch",  # the order in which one rank adds
-        working_dtype="bf16",
-        placement=Placement(),  # nothing is measured or planned
-    )
-    torch.manual_seed(0)
-    return OffloadEngine(_Model(), config, device="cpu")
+def _engine(num_ranks: int) -> OffloadEngine:
+    return engine_for(num_ranks, MICRO_BATCHES, _HIDDEN, torch.device("cpu"))
 
 
 def loop(work: Work) -> None:
@@ -160,10 +129,10 @@ def loop(work: Work) -> None:
         report(f"began {step}")
         while step < NUM_STEPS:
             for at in range(rank, MICRO_BATCHES, size):
-                rows = torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(MICRO_BATCHES * step + at))
+                batch = micro_batch(MICRO_BATCHES * step + at)
                 if work.draws:
-                    rows += torch.rand(4, _WIDTH) / 8
-                engine.backward(engine(rows))
+                    batch += torch.rand(batch.shape) / 8
+                engine.backward(engine(batch))
                 engine.step()
             schedule.step()
             step += 1
@@ -181,7 +150,8 @@ def loop(work: Work) -> None:
                     if int(old.name.removeprefix("checkpoint-")) <= step - 2 * SAVE_STEPS:
                         shutil.rmtree(old, ignore_errors=True)
             if stops:
-                print(f"{step} of {NUM_STEPS} steps were done; the newest checkpoint is {engine.last_checkpoint}")
+                said = f"{step} of {NUM_STEPS} steps were done; the newest checkpoint is {engine.last_checkpoint}\n"
+                print(said, end="")  # in one write: ranks share the log
                 sys.exit(128 + (monitor.stop.signal[0] if monitor.stop.signal else 0))
 
 

@@ -52,9 +52,9 @@ _KILLED_WITHIN = 1.0
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(_WIDTH, _HIDDEN), nn.Linear(_HIDDEN, _WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, hidden), nn.Linear(hidden, _WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.up.weight.dtype)
@@ -64,15 +64,38 @@ class _Block(nn.Module):
 class _Model(nn.Module):
     """A model with deterministic kernels."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([_Block() for _ in range(3)])
+        self.blocks = nn.ModuleList([_Block(hidden) for _ in range(3)])
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         x = rows
         for block in self.blocks:
             x = block(x)
         return (x.float() - rows.flip(-1)).square().mean()
+
+
+def engine_for(num_ranks: int, micro_batches: int, hidden: int, device: torch.device) -> OffloadEngine:
+    """An engine over a model with random weights, the same on every rank, that gives equal bits on any number of ranks.
+
+    Args:
+        micro_batches: per step, of all ranks together.
+        hidden: width of the hidden layers.
+    """
+    config = OffloadConfig(
+        learning_rate=1e-3,
+        gradient_accumulation=micro_batches // num_ranks,
+        exchange="micro_batch",  # adds gradients in the order of a single rank
+        working_dtype="bf16",
+        placement=Placement(),  # nothing is measured or planned
+    )
+    torch.manual_seed(0)
+    return OffloadEngine(_Model(hidden), config, device=device)
+
+
+def micro_batch(number: int) -> torch.Tensor:
+    """The micro-batch of this number: fp32 [4, _WIDTH]."""
+    return torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(number))
 
 
 def train(folder: Path, last_step: int | None) -> tuple[str, str]:
@@ -91,22 +114,13 @@ def train(folder: Path, last_step: int | None) -> tuple[str, str]:
         torch.set_num_threads(1)  # the number of threads decides the order of sums
     world.join()
     rank, size = world.rank(), world.size()
-    config = OffloadConfig(
-        learning_rate=1e-3,
-        gradient_accumulation=MICRO_BATCHES // size,
-        exchange="micro_batch",  # adds gradients in the order of a single rank
-        working_dtype="bf16",
-        placement=Placement(),  # nothing is measured or planned
-    )
-    torch.manual_seed(0)
-    model = _Model()
-    with OffloadEngine(model, config, device=device) as engine:
+    with engine_for(size, MICRO_BATCHES, _HIDDEN, device) as engine:
         step = newest_step(folder)
         if step:
             engine.load_checkpoint(folder / f"checkpoint-{step}")
         while last_step is None or step < last_step:
             for at in range(rank, MICRO_BATCHES, size):
-                engine.backward(engine(_rows(MICRO_BATCHES * step + at).to(device)))
+                engine.backward(engine(micro_batch(MICRO_BATCHES * step + at).to(device)))
                 engine.step()
             step += 1
             engine.save_checkpoint(folder / f"checkpoint-{step}", position=step)
@@ -114,12 +128,7 @@ def train(folder: Path, last_step: int | None) -> tuple[str, str]:
                 shutil.rmtree(folder / f"checkpoint-{step - 3}", ignore_errors=True)
             send_to_parent((os.getpid(), step))
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
-    return gpu, sha256(dict(model.named_parameters()))
-
-
-def _rows(number: int) -> torch.Tensor:
-    """A micro-batch: fp32 [4, _WIDTH]."""
-    return torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(number))
+    return gpu, sha256(dict(engine.module.named_parameters()))
 
 
 def newest_step(folder: Path) -> int:
