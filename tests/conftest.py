@@ -18,14 +18,14 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 if IS_WORKER:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the other core is the other worker's
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the other core belongs to the other worker
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the whole suite in two processes where pytest-xdist is installed; `-n 0` runs it in one.
+    """Run the whole suite in two processes if pytest-xdist is installed; `-n 0` runs it in one.
 
-    Chosen tests, a debugger and a GPU (whose memory tests measure, and fill) have one process.
+    Selected tests, a debugger and a GPU (whose memory the tests measure and fill) get one process.
     """
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     if IS_WORKER or not whole or config.option.usepdb or getattr(config.option, "numprocesses", 0) is not None:
@@ -37,7 +37,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything under tests/gpu as `gpu`, and skip what is so marked where torch sees no CUDA device."""
+    """Mark everything under tests/gpu as `gpu`, and skip `gpu` tests if torch sees no CUDA device."""
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker("gpu")
@@ -52,13 +52,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave the imported modules out of garbage collections: each engine makes one, and a pass over torch and
-    transformers takes longer than most tests."""
+    """Exclude imported modules from garbage collection: each engine runs one, and a pass over torch and transformers
+    takes longer than most tests."""
     _freeze_modules()
 
 
 def pytest_runtest_logfinish() -> None:
-    """Do the same with the modules that the tests imported since."""
+    """Do the same with modules that the tests have imported since."""
     if len(sys.modules) >= _frozen_modules + 50:
         _freeze_modules()
 
@@ -75,7 +75,7 @@ def _freeze_modules() -> None:
 
 @pytest.fixture(autouse=True)
 def temporary_files_may_be_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where /tmp is a tmpfs, tests of states on disk run all the same."""
+    """Tests with states on disk also run if /tmp is a tmpfs."""
     disk = sys.modules.get("offloadkit.device.state_file")
     if disk is not None:
         monkeypatch.setattr(disk, "RAM_FILE_SYSTEMS", set())
@@ -83,7 +83,7 @@ def temporary_files_may_be_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def engines_without_a_budget_begin_on_a_gpu_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is planned for them: states are in RAM and the CPU steps, which is what most tests are about."""
+    """No plan is made for these engines: states are in RAM and the CPU steps, as most tests expect."""
     engine = sys.modules.get("offloadkit.engine.engine")
     if engine is not None:
         import torch
@@ -94,7 +94,7 @@ def engines_without_a_budget_begin_on_a_gpu_as_on_the_cpu(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """torch computes on one thread: for tiny matrices that is faster."""
+    """Run torch on one thread, which is faster for tiny matrices."""
     import torch
 
     before = torch.get_num_threads()

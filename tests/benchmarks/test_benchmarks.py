@@ -24,7 +24,7 @@ ROWS = table.read()
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Work], dict[str, Any]]], list[Work]]:
-    """Have `answer` give what a fresh process would; the list that comes back fills with the works."""
+    """Makes `answer` return what a fresh process would; the returned list collects the tasks."""
 
     def install(answer: Callable[[Work], dict[str, Any]]) -> list[Work]:
         asked: list[Work] = []
@@ -40,7 +40,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Work], dict[
 
 
 def measured(seconds: float, **changes: Any) -> dict[str, Any]:
-    """What a fresh process leaves."""
+    """The result of a fresh process."""
     return {
         "status": "measured",
         "step_seconds": seconds,
@@ -278,7 +278,7 @@ def test_a_new_row_makes_the_documents_stale() -> None:
 
 
 def numbers_of(row: Row) -> list[float]:
-    """Every number that a document may say of a row."""
+    """Every number that a document may quote from a row."""
     case = CASES[row["case"]]
     found: list[float | None] = [row["seconds"], row["min_seconds"], row["max_seconds"], row["cores"]]
     found += [case.batch_size, case.input_length, case.target_length, case.accumulation]
@@ -293,7 +293,7 @@ NOT_A_FIGURE = r"\]\([^)]*\)|T5-3B|ZeRO-\d|H\d00|AdamW|\b[0-9a-f]{7}(-dirty)?\b|
 
 
 def how_right_the_plan_was() -> str:
-    """The sentence of the README, counted here."""
+    """The README's sentence about the plan's accuracy, with figures counted here."""
     ran = [row for row in ROWS if row["status"] == "measured" and row["planned_seconds"] and "H200" in row["gpu"]]
     others = ("doors-", "phases-", *RANK_CASES)
     ran = [row for row in ran if not row["case"].startswith(others) and row["mask"] != "ragged"]
@@ -303,7 +303,7 @@ def how_right_the_plan_was() -> str:
 
 
 def test_every_figure_of_the_readme_is_in_the_table() -> None:
-    """Read by another way than the report's: each number is a rounded one of a row that the line can be about."""
+    """Independent of the report's code: each number rounds a value of a row that the line can refer to."""
     num_seen = 0
     for part in re.finditer(report.MARKED, report.README.read_text(), re.DOTALL):
         for line in part["body"].splitlines():
@@ -396,7 +396,7 @@ def test_rows_of_another_machine_are_merged_once(tmp_path: Path) -> None:
 
 
 def test_one_script_by_both_packages_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A row for each package and number of ranks, beside those that were there; a failure is a row too."""
+    """Each package and number of ranks adds a row to the table, also if its run fails."""
     seconds = iter((4.0, 1.0, 2.0, 0.5, 6.0, 3.0, None, 0.7))
     asked: list[tuple[str, int]] = []
 

@@ -1,4 +1,4 @@
-"""A sample of the damages to checkpoints: none is silent."""
+"""A sample of the damaged checkpoints: no damage goes unnoticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sample of inputs without a meaning: each is refused by name, or does no harm. The judge itself sees what is not."""
+"""A sample of meaningless inputs: each one is refused by name or is harmless. The judge detects bad outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sample of the kills and of the pairs: nothing that was saved is lost, and the end is bit for bit."""
+"""A sample of kills: no saved step is lost, and the final weights equal a run without kills bit for bit."""
 
 from __future__ import annotations
 

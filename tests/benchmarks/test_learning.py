@@ -1,4 +1,4 @@
-"""The learning benchmark: its figures come from trainings, and its verdicts can go either way."""
+"""The learning benchmark: its figures come from training runs, and its verdict can be yes or no."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def row(precision: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
 
 
 def precisions(**losses: list[float]) -> list[dict[str, Any]]:
-    """Rows of every precision; those not named have the losses of `exact`."""
+    """Rows of every precision; a precision that is not named has the losses of `exact`."""
     return [
         row(precision, seed, loss)
         for precision in learning.PRECISIONS
@@ -78,7 +78,7 @@ def test_fp16_stays_within_its_bound_without_a_nan(losses: list[float], verdict:
 
 @pytest.mark.slow
 def test_a_training_that_learns_less_is_told_apart() -> None:
-    """Real trainings: `tiny` for a quarter of the steps, `compact` for as many as `exact`."""
+    """Real training runs: `tiny` for a quarter of the steps, `compact` for as many steps as `exact`."""
     rows = [
         run_trial(Trial("llama", precision, seed=seed, steps=10 if precision == "tiny" else 40, tiny=True))
         for precision in learning.PRECISIONS
@@ -139,7 +139,7 @@ def test_the_demo_task_is_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from offloadkit.doors.demo import run
 
     class CalledError(Exception):
-        """finetune was called."""
+        """Raised in place of a call of `finetune`."""
 
     def finetune(model: Any, rows: Any, **arguments: Any) -> None:
         raise CalledError(model, rows, arguments)

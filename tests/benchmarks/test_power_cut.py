@@ -1,4 +1,4 @@
-"""A sample of the power cuts: nothing that was reported saved is lost."""
+"""A sample of the power cuts: no step that was reported as saved is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planned tables of docs/several-gpus.md are those of today's plan."""
+"""The planned tables of docs/several-gpus.md equal the current plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks import scaling
 
 
 def rows(text: str) -> Iterator[tuple[str, str, str, float]]:
-    """GPUs, micro-batches, bytes received and tokens/s of each row of the page's tables."""
+    """GPUs, micro-batches, bytes received and tokens/s of each row in the page's tables."""
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 9 and cells[0].isdigit():
@@ -19,7 +19,7 @@ def rows(text: str) -> Iterator[tuple[str, str, str, float]]:
 
 @pytest.mark.slow
 def test_the_tables_are_those_of_todays_plan() -> None:
-    """Releases of torch and transformers start a few operations more or less, so speeds may differ a little."""
+    """Speeds may differ slightly, because versions of torch and transformers launch slightly different operations."""
     written, found = list(rows(scaling.PAGE.read_text())), list(rows(scaling.page()))
     assert len(found) == 7 * 3 + 3 * 2 + 3 * 2
     assert [row[:3] for row in written] == [row[:3] for row in found]

@@ -1,4 +1,4 @@
-"""A sample of the soak: memory grows by little while a small model trains."""
+"""A sample of the soak test: memory stays nearly constant while a small model trains."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from benchmarks.run import ROOT
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_steps() -> None:
-    # Of few steps the allocator's noise is a larger part. Step records that were kept took 2.5 KiB a step.
+    # With fewer steps the allocator's noise would hide a leak: step records that were kept cost 2.5 KiB a step.
     command = [sys.executable, "-m", "benchmarks.soak", "--steps=4000", "--most=1"]
     subprocess.run(command, check=True, cwd=ROOT, timeout=300)

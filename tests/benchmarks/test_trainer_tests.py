@@ -1,4 +1,4 @@
-"""The count of transformers' own tests: the class is really exchanged, and a test that does not pass is listed."""
+"""The report on transformers' own tests: the Trainer class is really replaced, and a failed test is listed."""
 
 from __future__ import annotations
 

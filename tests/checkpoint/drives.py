@@ -1,4 +1,4 @@
-"""Trains into folders that fail as network drives do, for tests: each line says what came of it.
+"""Trains into folders that fail like network drives and prints one line per result, for test_drives.py.
 
 python -m tests.checkpoint.drives FOLDER LIBRARY, with LIBRARY (like_drive.c) preloaded
 """
@@ -40,18 +40,17 @@ MODES = {
 
 
 class Reports(TrainerCallback):
-    """Notes the steps that were reported saved."""
+    """Records which steps were reported as saved."""
 
     def __init__(self, saved: list[int]) -> None:
         self.saved = saved
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """As TrainerCallback's."""
         self.saved.append(state.global_step)
 
 
 def loop(folder: Path, saved: list[int]) -> None:
-    """Two saves of a loop, into one folder."""
+    """Two saves of a bare loop, into one folder."""
     with corruption.small_engine(seed=0) as engine:
         for number in (1, 2):
             corruption.step(engine)
@@ -60,7 +59,7 @@ def loop(folder: Path, saved: list[int]) -> None:
 
 
 def trainer(folder: Path, saved: list[int]) -> None:
-    """Two steps of a Trainer, which saves each."""
+    """Two steps of a Trainer that saves after each step."""
     made = corruption.small_trainer(folder / "run", 0, 2)
     made.add_callback(Reports(saved))
     try:
@@ -70,7 +69,6 @@ def trainer(folder: Path, saved: list[int]) -> None:
 
 
 def tuned(folder: Path, saved: list[int]) -> None:
-    """A training by `finetune`."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     shape = {"vocab_size": 384, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
@@ -84,7 +82,7 @@ DOORS: dict[str, Callable[[Path, list[int]], None]] = {"loop": loop, "trainer": 
 
 
 def goes_on(door: str, folder: Path) -> int:
-    """The step that a run there goes on from; 0: there is no checkpoint."""
+    """The step that a run in the folder resumes from; 0 if there is no checkpoint."""
     if door == "loop":
         with corruption.small_engine(seed=1) as engine:
             try:
@@ -98,7 +96,7 @@ def goes_on(door: str, folder: Path) -> int:
 
 
 def main(scratch: Path, library: Path, seed: int = 0, num_times: int = 12) -> None:
-    """Go through all doors and modes."""
+    """Run every door in every failure mode."""
     drive = ctypes.CDLL(str(library))
     drive.like_drive.argtypes = ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_long
     drive.like_drive_done.restype = ctypes.c_long

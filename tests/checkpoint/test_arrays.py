@@ -1,4 +1,4 @@
-"""Files that are written piece by piece are those that safetensors writes."""
+"""Files written piece by piece are byte for byte the files that safetensors writes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_parts_that_threads_read_make_the_array_and_a_file_that_ends_early_is_na
         with ArrayFile(path) as file:
             file.read("array", into := torch.zeros(numel), first=first)
             assert into.equal(saved[first : first + numel])
-            file.read("array", into := torch.zeros(numel, dtype=torch.float64), first=first)  # by way of pieces
+            file.read("array", into := torch.zeros(numel, dtype=torch.float64), first=first)  # read in pieces
             assert into.equal(saved[first : first + numel].double())
     threads = threading.active_count()
     with ArrayFile(path) as file:

@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged or mixed are refused by name, and a killed save leaves a whole one."""
+"""Damaged or mixed checkpoints are refused by name, and a killed save leaves a complete checkpoint."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_file_of_another_run_from_the_same_seed_is_refused_by_the_names_of_bot
 def test_a_file_of_another_attempt_at_the_same_update_is_refused_by_both(
     saved: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """A run fell back, and came to the same update again."""
+    """A run fell back and reached the same update again."""
     for each in saved:
         shutil.copytree(each, tmp_path / each.name)
     with engine() as run:
@@ -144,7 +144,7 @@ def test_files_of_ranks_that_were_exchanged_are_refused_by_both_names(
 
 
 def test_a_broken_checkpoint_falls_back_within_its_run(saved: tuple[Path, Path], tmp_path: Path) -> None:
-    """A folder of several runs' checkpoints: the one before may be another run's."""
+    """In a folder with checkpoints of several runs, the previous checkpoint may be another run's."""
     for each in saved:
         shutil.copytree(each, tmp_path / each.name)
     with engine() as run:
@@ -201,12 +201,12 @@ def test_a_file_that_the_disk_does_not_give_back_is_named(
 
 
 class _KilledError(BaseException):
-    """Stands in for a kill: nothing catches it, and nothing is cleaned up."""
+    """Simulates a kill: no code catches it, and no cleanup runs."""
 
 
 @pytest.fixture
 def killed_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Renames, removals and syncs count [0] down, and the process is as if killed at 0: each later one is left out."""
+    """Every rename, removal and sync decrements [0]. At 0 the process counts as killed: later calls do nothing."""
     left = [10**9]
 
     def counted(real: object) -> object:

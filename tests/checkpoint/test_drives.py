@@ -1,4 +1,4 @@
-"""Output folders on network drives, of which some have no locks, rename no folders, or fail when a file is closed."""
+"""Output folders on network drives: some lack locks, cannot rename folders, or report errors only on close."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_door_works_on_such_a_drive_or_names_it_and_loses_nothing_that_was
         assert said["error"] in ("", "OutputError"), said
         assert said["goes on"] >= max(said["saved"], default=0), said
         assert said["error"] or said["saved"] == [1, 2], said
-    for said in lines:  # what can be seen before training is
+    for said in lines:  # failures that show before training does
         if "sync" in said["mode"] or "locks" in said["mode"]:
             assert not said["error"], said
         elif "rename" in said["mode"]:

@@ -1,4 +1,4 @@
-"""One run a folder: a second one is refused by name, in this process and in another one; a kill gives the folder up."""
+"""One run per folder: a second run is refused by name, in this process or another. A killed run releases the folder."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_another_thread_is_refused_and_the_same_one_may_claim_again(tmp_path: Pa
 
 
 def as_of_another_process() -> Any:
-    """A second copy of the module, which knows no claims of this process."""
+    """A second copy of the module without the claims of this process."""
     spec = importlib.util.spec_from_file_location("another_one_run", module.__file__)
     assert spec is not None
     assert spec.loader is not None
@@ -126,7 +126,7 @@ def test_where_there_are_no_locks_a_heartbeat_says_that_a_run_is_alive(
         assert "no file locks" in capsys.readouterr().err
         with pytest.raises(OutputError, match=f"process {os.getpid()} on"), as_of_another_process().one_run(tmp_path):
             pass
-    (tmp_path / CLAIM).write_text("{}")  # a run that was killed
+    (tmp_path / CLAIM).write_text("{}")  # left by a killed run
     with one_run(tmp_path):
         time.sleep(0.1)
 
@@ -145,7 +145,7 @@ time.sleep(60)
 
 @pytest.fixture
 def loop(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    """A loop of another process that has saved checkpoints of these names."""
+    """A loop in another process that has saved checkpoints with these names."""
     command = [sys.executable, "-c", SAVES, str(tmp_path), *request.param]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -169,7 +169,7 @@ def test_what_a_loop_saves_is_refused_to_another_process_until_it_is_killed(
     loop.kill()
     loop.wait()
     mine.claim(tmp_path / "checkpoint-1")
-    with one_run(tmp_path):  # of this process
+    with one_run(tmp_path):  # in this process
         assert len(list(tmp_path.glob(".offloadkit-saves-*"))) == 1
     mine.end()
     assert not list(tmp_path.iterdir())

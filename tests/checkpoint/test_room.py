@@ -1,4 +1,4 @@
-"""A disk without room is found before training and before each save, and nothing is lost."""
+"""A full disk is detected before training and before each save, and no data is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.hf.training import arguments, seq2seq_rows, t5
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes that the disk says are free."""
+    """Sets the number of free bytes that the disk reports."""
     found = [2**40]
     monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: SimpleNamespace(free=found[0], total=2**41))
     return found
@@ -100,7 +100,7 @@ RUNTIMES = "drive.mount('/content/drive')"
         ("/content/run", True),
         ("/root/run", True),
         ("/content/drive/MyDrive/run", False),
-        ("/content/gdrive/MyDrive/run", True),  # where nothing is mounted
+        ("/content/gdrive/MyDrive/run", True),  # not mounted
         ("/mnt/bucket/run", False),
     ],
 )

@@ -1,5 +1,4 @@
-"""A run that goes on from a checkpoint is the run that was never interrupted; a checkpoint that does not fit changes
-nothing."""
+"""A resumed run equals the uninterrupted run, and a checkpoint that does not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 @pytest.mark.parametrize("tier", PLACEMENTS)
 @pytest.mark.parametrize("precision", ["exact", "compact", "tiny"])
 def test_it_goes_on_bit_for_bit_under_another_placement(tmp_path: Path, tier: str, precision: Any) -> None:
-    """Dropout, a scheduler, weights with remainders, a frozen one, tied ones, parameters that are never stepped."""
+    """Dropout, a scheduler, weights with remainders, frozen and tied weights, parameters that are never stepped."""
     config = partial(options, tmp_path, precision=precision)
     trained = model()
     trained.norm.weight.requires_grad_(False)
@@ -113,7 +112,8 @@ def test_fp16_goes_on_with_its_loss_scale(tmp_path: Path) -> None:
 
 
 def test_loading_copies_no_weight_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As writes from outside do, to keep remainders: for each piece of a weight, a copy of the whole weight."""
+    """Writes from outside copy a weight to keep its remainders; loading must not copy the whole weight for each
+    piece."""
     config = options(tmp_path, placement=Placement(gradients="vram", step="gpu"))
     with OffloadEngine(model(), config) as engine:
         train(engine, None, 1)
@@ -294,7 +294,7 @@ def test_in_the_middle_of_a_window_nothing_is_saved_or_loaded(tmp_path: Path) ->
 
 @pytest.mark.parametrize("functions", [(True, False), (False, True)], ids=["to a callable object", "to a function"])
 def test_a_run_goes_on_with_another_schedule(tmp_path: Path, functions: tuple[bool, bool]) -> None:
-    """LambdaLR saves the state of a callable object (transformers' `linear`) and None of a function (`constant`)."""
+    """LambdaLR saves the state of a callable object (transformers' `linear`), but None for a function (`constant`)."""
 
     def schedule(engine: EngineOfDevice, is_function: bool) -> torch.optim.lr_scheduler.LRScheduler:
         factor = (lambda step: 0.5**step) if is_function else partial(pow, 0.5)
@@ -335,7 +335,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_and_foreign_files_are_ne
         assert engine.load_checkpoint(tmp_path / "saved") == 3
         with pytest.raises(OutputError, match=r"mine contains other files and no manifest\.json"):
             engine.save_checkpoint(tmp_path / "mine")
-        os.mkfifo(tmp_path / "pipe")  # as /dev/null, which root could rename
+        os.mkfifo(tmp_path / "pipe")  # like /dev/null, which root could rename
         with pytest.raises(OutputError, match="pipe exists and is not a folder"):
             engine.save_checkpoint(tmp_path / "pipe")
         assert (tmp_path / "pipe").is_fifo()

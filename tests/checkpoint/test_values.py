@@ -1,4 +1,4 @@
-"""Values that a checkpoint keeps as JSON, and what a run's saving and loading adds to its RAM."""
+"""Values that a checkpoint stores as JSON, and the RAM that saving and loading add to a run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_what_is_no_data_is_named_and_what_is_unknown_is_refused(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_saving_and_loading_hold_a_few_pieces_of_a_checkpoint_and_not_all_of_it(tmp_path: Path) -> None:
-    """229 MiB in pieces of 1 MiB; without dropping mapped pages, 144 of them stay where the states are on disk."""
+    """The checkpoint holds 229 MiB, pieces are 1 MiB. Without dropping mapped pages, 144 MiB stay with states on
+    disk."""
     command = [sys.executable, "-m", "tests.peak_ram", "checkpoint", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     in_ram, on_disk, size = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint come back into the tensors that they were saved from."""
+"""Weights are loaded back into the tensors they were saved from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from offloadkit.checkpoint.weights import WEIGHT_FILE, load_weights, write_weigh
 def test_tensors_of_any_strides_are_written_in_place(
     make: Callable[[], torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrays, "PIECE_BYTES", 16)  # more pieces than one
+    monkeypatch.setattr(arrays, "PIECE_BYTES", 16)  # several pieces
     target = make()
     saved, strides, address = target.clone(), target.stride(), target.data_ptr()
     write_weights(tmp_path, {"weight": target}, Origin.of_new_run())

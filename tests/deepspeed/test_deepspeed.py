@@ -1,4 +1,4 @@
-"""Scripts written for DeepSpeed run with the import changed alone, and train what they trained there."""
+"""Scripts written for DeepSpeed run with only the import changed, and train to the same weights."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def train(engine: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """The loop that every script has."""
+    """The usual training loop of a DeepSpeed script."""
     losses = []
     for inputs, labels in data:
         loss = nn.functional.mse_loss(engine(inputs), labels)
@@ -75,7 +75,7 @@ def train(engine: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> list[fl
 
 
 def reference(model: nn.Module, data: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What DeepSpeed computes for `PLAIN`, in plain torch."""
+    """The weights that DeepSpeed computes for `PLAIN`, in plain torch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for update in range(len(data) // 2):
         rate = 1e-2 * min(1.0, math.log(max(update, 1)) / math.log(10))
@@ -92,7 +92,7 @@ def reference(model: nn.Module, data: list[tuple[torch.Tensor, torch.Tensor]]) -
 @pytest.mark.parametrize("make", [linear, mlp])
 @pytest.mark.parametrize("as_path", [False, True])
 def test_twenty_steps(make: Callable[[], nn.Module], as_path: bool, tmp_path: Path) -> None:
-    """Weights within 1e-6 of torch's; the schedule is stepped by the engine, the window counted by it."""
+    """Weights are within 1e-6 of torch's; the engine steps the schedule and counts the accumulation window."""
     config: Any = PLAIN
     if as_path:
         config = tmp_path / "ds_config.json"
@@ -133,7 +133,7 @@ def test_every_placement_has_the_same_weights(placement: Placement) -> None:
 def test_the_config_that_people_copy_with_fp32_data(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """fp16 with fp32 data: DeepSpeed stops there. The schedule counts updates that were applied, not those left out."""
+    """fp16 with fp32 data: DeepSpeed raises an error here. The schedule counts applied updates, not skipped ones."""
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     parser.add_argument("--local_rank", type=int, default=-1)
     config = FULL | {"steps_per_print": 2, "wall_clock_breakdown": True}
@@ -166,7 +166,7 @@ def test_the_config_that_people_copy_with_fp32_data(
 
 
 def test_fp32_data_is_cast_without_losing_random_numbers() -> None:
-    """What `auto_cast` does from the start is done after a first try: with the same dropout."""
+    """The forward is tried once and repeated with cast data, with the same dropout as under `auto_cast`."""
     found = []
     for auto_cast in (True, False):
         torch.manual_seed(0)
@@ -261,7 +261,7 @@ def test_optimizers_that_cannot_be_stepped(make: Any, message: str) -> None:
 
 def test_a_quantised_model_is_refused() -> None:
     model = linear()
-    model.is_quantized = True  # as transformers' models say
+    model.is_quantized = True  # as set by transformers
     with pytest.raises(ModelError, match="is quantised, and quantised weights cannot be trained"):
         deepspeed.initialize(model=model, optimizer=torch.optim.AdamW, config={"train_batch_size": 4})
 
@@ -305,7 +305,7 @@ def test_parameters_in_no_group_are_frozen(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_the_loader_has_deepspeeds_rows() -> None:
-    """As `DeepSpeedDataLoader`: a DistributedSampler, micro-batches, two workers."""
+    """Like `DeepSpeedDataLoader`: a DistributedSampler, micro-batches, two workers."""
     data = TensorDataset(torch.arange(10.0))
     engine, _, loader, _ = deepspeed.initialize(
         model=linear(), training_data=data, config=PLAIN | {"dataloader_drop_last": True}
@@ -402,7 +402,7 @@ def test_a_latest_checkpoint_that_is_broken_falls_back_to_the_one_saved_before_i
 
 
 def test_a_loop_goes_back_to_the_last_checkpoint_where_gradients_hold_nan(tmp_path: Path) -> None:
-    """Counts and the schedule go back too, and the error's position is the client's state."""
+    """Counters and the schedule are restored too, and the client state holds the position of the error."""
     config = PLAIN | {"bf16": {"enabled": True}, "offloadkit": {"on_nonfinite": "rollback"}}
     data = batches(8)
     found = []
@@ -462,16 +462,16 @@ def test_calls_on_deepspeeds_engine() -> None:
 
 @pytest.mark.slow
 def test_twenty_steps_of_deepspeed_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without and with ZeRO-2, in fp32: 1e-6 of the way that a weight has gone.
+    """Without and with ZeRO-2, in fp32: the difference is within 1e-6 of the distance that a weight has moved.
 
-    In bf16, whose numbers have 8 bits, 0.2: DeepSpeed's and ours were 0.13 and 0.08 from fp32's, and 0.12 apart.
+    In bf16 (8 bits of mantissa) the bound is 0.2: DeepSpeed and offloadkit were 0.13 and 0.08 from fp32, 0.12 apart.
     """
     for name, value in {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     theirs = pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    monkeypatch.setitem(theirs.ops.__compatible_ops__, "deepspeed_shm_comm", False)  # a minute to compile, for one rank
+    monkeypatch.setitem(theirs.ops.__compatible_ops__, "deepspeed_shm_comm", False)  # takes a minute to compile
     config = copy.deepcopy(PLAIN)
-    config["optimizer"]["params"]["torch_adam"] = True  # its own must be compiled
+    config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own Adam must be compiled
     begun = weights(mlp())
     for more, largest in ({}, 1e-6), ({"zero_optimization": {"stage": 2}}, 1e-6), ({"bf16": {"enabled": True}}, 0.2):
         config |= more
@@ -484,7 +484,7 @@ def test_twenty_steps_of_deepspeed_itself(monkeypatch: pytest.MonkeyPatch) -> No
             train(engine, data)
             found.append((weights(engine.module), engine.get_lr()))
             engine.destroy()
-        theirs.comm.destroy_process_group()  # which DeepSpeed must know of, to be of use again in this process
+        theirs.comm.destroy_process_group()  # through DeepSpeed, or it cannot initialise again in this process
         (own, rates), (other, other_rates) = found
         assert rates == other_rates
         for name, each in own.items():

@@ -43,7 +43,7 @@ FULL: dict[str, Any] = {
     },
     "wall_clock_breakdown": False,
 }
-"""The config that people copy."""
+"""The config that most scripts copy."""
 HF_ZERO3: dict[str, Any] = {
     "fp16": {
         "enabled": "auto",
@@ -270,7 +270,7 @@ def test_what_has_no_meaning_is_refused(given: dict[str, Any], message: str) -> 
 
 
 def test_printing_every_infinity_of_steps_is_never(tmp_path: Path) -> None:
-    """As accelerate writes it into its configs."""
+    """accelerate writes infinity into its configs."""
     (tmp_path / "ds.json").write_text('{"train_batch_size": 2, "steps_per_print": Infinity}')
     assert read_deepspeed(tmp_path / "ds.json").steps_per_print is None
 

@@ -1,4 +1,4 @@
-"""Segments that grow."""
+"""torch's allocator with expandable segments."""
 
 from __future__ import annotations
 

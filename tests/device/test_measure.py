@@ -1,4 +1,4 @@
-"""`device.measure.measure`: what it gives without a GPU, how long it takes, and what it keeps."""
+"""`device.measure.measure`: its results without a GPU, its duration, and its cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Rates without measuring: all are 1.0, 2.0, ... by the number of the call. The list holds the calls."""
+    """Replaces measuring: rates are 1.0, 2.0, ... by number of the call. The list collects the calls."""
     calls: list[torch.device] = []
 
     def count(device: torch.device, meet: object) -> dict[str, Any]:
@@ -53,14 +53,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 
 def cores_are_busy(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Other processes use so many seconds of two cores between any two looks at them."""
+    """Between any two readings other processes use `seconds` of two cores."""
     used = itertools.count(step=seconds)
     monkeypatch.setattr(hardware, "own_cores", lambda: {0, 1})
     monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [SimpleNamespace(user=next(used)), SimpleNamespace()])
 
 
 def test_ranks_meet_before_each_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a rank would take its launches' time while another one keeps all cores busy with the CPU's step."""
+    """Otherwise a rank would time its launches while another rank keeps all cores busy with the CPU step."""
     log: list[str] = []
 
     def logs(name: str) -> Callable[..., Any]:
@@ -86,7 +86,7 @@ def test_ranks_meet_before_each_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_take_the_usual_time_and_not_that_of_a_moment_in_which_the_others_rest(
     best: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first and the last of eleven runs are quick: the others have not begun yet, or are through."""
+    """The first and last of eleven runs are quick, because the other ranks have not begun or have finished."""
     now, number = [0.0], [0]
 
     def run() -> None:
@@ -100,7 +100,7 @@ def test_ranks_take_the_usual_time_and_not_that_of_a_moment_in_which_the_others_
 
 
 def test_what_ranks_know_they_know_though_the_file_is_replaced(quick: list[torch.device], cache_folder: Path) -> None:
-    """Else one of them would measure alone, and wait for the others."""
+    """Otherwise one rank would measure alone and wait for the other ranks."""
     measuring.measure(CPU, num_ranks=2)
     assert measuring.is_measured(CPU, 2)
     measuring.cache_file().unlink()
@@ -132,11 +132,11 @@ def test_everything_is_measured(tmp_path: Path) -> None:
 def test_what_goes_on_beside_the_step_is_counted_by_bytes_that_arrived_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two pieces are copied before the step, three during it, and others after it."""
+    """Two pieces are copied before the step, three during it, and the rest after it."""
     numel, piece, copied, now, met = 1 << 17, (1 << 17) * 14, [0], [0.0], list[int]()
 
     class Copies:
-        """A stream both ways. The copies back, which are recorded in order, are done by count."""
+        """A stream in both directions. Copies to RAM are recorded in order and finish by count."""
 
         def __init__(self, device: torch.device, name: str) -> None:
             self.wait, self.copy, self._number = (lambda *_: None), (lambda *_: None), itertools.count(1)
@@ -263,7 +263,7 @@ def test_what_others_disturbed_is_not_kept_on_disk(quick: list[torch.device], mo
 def test_a_tenth_of_the_cores_disturbs(
     monkeypatch: pytest.MonkeyPatch, others: float, num_ranks: int, disturbed: bool
 ) -> None:
-    """Of two cores in a second. Another rank that measures takes half of them."""
+    """Fractions of two cores in one second. Another measuring rank takes half of them."""
     now, cores = [0.0], [SimpleNamespace(user=100.0), SimpleNamespace(system=1000.0)]
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(measuring.time, "process_time", lambda: 7.0)
@@ -390,5 +390,5 @@ def test_the_memory_fraction_limits_the_vram(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_cpu_with_a_number_is_a_cpu(quick: list[torch.device]) -> None:
-    """As accelerate gives to each rank."""
+    """accelerate gives each rank a numbered CPU device."""
     assert measuring.measure(torch.device("cpu", 1)).device == "cpu"

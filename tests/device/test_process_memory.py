@@ -1,4 +1,4 @@
-"""Peaks of memory by phase."""
+"""Peak memory by phase."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def _take(num_bytes: int) -> None:
-    """Fill memory that comes from the system and goes back to it."""
+    """Allocate memory directly from the system and release it."""
     with mmap.mmap(-1, num_bytes) as memory:
         for at in range(0, num_bytes, mmap.PAGESIZE):
             memory[at] = 1
@@ -46,7 +46,7 @@ def test_each_phase_has_its_own_peak_and_the_process_keeps_the_highest() -> None
     assert hardware.process_peak_ram_bytes() >= peaks["outer"]["ram"]
     with phase("outer", peaks, CPU):
         pass
-    assert peaks["outer"]["ram"] > before + 60 * MIB  # opened again, it keeps its highest
+    assert peaks["outer"]["ram"] > before + 60 * MIB  # opened again, the phase keeps its peak
 
 
 def test_where_the_system_has_no_peak_that_starts_anew_it_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,17 +54,17 @@ def test_where_the_system_has_no_peak_that_starts_anew_it_is_sampled(monkeypatch
     monkeypatch.setattr(hardware, "restart_peak_ram", lambda: None)
     monkeypatch.setattr(hardware, "process_ram_bytes", lambda: next(used))
     peaks: Peaks = {}
-    sample_ram()  # no phase is open: nothing to note
+    sample_ram()  # no phase is open: nothing is recorded
     with phase("outer", peaks, CPU):
-        with phase("inner", peaks, CPU):  # 5: the outer one so far
+        with phase("inner", peaks, CPU):  # 5: the outer phase so far
             sample_ram()  # 9
-        # 7, as the inner one ends
+        # 7, as the inner phase ends
         monkeypatch.setattr(hardware, "process_ram_bytes", lambda: 3)
     assert peaks == {"outer": {"ram": 5}, "inner": {"ram": 9}}
 
 
 def test_a_peak_that_is_forgotten_counts_in_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, counter = torch.device("cuda", 0), [3]  # torch's
+    device, counter = torch.device("cuda", 0), [3]  # of torch
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: counter[0])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: counter.__setitem__(0, 3))
@@ -80,7 +80,7 @@ def test_a_peak_that_is_forgotten_counts_in_its_phase(monkeypatch: pytest.Monkey
 
 
 class Card:
-    """A GPU of 64 GiB of which torch has reserved some, and a context of some size beside that."""
+    """A GPU of 64 GiB: torch's reserved bytes and a CUDA context take part of it."""
 
     total = 64 << 30
 
@@ -110,19 +110,19 @@ class Card:
 def test_a_cap_on_vram_follows_the_context_until_it_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     card, limit = Card(monkeypatch), 24 << 30
     cap = VramCap(limit, torch.device("cuda", 0))
-    assert card.allowed < limit - card.context  # some is held back for kernels that are loaded later
+    assert card.allowed < limit - card.context  # a part is held back for kernels that load later
     card.reserved = card.allowed
     for context in (600 * MIB, 700 * MIB):
-        card.context = context  # 100 MiB more may be there before anybody looks
+        card.context = context  # the context may grow by 100 MiB between readings
         assert card.allowed + card.context <= limit
         cap.renew("training")
-    assert card.num_emptied == 2  # what torch held beyond the new limit was given back
+    assert card.num_emptied == 2  # torch's cache beyond the new limit was released
     assert card.reserved + card.context < limit
     cap.renew("training")
     assert card.allowed + card.context == limit
     card.context, before = 800 * MIB, card.num_readings
     cap.renew("training")
-    assert card.num_readings == before  # it has settled, and costs nothing any more
+    assert card.num_readings == before  # settled: no more readings
     cap.renew("evaluation")
     assert card.allowed + card.context == limit
     card.context = 900 * MIB

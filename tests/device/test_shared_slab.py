@@ -1,4 +1,4 @@
-"""RAM that several processes map; here one process maps it twice."""
+"""RAM mapped by several processes; in these tests one process maps it twice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_what_one_writes_both_see_unless_it_has_parted() -> None:
     (first, second), (one, other) = two()
     one.fill_(1)
     assert other.eq(1).all()
-    second.populate()  # keeps what is there
+    second.populate()  # keeps the contents
     first.part()
     one[100:].fill_(2)
     assert other.eq(1).all()

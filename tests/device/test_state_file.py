@@ -1,4 +1,4 @@
-"""Optimizer states on disk: written behind the step and read ahead of it, refused where a disk will not do."""
+"""Optimizer states on disk: written after the step and read ahead of it; unsuitable disks are refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_regions_keep_what_was_written(tmp_path: Path, direct: bool, monkeypatch
         seen = file.mapped(index)
         assert seen.numel() == size
         assert bool((seen == 10 * index + 3).all())
-        seen.fill_(99)  # as load_state_dict does
+        seen.fill_(99)  # like load_state_dict
     for index in range(len(sizes)):
         assert first_byte(states.take(index)) == 99
         states.give_back(index)
@@ -117,7 +117,7 @@ def test_a_region_that_was_not_read_ahead_takes_the_place_of_one_that_was(tmp_pa
 
 
 def pages_of_files() -> int:
-    """Bytes of mapped files that count as this process's RAM."""
+    """Bytes of mapped files that count towards this process's RAM."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile"))
     return int(line.split()[1]) * 1024
 

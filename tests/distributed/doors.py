@@ -1,4 +1,4 @@
-"""What ranks do in tests of `finetune` and of the Trainers: each runs the same call, as a launcher starts it."""
+"""Functions run by the ranks in tests of `finetune` and of the Trainers, each started as by a launcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "
 
 @contextmanager
 def as_launched() -> Iterator[tuple[int, int]]:
-    """A context with the environment that a launcher gives this rank; (rank, ranks). One rank is started without."""
+    """Sets the environment that a launcher gives this rank; yields (rank, ranks). With one rank nothing is set."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with pytest.MonkeyPatch.context() as patch:
         if size > 1:
@@ -54,7 +54,7 @@ def model_named(name: str) -> tuple[Any, Any]:
 
 
 def right_tokens(prediction: Any) -> dict[str, float]:
-    """Of the rows and order that it gets, too."""
+    """Metrics that also depend on the number and order of the rows."""
     guessed = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
     labels = prediction.label_ids
     guessed = guessed.argmax(-1) if guessed.ndim == 3 else guessed
@@ -73,11 +73,11 @@ def finetuned(
     on_gpu: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """`finetune` with `accumulation` micro-batches of all ranks an update.
+    """Run `finetune` with `accumulation` micro-batches an update, summed over all ranks.
 
     Args:
-        size: how many ranks a launcher has started; 0: those of the present group.
-        interrupted_at: the step at which the last rank, and no other one, is interrupted.
+        size: number of ranks that a launcher has started; 0: the size of the present group.
+        interrupted_at: the last rank alone is interrupted after this step.
 
     Returns:
         "weights", "losses", "metrics", "norms", "samples", "stopped".
@@ -110,7 +110,8 @@ def finetuned(
 
 
 def finetuned_until_one_fails(folder: Path, *, meets: bool) -> None:
-    """The last rank fails in a callback after the second step. If it `meets`, the others wait for it there."""
+    """The last rank fails in a callback after the second step. With `meets` the other ranks wait for it at a
+    barrier."""
     from transformers import TrainerCallback
 
     class Fails(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -124,7 +125,7 @@ def finetuned_until_one_fails(folder: Path, *, meets: bool) -> None:
 
 
 def interrupt_at(step: int) -> Any:
-    """A callback that interrupts this process when the step is done."""
+    """A callback that raises SIGINT at the end of the step."""
     from transformers import TrainerCallback
 
     class Interrupts(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -147,17 +148,17 @@ def trained(
     full: tuple[int, int] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """A Trainer's `train` and `evaluate`, with `accumulation` micro-batches of all ranks an update.
+    """Run a Trainer's `train` and `evaluate` with `accumulation` micro-batches an update, summed over all ranks.
 
     Args:
         streams: whether the rows are an `IterableDataset`.
-        scales_loss: whether the Trainer's class divides by the targets of the whole accumulated batch itself.
-        kind: "t5", whose Seq2SeqTrainer generates, or "llama", whose Trainer has logits for its metrics.
-        full: the rank whose GPU is full at its training forward of that number, counted from 1.
+        scales_loss: whether the Trainer class itself divides by the number of targets in the accumulated batch.
+        kind: "t5" (a Seq2SeqTrainer that generates) or "llama" (a Trainer whose metrics read logits).
+        full: (rank, number of the training forward, from 1) where the rank's GPU is full.
 
     Returns:
-        "weights", "losses", "metrics" of all evaluations, "norms", "moves" with their reasons, and as "samples" the
-        best checkpoint's name.
+        "weights", "losses", "metrics" of all evaluations, "norms", the reasons of all "moves", and as "samples" the
+        name of the best checkpoint.
     """
     from offloadkit.facts.config import OffloadConfig
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
@@ -213,7 +214,7 @@ def trained(
 
 
 def fill_at(model: torch.nn.Module, number: int) -> None:
-    """Have the model's training forward of that number fail as on a full GPU."""
+    """Make the model's training forward with this number raise an OOM error."""
     calls = count(1)
 
     def fails(*_: Any) -> None:
@@ -224,7 +225,7 @@ def fill_at(model: torch.nn.Module, number: int) -> None:
 
 
 def trained_on_own_rows(folder: Path) -> None:
-    """Each rank's data have another length."""
+    """Train on data sets whose length differs between ranks."""
     from offloadkit.hf.trainer import OffloadTrainer
     from tests.hf.training import arguments, causal_rows, llama
 
@@ -245,14 +246,14 @@ class Stream(IterableDataset[Any]):
 
 
 class UnsendableError(Exception):
-    """Whose copy cannot be made of its arguments."""
+    """An error that cannot be copied from its arguments."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} {second}")
 
 
 def fails_on_first() -> None:
-    """What rank 0 does for all raises an error that cannot be sent."""
+    """Rank 0's part of `run_on_rank_0` raises an error that cannot be sent."""
 
     def fails() -> None:
         raise UnsendableError("no", "luck")
@@ -261,7 +262,7 @@ def fails_on_first() -> None:
 
 
 def first_never_comes() -> None:
-    """Rank 0 fails before the others hear from it."""
+    """Rank 0 fails before the other ranks hear from it."""
     dist.barrier()  # all have joined the group
     if dist.get_rank() == 0:
         raise ValueError("nothing left")
@@ -269,7 +270,7 @@ def first_never_comes() -> None:
 
 
 def error_of(call: Any, **arguments: Any) -> str:
-    """The error that a rank gets."""
+    """The error raised on this rank."""
     try:
         call(**arguments)
     except Exception as error:
@@ -278,7 +279,7 @@ def error_of(call: Any, **arguments: Any) -> str:
 
 
 def trained_from_folder(folder: Path, *, unread: bool) -> dict[str, torch.Tensor]:
-    """What two steps of a loop train from a folder's weights, which the engine reads or transformers does."""
+    """Weights after two steps from a folder; with `unread` the engine reads them, otherwise transformers does."""
     from transformers import AutoModelForCausalLM
 
     import offloadkit

@@ -1,7 +1,7 @@
-"""A script for launchers: `launched.py finetune|loop|accelerate FOLDER`. Each rank writes its weights at the end.
+"""A script for launchers: `launched.py finetune|loop|accelerate FOLDER`. Each rank writes its final weights.
 
-- `loop`: a loop of one's own. With several nodes, each counts as a host.
-- `accelerate`: one with accelerate's loader, and a Trainer after it.
+- `loop`: a bare loop. With several nodes, each node counts as a host.
+- `accelerate`: a bare loop with accelerate's loader, then a Trainer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def loop(accelerator: Any = None) -> dict[str, torch.Tensor]:
-    """A loop with two micro-batches an update, of two ranks or of one; an accelerator's loader deals them."""
+    """Two micro-batches an update over one or two ranks; an accelerator's loader distributes them."""
     from offloadkit import OffloadConfig, OffloadEngine
     from tests.models import TinyLM, tokens
 

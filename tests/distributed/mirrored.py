@@ -1,6 +1,6 @@
-"""A group without other processes: the others have the same gradients as this one, and their weights stay as they are.
+"""A group in one process: simulated ranks have the same gradients as this rank, and their weights do not change.
 
-What they write to weights in RAM that they share, and read of it, is done by a stream.
+A stream does what the simulated ranks write to shared weights in RAM and read from them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offloadkit.distributed.stepped import Stepped, SteppedLayers
 
 
 class MirroredStepped(Stepped):
-    """The others have stepped what they own since all know the norm."""
+    """Simulated ranks have stepped their layers once all ranks know the norm."""
 
     ranks: MirroredRanks
     index: int
@@ -40,14 +40,14 @@ class MirroredStepped(Stepped):
 
 
 class MirroredRanks(Group):
-    """One rank of several.
+    """One real rank among simulated ranks.
 
     Attributes:
         num_gathers: layers whose new weights were gathered.
-        own: by index of a layer: what this rank owns of weights in RAM, and memory of that size.
-        foreign: what the others own, and copies of it.
-        others: what the others do, as a stream.
-        wrote: the end of what they wrote last.
+        own: by layer index: this rank's part of the weights in RAM, and scratch memory of that size.
+        foreign: parts of the simulated ranks, with copies.
+        others: stream of the simulated ranks.
+        wrote: event after the last write of the simulated ranks.
     """
 
     def __init__(self, device: torch.device, rank: int = 0, size: int = 2) -> None:
@@ -62,7 +62,7 @@ class MirroredRanks(Group):
     wrote: Event | None
 
     def watch(self, layers: Sequence[tuple[int, torch.Tensor, Sequence[int]]]) -> None:
-        """Have the others use weights in RAM: (index, the whole layer's, cuts)."""
+        """Let the simulated ranks use weights in RAM: (layer index, the whole flat layer, cuts)."""
         self.own, self.foreign = {}, []
         for index, flat, cuts in layers:
             parts = [flat[start:end] for start, end in pairwise(cuts)]
@@ -81,7 +81,7 @@ class MirroredRanks(Group):
             part.mul_(1)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """It has rank 0's numbers."""
+        """Nothing to do: the tensor already has rank 0's values."""
 
     def agree(self, own: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.stack([own] * self.size)
@@ -90,14 +90,14 @@ class MirroredRanks(Group):
         return make()
 
     def sum(self, numbers: NDArray[np.float64]) -> None:
-        """The others have zeros, and fetch no more. They step their weights after that."""
+        """Simulated ranks add zeros. They have fetched all weights by now, and step theirs afterwards."""
         self.others.record().synchronize()
         for part, copy in self.foreign:
             self.others.copy(part, copy)
         self.wrote = self.others.record()
 
     def meet(self) -> None:
-        """The others are there."""
+        """Simulated ranks are always ready."""
 
     def share(self, sizes: Sequence[int]) -> list[int]:
         return [file_in_ram(size) for size in sizes]
@@ -111,4 +111,4 @@ class MirroredRanks(Group):
         return layers
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Nothing to close."""

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of plans that move in mid-run."""
+"""Functions run by the ranks in tests of plans that move in mid-run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NO_ROOM = "RAM is running out here"
 
 
 def planned(made: nn.Module, config: OffloadConfig, where: Placement) -> Plan:
-    """The plan with all layers there."""
+    """The plan with all layers at `where`, as far as each layer allows it."""
     base = plan_of(made, flat_layers(made, config), config)
     return placed_at(base, [possible(where, layer) for layer in base.layers])
 
@@ -50,7 +50,7 @@ def fail(_: torch.Tensor) -> None:
 
 
 def is_open(engine: OffloadEngine) -> bool:
-    """Whether an engine that is closed next has not closed itself."""
+    """Whether the engine has not closed itself."""
     try:
         engine.drop_gradients()
     except EngineStateError:
@@ -71,18 +71,18 @@ def moving(
     device: str = "cpu",
     **config: Any,
 ) -> dict[str, Any]:
-    """Train as `runs.train` does, and repeat a window that has to be repeated, as a loop of one's own would.
+    """Train like `runs.train`, and repeat a window when asked to, as a bare loop would.
 
     Args:
-        full: (rank, micro-batch that it begins, repeated ones counted too) at which that rank's GPU is full.
-        where: "forward", "backward", or "exchange": where a layer's gradient leaves.
-        scarce: (rank, step), counted from 0, at which that rank is short of RAM.
+        full: (rank, micro-batch) pairs where the rank's GPU is full; repeated micro-batches count too.
+        where: "forward", "backward", or "exchange", when a layer's gradient is sent.
+        scarce: (rank, step), from 0, where the rank is short of RAM.
         to: the plan to move to; None: a leaner one.
         after_the_first: called after the first step.
-        device: "cuda": the current one.
+        device: "cuda": the current device.
 
     Returns:
-        "weights", the "moves" with their reasons, the "placements" in the end, the "steps" on record, the number of
+        "weights", the reasons of the "moves", the final "placements", the number of "steps" recorded and of
         micro-batches "begun", and the "error" that ended training.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -158,16 +158,16 @@ def moving(
 
 
 def does_not_connect(ranks: Group, most_ctas: int = 0) -> None:
-    """`Group.connect` where NCCL has no room on rank 1."""
+    """`Group.connect` when NCCL has no room on rank 1."""
     if dist.get_rank():
         raise RankError("connecting the GPUs failed")
-    while ranks.lost() is None:  # until it is known here
+    while ranks.lost() is None:  # until this rank knows
         time.sleep(0.01)
     ranks.agree(np.array([most_ctas]))
 
 
 def moves_apart(how: str) -> dict[str, Any]:
-    """Rank 1 does something else than rank 0 when the user moves the plan after the first step."""
+    """Rank 1 deviates from rank 0 while the user moves the plan after the first step."""
     rank = dist.get_rank()
 
     def move(engine: OffloadEngine) -> None:
@@ -192,7 +192,7 @@ def moves_apart(how: str) -> dict[str, Any]:
 
 
 def late_after_a_move() -> dict[str, Any]:
-    """Weights move to shared RAM after the first step; from then on rank 1's CPU steps each layer late."""
+    """Weights move to shared RAM after the first step; then rank 1's CPU steps every layer late."""
     step = states.optimizer_step
 
     def late(*args: Any) -> None:
@@ -210,7 +210,7 @@ def late_after_a_move() -> dict[str, Any]:
 
 
 class Measured(Telemetry):
-    """Copies and the CPU's step take the seconds planned, times a factor where it is the CPU's step."""
+    """Copies take the planned seconds, and the CPU step `factor` times the planned seconds."""
 
     engine: OffloadEngine
     factor: float
@@ -228,9 +228,9 @@ class Measured(Telemetry):
 
 
 def measured(card: Hardware, slow: float) -> dict[str, Any]:
-    """Train by a plan for `card`, with which rank 1's CPU takes `slow` times the seconds planned."""
+    """Train by a plan for `card`; on rank 1 the CPU step takes `slow` times the planned seconds."""
     rates = {each.name: getattr(card, each.name) / 1e5 for each in fields(card) if each.name.endswith("_per_second")}
-    here = replace(card, **rates)  # what a tiny model moves takes as long as a large one's on the card
+    here = replace(card, **rates)  # a tiny model's copies take as long as a large model's on the card
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         patch.setattr(machine, "measure", lambda *_, **__: here)
@@ -239,7 +239,7 @@ def measured(card: Hardware, slow: float) -> dict[str, Any]:
         patch.setattr(StepBalancer, "correct", lambda *_: None)
         patch.setattr(rate_watch, "WARM_UP", 1)
         patch.setattr(rate_watch, "NUM_STEPS", 2)
-        patch.setattr(layout, "STEP_CHUNK", 4096)  # else a tiny layer's buffers are larger than its states
+        patch.setattr(layout, "STEP_CHUNK", 4096)  # otherwise a tiny layer's buffers would be larger than its states
         torch.manual_seed(0)
         made, batches = TinyLM(width=32, hidden=255, depth=6), tokens(1)
         del made.unused
@@ -268,7 +268,7 @@ def no_memory(*_: Any) -> Any:
 
 
 def with_less_free(plan: Plan, free: int) -> tuple[int, ...]:
-    """By rank: the VRAM that a plan takes which is made where rank 1's GPU has `free` bytes less than it takes."""
+    """(VRAM of the plan, VRAM of its replacement) if rank r's GPU has r * `free` bytes less than the plan needs."""
     group = Group(torch.device("cpu"))
     try:
         with pytest.MonkeyPatch.context() as patch:

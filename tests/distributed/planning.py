@@ -1,4 +1,4 @@
-"""What ranks do in the tests of their plans."""
+"""Functions run by the ranks in tests of their plans."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ CPU = torch.device("cpu")
 
 
 def unlike(card: Hardware, *_: Any, **__: Any) -> Hardware:
-    """`card`, but rank 1's copies are slow, and all else is slow on rank 0."""
+    """`card` with slow copies on rank 1, and slow VRAM and launches on rank 0."""
     slow = {"h2d_bytes_per_second": 5e9} if dist.get_rank() else {"vram_bytes_per_second": 4e11, "launch_seconds": 1e-5}
     return replace(card, **slow, vram_free_bytes=card.vram_free_bytes >> dist.get_rank())  # type: ignore[arg-type]
 
 
 def all_used(**options: Any) -> TinyLM:
-    """A model whose every parameter gets a gradient."""
+    """A `TinyLM` without the parameter that gets no gradient."""
     made = TinyLM(**options)
     del made.unused
     return made
@@ -48,7 +48,7 @@ def all_used(**options: Any) -> TinyLM:
 def counted(
     micro_batches: int, placement: Placement, exchange: str, **options: Any
 ) -> tuple[dict[str, int], list[dict[str, int]]]:
-    """What a rank's plan says that it receives in a step, and what it received in three steps."""
+    """Bytes that this rank's plan expects to receive in a step, and bytes received in each of three steps."""
     telemetry = Telemetry()
     run: dict[str, Any] = {"placement": placement, "gradient_accumulation": micro_batches, "exchange": exchange}
     config = OffloadConfig(working_dtype="bf16", **run)
@@ -61,9 +61,9 @@ def counted(
 
 
 def least_vram(card: Hardware, exchange: str) -> tuple[dict[str, int], list[dict[str, int]], dict[str, int]]:
-    """Train by the plan with the least VRAM: as `counted`, and bytes of weights in RAM.
+    """Train by the plan with the least VRAM: returns `counted`'s results and the bytes of weights in RAM.
 
-    The latter are planned and taken ("planned", "taken"), and those of weights that live there ("living").
+    "planned" and "taken" count all weights in RAM, "living" only weights whose home is RAM.
     """
     made, telemetry, batches = all_used(tied=False, depth=9, hidden=900), Telemetry(), tokens(6)
     run: dict[str, Any] = {"gradient_accumulation": 2, "exchange": exchange, "working_dtype": "bf16"}
@@ -91,7 +91,7 @@ def least_vram(card: Hardware, exchange: str) -> tuple[dict[str, int], list[dict
 
 
 def planned_together(card: Hardware, *, long: int = 0, **wishes: Any) -> dict[str, Any]:
-    """What a rank plans and does. Rank 1's micro-batches are `long` times as long, if that is given."""
+    """A rank's plan and what it did. With `long`, rank 1's micro-batches are `long` times as long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "measure", partial(unlike, card))
         patch.setattr(machine, "is_measured", lambda *_: True)
@@ -119,7 +119,7 @@ def planned_together(card: Hardware, *, long: int = 0, **wishes: Any) -> dict[st
 
 
 def apart() -> str:
-    """Only rank 1 has something to choose."""
+    """Only rank 1 has a plan to choose."""
     wishes: Any = {"vram": "40GiB"} if dist.get_rank() else {}
     try:
         OffloadEngine(model(), OffloadConfig(**wishes), device="cpu").close()
@@ -129,7 +129,7 @@ def apart() -> str:
 
 
 def told() -> list[Any]:
-    """What rank 1 tells, and the error of what fails there."""
+    """A broadcast from rank 1, and the error if rank 1 fails in it."""
     group = Group(CPU)
     try:
         found: list[Any] = [group.broadcast_from(lambda: dist.get_rank(), by=1)]
@@ -143,7 +143,7 @@ def told() -> list[Any]:
 
 
 def measured(card: Hardware) -> tuple[Hardware, int, list[str]]:
-    """The machine, measured together where one rank knows its rates, and what was measured when asked again."""
+    """The machine as measured together while only one rank knows its rates, and what a second call measures."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         asked: list[str] = []
         rates = {name: getattr(card, name) for name in measuring.RATES}
@@ -171,13 +171,13 @@ def measured(card: Hardware) -> tuple[Hardware, int, list[str]]:
 
 
 def bound(near: list[set[int]], own: set[int]) -> list[set[int]]:
-    """The cores of this thread and of an older one while cores are shared, and of both afterwards.
+    """Cores of this thread and of an older thread: while cores are shared, then afterwards.
 
-    A thread that its user has bound stays where it is.
+    A thread pinned by the user keeps its cores.
 
     Args:
         near: by rank, the cores next to its GPU.
-        own: those that each rank may run on before.
+        own: the cores each rank may use beforehand.
     """
     before, found, elsewhere = os.sched_getaffinity(0), [], {sorted(own)[dist.get_rank() == 0]}
     ranks, end = Group(CPU), threading.Event()
@@ -205,7 +205,7 @@ def bound(near: list[set[int]], own: set[int]) -> list[set[int]]:
 
 
 def cores_within(quota: float | None) -> tuple[int, int]:
-    """What each of the ranks has where each is bound to 16 cores, and their container may take so many."""
+    """(ranks per host, cores of a rank) if each rank is bound to 16 cores and the container's CPU quota is `quota`."""
     ranks = Group(CPU)
     try:
         with pytest.MonkeyPatch.context() as patch:

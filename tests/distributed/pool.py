@@ -1,6 +1,6 @@
 """Processes that run a function as the ranks of a gloo group.
 
-They are started once and stay, after an error too; each run makes a group of the size that it needs.
+They are started once and survive errors; each run makes a group of the size it needs.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 LIMIT = 60
-"""Seconds that a run may take. A rank that takes longer prints all its stacks and ends."""
+"""Seconds per run. A rank that takes longer prints all its stacks and exits."""
 TIMEOUT = timedelta(seconds=40)
-"""Of the group."""
+"""Timeout of the process group."""
 ON_GPUS = 3
-"""Both are so many times as long there: kernels are compiled, and ranks that share a GPU take turns."""
+"""Factor for both limits on GPUs, where kernels are compiled and ranks that share a GPU take turns."""
 
 
 def _serve(rank: int, on_gpus: bool, tasks: Connection) -> None:
-    """Run tasks until there are none."""
     import torch
     import torch.distributed as dist
 
@@ -51,7 +50,7 @@ def _serve(rank: int, on_gpus: bool, tasks: Connection) -> None:
 
 
 def _context(backend: str) -> BaseContext:
-    """How processes start: by a fork of a server that has imported the libraries. With CUDA: each imports them."""
+    """Processes fork from a server that has imported the libraries; with CUDA, each process imports them."""
     if backend == "nccl":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -60,18 +59,16 @@ def _context(backend: str) -> BaseContext:
 
 
 class RankPool:
-    """Starts ranks as they are needed."""
-
     def __init__(self, backend: str = "gloo") -> None:
-        """backend: of the group; with "nccl" rank r computes on GPU r, or shares one."""
+        """backend: of the group; with "nccl" rank r computes on GPU r, or shares a GPU."""
         self._backend = backend
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """What `function`, importable by name, returns on each of `size` ranks.
+        """Run `function`, importable by name, on `size` ranks and return its results.
 
         Raises:
-            BaseException: what the first failing rank raised.
+            BaseException: the error of the first rank that failed.
         """
         answers = self.answers(size, function, **arguments)
         for answer in answers:
@@ -80,7 +77,7 @@ class RankPool:
         return answers
 
     def answers(self, size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """As `run`; for a rank that failed, its error."""
+        """Like `run`, but a failed rank's result is its error."""
         context = _context(self._backend)
         while len(self._ranks) < size:
             ours, theirs = context.Pipe()
@@ -110,7 +107,6 @@ class RankPool:
         return answers
 
     def close(self) -> None:
-        """End the processes."""
         for process, _ in self._ranks:
             process.kill()
             process.join()

@@ -1,4 +1,4 @@
-"""What ranks do in these tests: each trains the same model on micro-batches of its own."""
+"""Functions run by the ranks: each rank trains the same model on its own micro-batches."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ STEPS = 3
 
 
 def model(rank: int = 0, *, frozen: bool = False, **options: Any) -> Choosy:
-    """Ranks begin with other weights: they take rank 0's."""
+    """Weights differ between ranks at first; the engine gives all ranks those from rank 0."""
     torch.manual_seed(rank)
     made = Choosy(**{"tied": True, "depth": 2, "hidden": 1100, **options})
     if frozen:
@@ -98,22 +98,22 @@ def train(
     """Train `steps` steps of `micro_batches` on each rank; the global micro-batch is k * ranks + rank.
 
     Args:
-        placements: each rank's own.
+        placements: by rank, in place of `placement`.
         nan_in: the global micro-batch whose loss is NaN.
         resume, save: folders of checkpoints.
-        late: seed of streams that do their work late, other ones on each rank.
+        late: seed of streams that work late; rank r uses seed + r.
         move_to: the placement after the first step.
-        loss_factor: what losses are multiplied by.
-        simulate_ranks: add up as so many ranks with `exchange="step"` do, each with its share of `micro_batches`.
+        loss_factor: multiplies every loss.
+        simulate_ranks: sum gradients in the order of so many ranks with `exchange="step"`.
         clamps: whether a block writes its weights in its forward.
-        seeds: whether each global micro-batch has a seed of its own.
-        hosts: whether each rank is on a host of its own.
-        halves: whether all ranks write their weights after the first step.
-        device: "cuda": the current one.
+        seeds: whether to seed torch before every global micro-batch.
+        hosts: whether each rank counts as a host.
+        halves: whether all ranks halve their weights after the first step.
+        device: "cuda": the current device.
 
     Returns:
-        "weights" and "buffers" by name, "states" by name and array with the first element of each, "norms",
-        "num_updates", and "log": the operations of the ranks.
+        "weights" and "buffers" by name, "states" by name and array with the index of the first element, "norms",
+        "num_updates", and "log", the collective operations with their bytes.
     """
     streams = nullcontext() if late is None else Simulation(seed=late + dist.get_rank(), longest=1e-3).running()
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -183,7 +183,7 @@ def train(
 
 @contextmanager
 def patched_hosts() -> Iterator[None]:
-    """While it is open, each rank takes its host for another one than the others'."""
+    """While it is open, every rank reports a different host."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (ranks_module, machine):
             patch.setattr(module, "host", dist.get_rank)
@@ -197,14 +197,14 @@ def clamp(block: nn.Module, args: Any) -> None:
 
 
 class Shares:
-    """The sums of a window's micro-batches, rank by rank, where one rank has all of them and adds them in VRAM."""
+    """Sums a window's micro-batches rank by rank, for one rank that has all micro-batches and sums in VRAM."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._layers = engine.placed.gradients.layers
         self._sums: dict[tuple[int, int], torch.Tensor] = {}
 
     def end_of_rank(self, *, last: bool) -> None:
-        """A simulated rank has had its micro-batches: the next one begins anew; the last one has the sum of all."""
+        """Put a simulated rank's sum aside; after the last rank, the sum over all ranks replaces the gradients."""
         for at, layer in enumerate(self._layers):
             assert layer.accumulated is not None
             for index in layer.window:
@@ -219,7 +219,7 @@ class Shares:
 
 
 def looking_ahead(begin: Callable[..., None]) -> Callable[..., None]:
-    """`WeightGathers.begin` where stepped layers are gathered early, as on a GPU."""
+    """`WeightGathers.begin` with early gathers, as on a GPU."""
 
     def run(self: WeightGathers, coming: Any) -> None:
         self.looks_ahead = True
@@ -237,7 +237,7 @@ def logged(name: str, operation: Callable[..., None], log: list[tuple[str, int]]
 
 
 def joined(runs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """The states of all ranks, each array put together."""
+    """The states of all ranks, concatenated by array."""
     found: dict[str, torch.Tensor] = {}
     for name in runs[0]["states"]:
         if name.endswith(".step"):
@@ -250,7 +250,7 @@ def joined(runs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def traced(folder: Path) -> tuple[list[dict[str, int]], list[str]]:
-    """Two steps' trace in `folder`; what was received in each of them, and the layers' names."""
+    """Write a trace of two steps to `folder`; returns the bytes received in each step and the layers' names."""
     telemetry = Telemetry()
     made, config = TinyLM(tied=False), OffloadConfig(working_dtype="bf16")
     del made.unused

@@ -1,4 +1,4 @@
-"""The benchmarks of several GPUs: every engine on two CPU ranks, the rows, and what happens when time runs out."""
+"""The benchmarks of several GPUs: every engine on two CPU ranks, the rows, and runs that exceed their time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RAW: dict[str, Any] = {
     "machine": {"gpu": "NVIDIA H200", "cpu": "a CPU", "num_cores": 32, "ram_bytes": 256 << 30},
     "versions": dict.fromkeys(("torch", "transformers", "offloadkit", "deepspeed"), "1.0"),
 }
-"""What a rank tells."""
+"""The measurements reported by a rank."""
 
 
 def of_rank(**task: Any) -> dict[str, Any]:
@@ -44,13 +44,13 @@ def of_rank(**task: Any) -> dict[str, Any]:
         patch.setenv("RANK", str(dist.get_rank()))
         patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
         row = benchmark.measure_rank(**task)
-    gc.collect()  # closes the engine, whose process would end now
+    gc.collect()  # closes the engine before the pool's next task
     return row
 
 
 def launched_in(pool: RankPool) -> Callable[..., list[Any]]:
-    """In place of `launch`. The processes begin now, with this one's environment, and stay for other tests."""
-    pool.run(2, dist.barrier)  # else one may leave the group before the other has come
+    """A replacement for `launch` that runs on the pool's processes, which are started here."""
+    pool.run(2, dist.barrier)  # otherwise one rank may leave the group before the other has joined
 
     def run(function: Any, arguments: dict[str, Any], num_ranks: int, **_: Any) -> list[Any]:
         return pool.run(num_ranks, of_rank, **arguments)
@@ -97,9 +97,9 @@ def test_peers_on_two_ranks_are_measured_and_what_they_receive_is_counted(
     monkeypatch.setattr(benchmark, "WARMUP", 0)
     (row,) = benchmark.run([case], engines=[engine], steps=1, out=tmp_path / "a.csv", commit="abc", device="cpu")
     assert row["status"] == "measured", row["reason"]
-    received, num_bytes = row["figures"]["received"], 2 * row["num_parameters"]  # of bf16
+    received, num_bytes = row["figures"]["received"], 2 * row["num_parameters"]  # bf16
     assert {name for name, number in received.items() if number > 0.1 * num_bytes} == kinds
-    times = row["accumulation"] if engine != "ddp" else 2  # DDP exchanges once a step, there and back
+    times = row["accumulation"] if engine != "ddp" else 2  # DDP exchanges once a step, in both directions
     reduced = received["allreduce" if engine == "ddp" else "reduce_scatter_base"]
     assert reduced == pytest.approx(times * num_bytes / 2, rel=0.1)
     if engine == "ddp":

@@ -1,4 +1,4 @@
-"""Ranks that connect their GPUs: once, and anew where a plan wants another number of NCCL's thread blocks."""
+"""Ranks connect their GPUs once, and again when a plan needs another number of NCCL thread blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CpuAsGpu(str):
 
 
 class Library:
-    """Stands in for NCCL: gloo, and what it takes of VRAM."""
+    """Simulates NCCL: gloo, and the VRAM that NCCL takes."""
 
     def __init__(self, taken: int) -> None:
         self.taken, self.outside = taken, 1000 * MIB
@@ -55,14 +55,14 @@ def options() -> Any:
 
 
 def all_gather(pieces: list[torch.Tensor], own: torch.Tensor, *, group: Any) -> None:
-    """As NCCL does it, and gloo does not: of pieces that differ in length too."""
+    """NCCL accepts pieces of different lengths, gloo does not."""
     pieces[dist.get_rank()].copy_(own)
     for owner, piece in enumerate(pieces):
         dist.broadcast(piece, owner, group=group)
 
 
 def with_library(taken: int, do: Callable[[Group, Library], Any]) -> Any:
-    """What `do` returns, for ranks whose GPUs are connected by a `Library`."""
+    """The result of `do` for ranks whose GPUs are connected by a `Library`."""
     library = Library(taken)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", library.new_group)
@@ -109,7 +109,7 @@ def apart() -> Any:
 
 
 def test_ranks_connect_once_for_a_number_of_thread_blocks(ranks: RankPool) -> None:
-    """What it takes of VRAM is counted until it is given back, and what goes between them is not."""
+    """The group's VRAM counts until it is released; the bytes exchanged in connecting do not count."""
     for found in ranks.run(2, again, taken=500 * MIB):
         assert found[:3] == [([4], 0, 500 * MIB), ([4], 0, 500 * MIB), ([4, 0], 1, 500 * MIB)]
         assert found[3] == 0

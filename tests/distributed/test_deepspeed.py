@@ -1,4 +1,4 @@
-"""A script for DeepSpeed on two ranks trains what it trains on one."""
+"""A DeepSpeed script gives the same weights on two ranks as on one."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def script(
     on_gpu: bool = False,
     card: Hardware | None = None,
 ) -> dict[str, Any]:
-    """Micro-batch k of rank r is number k * N + r of all. The third update overflows, on one rank only.
+    """Micro-batch k of rank r is global micro-batch k * N + r. The third update overflows, on one rank only.
 
     Args:
-        card: what the ranks plan for, within a budget of its VRAM.
+        card: the hardware to plan for, with its VRAM as budget.
     """
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # ranks take rank 0's weights
     model = nn.Sequential(nn.Linear(6, 300), nn.Sequential(Residual(300, 7), Residual(300, 7)), nn.Linear(300, 2))
@@ -154,7 +154,7 @@ engine.save_checkpoint("checkpoints")
 
 
 def started(folder: Path, launcher: str) -> list[str]:
-    """Lines that `train.py` prints, with fp16, fp32 data and the config beside it."""
+    """Lines printed by `train.py`, with fp16, fp32 data and the config in the same folder."""
     (folder / "train.py").write_text(TRAIN_PY)
     config = CONFIG | {"train_batch_size": 8, "steps_per_print": 8}
     (folder / "ds_config.json").write_text(json.dumps(config))
@@ -177,13 +177,12 @@ def started(folder: Path, launcher: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_train_py_under_torchrun(tmp_path: Path) -> None:
-    """The script that people find."""
     lines = started(tmp_path, "torch.distributed.run --standalone --nproc-per-node=2")
     assert sorted(lines) == ["rank 0 0 24 8", "rank 1 1 24 8"]
 
 
 @pytest.mark.slow
 def test_a_train_py_under_deepspeeds_launcher(tmp_path: Path) -> None:
-    """`deepspeed --num_gpus 1 train.py ...`, which passes `--local_rank` and shows the script the first GPU."""
+    """`deepspeed --num_gpus 1 train.py ...` passes `--local_rank` and makes only the first GPU visible."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     assert started(tmp_path, "deepspeed.launcher.runner --num_gpus 1") == ["rank 0 0 24 8"]

@@ -1,4 +1,4 @@
-"""`finetune` and the Trainers under several ranks: the numbers, files and errors of one."""
+"""`finetune` and the Trainers under several ranks: the same numbers, files and errors as on one rank."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_ranks_with_other_rows_are_told_before_they_train(ranks: RankPool, tmp_p
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("meets", "what"), [(False, "comparing notes"), (True, "an operation")])
 def test_a_rank_that_fails_ends_the_others(ranks: RankPool, tmp_path: Path, meets: bool, what: str) -> None:
-    """Whether these wait for it in an operation of the engine's, or in another one."""
+    """The surviving rank waits in an operation of the engine or in the script's own barrier."""
     survivor, failed = ranks.run(2, error_of, call=finetuned_until_one_fails, folder=tmp_path, meets=meets)
     assert failed == "MemoryError: no room here"
     assert survivor.startswith(f"RankError: {what}")
@@ -97,7 +97,7 @@ def test_a_timeout_without_a_meaning_is_refused(timeout: Any) -> None:
 
 
 def test_the_timeout_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Before anything waits for another rank."""
+    """The timeout is set before any rank waits for another."""
     told: list[Any] = []
     monkeypatch.setattr(world, "join", lambda timeout=None: told.append(timeout))
     OffloadTrainer(model=llama(), args=arguments(tmp_path, ddp_timeout=7))
@@ -133,7 +133,7 @@ def test_going_on_with_fewer_micro_batches_in_all_says_so(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("kind", "size"), [("t5", 3), ("llama", 2)])
 def test_a_trainer_on_several_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path, kind: str, size: int) -> None:
-    """Losses, metrics over all rows in their order, the best checkpoint, what is kept."""
+    """Losses, metrics over all rows in order, the best checkpoint, and the checkpoints that are kept."""
     options: dict[str, Any] = {"kind": kind, "accumulation": 6, "save_steps": 1, "save_strategy": "steps"}
     options |= {"save_total_limit": 1, "load_best_model_at_end": True, "eval_steps": 1, "max_steps": 3}
     found = ranks.run(size, trained, folder=tmp_path / "several", **options)
@@ -146,7 +146,7 @@ def test_a_trainer_on_several_ranks_is_that_on_one(ranks: RankPool, tmp_path: Pa
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("more", [{"streams": True, "rows": 8}, {"scales_loss": True}])
 def test_streams_and_losses_of_the_users_own(ranks: RankPool, tmp_path: Path, more: dict[str, Any]) -> None:
-    """accelerate deals a stream by rows of its own at the end; eight rows leave nothing over."""
+    """At the end of a stream accelerate repeats rows to fill the batch; eight rows leave no remainder."""
     options: dict[str, Any] = {"kind": "llama", "accumulation": 2, "eval_strategy": "no", **more}
     found = ranks.run(2, trained, folder=tmp_path / "two", **options)
     assert_same(found, trained(folder=tmp_path / "one", **options))
@@ -155,9 +155,9 @@ def test_streams_and_losses_of_the_users_own(ranks: RankPool, tmp_path: Path, mo
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_finetune_goes_on_with_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    """Thirteen micro-batches are three updates an epoch: the first leg ends in mid-epoch, the second one too.
+    """Thirteen micro-batches are three updates an epoch: the first two runs end in mid-epoch.
 
-    Each is ended by an interrupt that one rank gets; all stop after the same step.
+    One rank gets an interrupt; all ranks stop after the same step.
     """
     options: dict[str, Any] = {"accumulation": 6, "rows": 26, "max_steps": 5, "eval_dataset": pairs(7)}
     for size, interrupted_at in ((2, 2), (1, 4), (3, None)):

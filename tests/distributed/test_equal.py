@@ -1,4 +1,4 @@
-"""N ranks with K micro-batches each equal one rank with N * K, bit for bit, wherever states and gradients live."""
+"""N ranks with K micro-batches equal one rank with N * K, bit for bit, wherever states and gradients live."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from tests.distributed.runs import (
 
 
 def assert_equal(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """All ranks have the weights of `expected`, and together its states; and they did the same operations."""
+    """All ranks have the weights of `expected`, their joined states are its states, and their operations are the
+    same."""
     for each in found:
         for name, weights in expected["weights"].items():
             assert torch.equal(each["weights"][name], weights), name
@@ -90,7 +91,7 @@ def test_ranks_equal_one_rank_with_all_their_micro_batches(
 ) -> None:
     found = ranks.run(size, train, micro_batches=micro_batches, **options)
     placed: dict[str, Any] = {"placement": Placement(), "placements": None, "late": None, "move_to": None}
-    if "loss_factor" in options:  # so much overflows in fp16
+    if "loss_factor" in options:  # this factor overflows fp16
         assert not all(map(isfinite, found[0]["norms"]))
     assert_equal(found, train(micro_batches=size * micro_batches, **{**options, **placed}))
 

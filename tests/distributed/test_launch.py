@@ -1,4 +1,4 @@
-"""Ranks in fresh processes: what they are given and hand back, and how they come down together."""
+"""Ranks in fresh processes: arguments, results, and how all ranks end when one fails."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def work(tensor, times):
         print("asked to stop", file=sys.stderr)
     return rank, times(FACTOR), tensor
 """
-"""As a notebook's cell defines it: in a `__main__` that the ranks do not have."""
+"""A function as a notebook cell defines it, in a `__main__` that the ranks do not have."""
 
 
 def are_gone(processes: list[int]) -> bool:
@@ -92,11 +92,12 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
 
 
 def train(folder: Path, num_steps: int, dies: tuple[int, Callable[[], Any]] | None = None) -> dict[str, torch.Tensor]:
-    """The weights after `num_steps`. Each step has six micro-batches in all and leaves a checkpoint; the newest is gone
-    on from.
+    """Train to `num_steps`, resuming from the newest checkpoint, and return the weights.
+
+    A step has six micro-batches over all ranks and saves a checkpoint.
 
     Args:
-        dies: the number of the operation before which the last rank does the given thing.
+        dies: (number of the collective operation, function that the last rank calls in its place).
     """
     if "RANK" in os.environ and not dist.is_initialized():
         torch.set_num_threads(1)
@@ -142,10 +143,10 @@ def kill() -> None:
 
 
 def meet(ends: Callable[[], Any]) -> None:
-    """The last rank ends while the others wait for it."""
+    """The last rank ends while the other ranks wait for it."""
     dist.init_process_group("gloo")
     send_to_parent(os.getpid())
-    dist.barrier()  # all have told
+    dist.barrier()  # all ranks have sent their process ids
     if dist.get_rank() == dist.get_world_size() - 1:
         ends()
     dist.barrier()
@@ -164,7 +165,7 @@ def test_the_first_error_ends_all_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_ranks_lose_nothing_that_was_saved(ranks: RankPool, one_thread: None, tmp_path: Path) -> None:
-    """Killed again and again, with other numbers of ranks: the weights come out as if nothing had happened."""
+    """Ranks are killed twice and resumed on other numbers of ranks: the weights equal an undisturbed run."""
     num_steps, draw = 5, random.Random(7)
     for size in (2, 2):
         arguments = {"folder": tmp_path, "num_steps": num_steps, "dies": (draw.randrange(10, 40), kill)}

@@ -1,4 +1,4 @@
-"""Scripts that a launcher starts, without a line that knows of it."""
+"""Scripts under launchers, without any line for distributed training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2
 
 
 def run(launchers: list[list[str]], what: str, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """The weights that each rank has in the end; what was printed is in a file. All launchers run at the same time."""
+    """The final weights of each rank; output goes to a file. All launchers run at the same time."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_CONFIG_FILE": ""}
     outputs = [(folder / f"printed-{at}").open("w+") for at in range(len(launchers))]
     commands = [[sys.executable, "-m", *launcher, launched.__file__, what, str(folder)] for launcher in launchers]
@@ -81,7 +81,7 @@ def test_accelerate_launch_starts_a_loop_with_its_loader_and_finetune(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_two_nodes_train_what_one_process_trains(tmp_path: Path) -> None:
-    """Two agents of torchrun, over loopback; their ranks take each other's host for another one."""
+    """Two torchrun agents over loopback; their ranks report different hosts."""
     where = ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", free_port()]
     nodes = [["torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), *where] for node in range(2)]
     expected = launched.loop()

@@ -1,4 +1,4 @@
-"""A plan that moves on several ranks: on all of them together, and with the numbers of a run that did not move."""
+"""All ranks move to another plan together, with the numbers of a run that did not move."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """All ranks have the same plans and weights, those of a run in which nothing moved."""
+    """All ranks have the same plans, and the weights of a run without a move."""
     assert [run["error"] for run in found] == [""] * len(found)
     for rank, run in enumerate(found):
         assert run["moves"] == found[0]["moves"]
@@ -33,7 +33,7 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 
 @pytest.fixture(scope="module")
 def lean(ranks: RankPool) -> Any:
-    """Runs of two ranks by a lean plan, by their options."""
+    """Runs of two ranks by a lean plan, cached by options."""
     known: dict[str, Any] = {}
 
     def run(**options: Any) -> Any:
@@ -126,7 +126,7 @@ def test_all_ranks_move_or_none(ranks: RankPool, how: str, errors: list[str]) ->
 
 
 def test_weights_that_moved_to_shared_ram_are_waited_for(ranks: RankPool, lean: Any) -> None:
-    """Else a rank reads what a slower one has not stepped yet."""
+    """Otherwise a rank would read weights that a slower rank has not stepped yet."""
     found = ranks.run(2, late_after_a_move)
     assert len(found[0]["moves"]) <= 1
     assert {where.weights for where in found[0]["placements"]} == {"ram"}
@@ -147,8 +147,8 @@ def test_where_one_rank_is_slower_than_planned_all_move_once(ranks: RankPool) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["step", "micro_batch"])
 def test_trainers_repeat_the_window_together(ranks: RankPool, tmp_path: Path, exchange: str) -> None:
-    """The rank that is full does so in its second micro-batch of the second update, the other one where it learns it:
-    with one exchange a step, in the optimizer's step."""
+    """One rank is full in its second micro-batch of the second update. The other rank learns of it there, or in the
+    optimizer's step if gradients are exchanged once a step."""
     options: dict[str, Any] = {"kind": "llama", "accumulation": 4, "eval_strategy": "no", "exchange": exchange}
     expected = ranks.run(2, trained, folder=tmp_path / "room", **options)
     found = ranks.run(2, trained, folder=tmp_path / "full", full=(1, 4), **options)

@@ -1,4 +1,4 @@
-"""What ranks plan together, and that they send each other what was planned."""
+"""Ranks plan together, and receive the bytes that were planned."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_ranks_receive_what_was_planned(
 
 @pytest.mark.parametrize("exchange", ["step", pytest.param("micro_batch", marks=pytest.mark.slow)])
 def test_ranks_search_and_take_weights_in_ram_which_they_share(ranks: RankPool, exchange: str) -> None:
-    """Nine blocks, of which VRAM holds three."""
+    """Nine blocks; VRAM holds three."""
     found = ranks.run(2, least_vram, card=H200, exchange=exchange)
     layers = flat_layers(all_used(tied=False, depth=9, hidden=900), OffloadConfig(working_dtype="bf16"))
     blocks = [layer.numel * 2 for layer in layers if layer.block is not None]
@@ -110,7 +110,7 @@ def test_all_ranks_measure_if_one_has_to_and_keep_what_they_found(ranks: RankPoo
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_ranks_run_next_to_their_gpus_where_none_loses_cores_by_it(ranks: RankPool) -> None:
-    """All threads of a rank are bound, and let go afterwards."""
+    """All threads of a rank are bound to its cores, and released afterwards."""
     one, other = sorted(os.sched_getaffinity(0))[:2]
     both = {one, other}
     assert ranks.run(2, bound, near=[{one}, {other}], own=both) == [

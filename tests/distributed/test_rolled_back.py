@@ -1,4 +1,4 @@
-"""`on_nonfinite="rollback"` on two ranks: NaN in one rank's gradients has all of them go back, to the same step."""
+"""`on_nonfinite="rollback"` on two ranks: NaN in one rank's gradients makes all ranks go back to the same step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models import tokens
 
 
 def looped(folder: Path, placement: Placement, accumulation: int, times: int = 0) -> dict[str, Any]:
-    """Four steps, saved after two of them. The last rank has NaN in the fourth one, so many times."""
+    """Four steps with a save after two. On the last rank the fourth step has NaN, `times` times."""
     rank, size = dist.get_rank(), dist.get_world_size()
     config = OffloadConfig(
         on_nonfinite="rollback", learning_rate=1e-2, gradient_accumulation=accumulation, placement=placement
@@ -82,7 +82,7 @@ def test_all_ranks_end_after_three_times(ranks: RankPool, tmp_path: Path) -> Non
 
 
 def trained(folder: Path, times: int = 0) -> dict[str, torch.Tensor]:
-    """As `looped`, under a Trainer."""
+    """Like `looped`, under a Trainer."""
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
     from tests.hf.test_trainer_rollback import Spoils
     from tests.hf.training import arguments, seq2seq_rows, t5

@@ -1,4 +1,4 @@
-"""`finetune(num_gpus=N)`: what is refused, what the ranks tell, what is shown, and what comes back."""
+"""`finetune(num_gpus=N)`: refused arguments, messages from ranks, the display, and the result."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_command_line_takes_num_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def trained(folder: Path) -> tuple[Any, dict[str, torch.Tensor], list[Any]]:
-    """What a rank hands over for a model that was given, and what it tells."""
+    """A rank's result for a model passed as an object, and the messages it sends."""
     model, tokenizer = model_named("t5")
     heard: list[Any] = []
     options: dict[str, Any] = {"batch_size": 2, "max_steps": 2, "use_cpu": True, "monitor": False}

@@ -1,4 +1,4 @@
-"""What ranks agree on, what they refuse, and what they leave on disk."""
+"""Agreement between ranks: common values, refusals, and the files they write."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(ranks: RankPool) -> None:
 def test_a_run_goes_on_with_another_number_of_ranks(
     ranks: RankPool, tmp_path: Path, sizes: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    """Twelve micro-batches a step, whoever computes them."""
+    """Twelve micro-batches a step on any number of ranks."""
     folder = tmp_path / "checkpoint"
     for at, size in enumerate(sizes):
         more = {"steps": 1, "first_step": at, "save": folder, "resume": folder if at else None, **options}
@@ -89,7 +89,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 
 
 def resumed(folder: Path, **options: Any) -> list[str]:
-    """The warnings of a rank that goes on."""
+    """The warnings of a resumed rank about the order of summation."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(steps=1, first_step=1, resume=folder, **options)
@@ -98,7 +98,7 @@ def resumed(folder: Path, **options: Any) -> list[str]:
 
 @pytest.mark.slow
 def test_going_on_with_another_order_of_addition_says_so(ranks: RankPool, one_thread: None, tmp_path: Path) -> None:
-    """Once, on rank 0. Where the order is the same, nothing is said."""
+    """Rank 0 warns once, and only if the order differs."""
     ranks.run(2, train, micro_batches=2, steps=1, save=tmp_path)
     (said,) = resumed(tmp_path, micro_batches=4)
     check_says(said, "2 ranks x 2 micro-batches", "exchange='step'", "1 rank", "last bits")
@@ -132,7 +132,7 @@ def test_dropout_goes_on_where_it_was_on_each_rank(ranks: RankPool, tmp_path: Pa
 
 
 def apart(how: str) -> str:
-    """The error of a rank where rank 1 does something else than rank 0."""
+    """The error on a rank when rank 1 deviates from rank 0."""
     is_first = dist.get_rank() == 0
     options: dict[str, Any] = {"learning_rate": 1e-3 if is_first or how != "config" else 2e-3}
     config = OffloadConfig(gradient_accumulation=2, exchange="micro_batch", **options)
@@ -188,8 +188,8 @@ def test_a_gradient_that_comes_too_late_is_an_error(monkeypatch: pytest.MonkeyPa
 
 
 def sums(short: bool) -> tuple[int, int, str]:
-    """How often a rank exchanges in backward, and in step(), in a window of three micro-batches or of two; and what one
-    more says where the window is full."""
+    """(exchanges in backward, exchanges in step(), error of a fourth backward) in a window of three micro-batches, or
+    of two if `short`."""
     log, error = list[tuple[str, int]](), ""
     config = OffloadConfig(placement=RESIDENT, gradient_accumulation=3, working_dtype="bf16")
     with pytest.MonkeyPatch.context() as patch, OffloadEngine(model(), config, device="cpu") as engine:
@@ -218,7 +218,7 @@ def test_sums_are_exchanged_in_the_last_backward_and_at_the_end_of_a_shorter_win
 
 
 def written_after_closing() -> bool:
-    """Whether a rank writes to its own weights once the engines are closed."""
+    """Whether a rank writes only to its own weights after closing."""
     made, factor = model(), 2.0 + dist.get_rank()
     with OffloadEngine(made, OffloadConfig(placement=STREAMED), device="cpu") as engine:
         engine.backward(engine(tokens(1)[0]))
@@ -237,7 +237,7 @@ def test_closing_gives_each_rank_weights_of_its_own(ranks: RankPool) -> None:
 
 
 def failing() -> str:
-    """What rank 0 is told of weights in RAM that rank 1 could not step."""
+    """The error on rank 0 when rank 1 fails to step shared weights in RAM."""
     made = model()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
@@ -279,7 +279,7 @@ def test_ranks_on_several_hosts_share_no_weights(ranks: RankPool) -> None:
 
 
 def alone() -> list[str]:
-    """What a group of one does of torch.distributed while an engine trains."""
+    """Calls of torch.distributed by an engine in a group of one."""
     called = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("new_group", "all_to_all_single", "broadcast", "all_gather", "all_reduce", "barrier"):
@@ -320,12 +320,12 @@ def test_layers_are_cut_between_norm_blocks(num_ranks: int) -> None:
 
 
 def blocks_of(view: Any) -> list[tuple[int, int]]:
-    """(first element in the parameter, length) of the norm blocks of a piece of it."""
+    """(first element in the parameter, length) of the norm blocks of a view."""
     return [(view.first + at, length) for at, length in norm_blocks([(0, view.numel)]).tolist()]
 
 
 def shared_buffers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, int]]:
-    """Bytes of the buffers that the layers of the next engine share, by use and address."""
+    """Bytes of the buffers shared by the layers of the next engine, by use and address."""
     found: dict[str, dict[int, int]] = {use: {} for use in ("buckets", "staging", "exchange", "weights")}
     give_back, arrange = gradients.BucketPool.give_back, gradients.Gradients.arrange
     exchange, ring = GradientExchange.__init__, WeightRing.__init__
@@ -390,7 +390,7 @@ def test_a_rank_takes_what_was_planned(
         taken = sum(sum(array.nbytes for array in each.flat.arrays.values()) for each in placed.states)
         assert taken == sum(where[name] for name in states)
         copies = [each.flat.weights for each in placed.states if each.flat.weights is not each.weights.own]
-        copies += [each.weights.own for each in placed.states if each.weights_slab is not None]  # of what all share
+        copies += [each.weights.own for each in placed.states if each.weights_slab is not None]  # shared weights
         assert sum(copy.nbytes for copy in copies) == ram.get("working weights", 0)
         host = sum(each.gradient.window_in_ram.nbytes for each in placed.states if each.gradient.host is not None)
         host += sum(shared["staging"].values())
@@ -413,5 +413,5 @@ def test_a_trace_shows_what_is_exchanged_beside_backward_and_gathered_beside_for
             spans = [(each["ts"], each["ts"] + each["dur"]) for each in events if each["name"].startswith(phase)]
             of_blocks = [event for event in moved if event["name"].startswith(f"{kind} blocks.")]
             assert len(of_blocks) == 8
-            for event in of_blocks:  # the other layer is the first one of forward, and the last one of backward
+            for event in of_blocks:  # the other layer comes first in forward and last in backward
                 assert any(begin <= event["ts"] < end for begin, end in spans), event

@@ -1,4 +1,4 @@
-"""Ranks notice that another one has failed, in whatever they are doing."""
+"""Ranks notice that another rank has failed, whatever they are doing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.models import tokens
 
 
 def last_fails(steps: int) -> str:
-    """What each rank learns of the last one's error after so many steps; the note on the error where it was raised."""
+    """The message on each rank after the last rank fails at step `steps`; on the last rank, the note on its error."""
     fails = dist.get_rank() == dist.get_world_size() - 1
     try:
         with OffloadEngine(model(), OffloadConfig(), device="cpu") as engine:
@@ -34,7 +34,7 @@ def last_fails(steps: int) -> str:
                 raise ValueError("nothing left")
             assert engine.ranks is not None
             ends = time.monotonic() + 20
-            while engine.ranks.lost() is None and time.monotonic() < ends:  # it does something else
+            while engine.ranks.lost() is None and time.monotonic() < ends:  # waits outside of any collective operation
                 time.sleep(0.01)
             engine.backward(engine(tokens(1)[0]))
     except RankError as error:
@@ -46,7 +46,7 @@ def last_fails(steps: int) -> str:
 
 @pytest.mark.parametrize(("steps", "noted"), [(0, "nothing"), (2, "weights of this process lack")])
 def test_all_ranks_learn_which_one_has_failed(ranks: RankPool, steps: int, noted: str) -> None:
-    """Even while they wait for it elsewhere than it waits for new weights."""
+    """Also while the other ranks wait outside of the engine."""
     *others, last = ranks.run(3, last_fails, steps=steps)
     check_says(last, noted)
     assert len(others) == 2
@@ -55,7 +55,7 @@ def test_all_ranks_learn_which_one_has_failed(ranks: RankPool, steps: int, noted
 
 
 def trains_after_an_error() -> tuple[dict[str, torch.Tensor], bool]:
-    """The weights of a rank that trains while it handles an error of before; whether a later one counts as failing."""
+    """(weights of a rank that trains inside an `except` block, whether a later error counts as a failure)."""
     made = model()
     try:
         raise ValueError("something else")
@@ -79,13 +79,12 @@ def test_an_error_that_is_handled_already_is_no_failure(ranks: RankPool) -> None
 
 
 def join_watches() -> None:
-    """Wait until the threads that watch for other ranks have ended."""
     for thread in [each for each in threading.enumerate() if each.name == "offloadkit-watch"]:
         thread.join(20)
 
 
 def first_hangs(file: Path) -> str:
-    """The error of the rank that waits in vain. The one that hangs writes to `file`."""
+    """The error of the rank that waits in vain. The rank that hangs writes to `file`."""
     world.join(1)
     with pytest.MonkeyPatch.context() as patch, file.open("a") as output:
         patch.setattr(watch_module, "GRACE_SECONDS", 0.1)
@@ -111,7 +110,7 @@ def test_a_stuck_rank_is_an_error_and_shows_its_stacks(ranks: RankPool, tmp_path
 
 
 def closes_late(file: Path) -> int:
-    """A program destroys its process group, and makes another one, before its engine is closed."""
+    """A program replaces its process group before its engine is closed."""
     rank, size = dist.get_rank(), dist.get_world_size()
     engine = OffloadEngine(model(), OffloadConfig(), device="cpu")
     dist.destroy_process_group()
@@ -125,7 +124,7 @@ def test_an_engine_that_outlives_its_group_closes(ranks: RankPool, tmp_path: Pat
 
 
 def threads_after(engines: int) -> list[int]:
-    """How many threads the process has after each of so many engines."""
+    """Number of threads of the process after each of `engines` engines."""
     found = []
     for _ in range(engines):
         OffloadEngine(model(), OffloadConfig(), device="cpu").close()
