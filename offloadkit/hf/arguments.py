@@ -51,13 +51,12 @@ _ACCELERATE = {
 }
 """Variable of `accelerate launch` for an unsupported feature -> advice."""
 _RECOMPUTATION = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
-"""Key of gradient_checkpointing_kwargs -> the only supported value."""
+"""Key of gradient_checkpointing_kwargs -> its only supported value."""
 
 _OPTIM_ADVICE = f"use one of {', '.join(trainer_names())}: the engine steps with its own optimizers"
 
 
 def argument_names() -> list[str]:
-    """Names of the arguments of `Seq2SeqTrainingArguments`."""
     return [field.name for field in fields(Seq2SeqTrainingArguments) if field.init]
 
 
@@ -93,10 +92,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def arguments_of_finetune(options: FinetuneOptions) -> Seq2SeqTrainingArguments:
-    """Build the Trainer's arguments. `options.training_arguments` override the other options and the defaults.
-
-    Args:
-        options: the batch size and the working dtype of `offload` are decided.
+    """Build the Trainer's arguments; `options.training_arguments` take precedence. Batch size and working dtype must be
+    decided.
 
     Raises:
         ConfigError: an argument is unknown or unsupported, transformers refuses its value, or `accelerate launch`
@@ -104,7 +101,7 @@ def arguments_of_finetune(options: FinetuneOptions) -> Seq2SeqTrainingArguments:
     """
     known, given, evaluates = argument_names(), options.training_arguments, options.eval_dataset is not None
     dtype = options.engine_config.working_dtype
-    if given.get("deepspeed"):  # checked first: transformers would ask for the deepspeed package
+    if given.get("deepspeed"):  # transformers would ask for the deepspeed package
         raise ConfigError(f"deepspeed={given['deepspeed']!r}: leave it out, and {_FROM_DEEPSPEED}")
     for name in given:
         if name in known:
@@ -126,7 +123,7 @@ def arguments_of_finetune(options: FinetuneOptions) -> Seq2SeqTrainingArguments:
     defaults = {
         "bf16": dtype == "bf16",
         "fp16": dtype == "fp16",
-        "use_cpu": not on_gpu,  # else transformers refuses bf16
+        "use_cpu": not on_gpu,  # otherwise transformers refuses bf16
         "dataloader_pin_memory": on_gpu,
         "warmup_steps": 0.05,
         "logging_steps": 0.05,
@@ -175,10 +172,7 @@ _POSITIVE = ("eval_accumulation_steps", "generation_max_length", "generation_num
 
 
 def _check_values(given: dict[str, Any]) -> None:
-    """Raise `ConfigError` for a value of a wrong type. None is always accepted.
-
-    transformers would take the string "no" for True, and fail on other values only after training.
-    """
+    """Raise `ConfigError` for a value of a wrong type, except None. transformers would take "no" for True."""
     for name, value in given.items():
         wanted = _type_of(name)
         if name in ("log_level", "log_level_replica"):
@@ -212,7 +206,6 @@ def _is_of(value: Any, hint: Any) -> bool:
 
 
 def is_text(name: str) -> bool:
-    """Whether an argument of `Seq2SeqTrainingArguments` takes only strings (and None)."""
     return _type_of(name) is str
 
 
@@ -335,10 +328,7 @@ def left_to_the_engine(args: TrainingArguments) -> Iterator[None]:
 
 
 def _asked_by_the_environment(own: str) -> list[str]:
-    """Unsupported settings in the environment of `accelerate launch`, with advice.
-
-    own: the training arguments' precision: "bf16", "fp16" or "no".
-    """
+    """Unsupported settings in the environment of `accelerate launch`, with advice. `own`: "bf16", "fp16" or "no"."""
     given = {name: os.environ.get(name, "") for name in _ACCELERATE}
     leave = "leave it out of accelerate's config (or start with `python`)"
     problems = []
@@ -363,19 +353,14 @@ def _precision(*, bf16: bool, fp16: bool) -> str:
 
 
 def check_optim(args: TrainingArguments) -> None:
-    """Raise `ConfigError` if the engine does not have the optimizer `args.optim`."""
     if _optim(args) not in trainer_names():
         raise ConfigError(f"optim={shown(_optim(args))}: {_OPTIM_ADVICE}")
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Refuse arguments that the engine does not support; restrict `args` to one GPU per process.
+    """Refuse arguments that the engine does not support, all in one `ConfigError`; use one GPU per process.
 
-    On several ranks `average_tokens_across_devices` is switched off, because the engine itself weights micro-batches
-    by their targets.
-
-    Raises:
-        ConfigError: lists all unsupported arguments, with advice.
+    `average_tokens_across_devices` is switched off, because the engine weights micro-batches by their targets.
     """
     refused = {
         "fp16_full_eval=True": (args.fp16_full_eval, "leave it out"),
@@ -420,6 +405,6 @@ def check_arguments(args: TrainingArguments) -> None:
         raise _cannot_train_with(problems)
     if args.n_gpu > 1:
         logger.warning(f"offloadkit trains on one GPU ({args.device}); the other {args.n_gpu - 1} stay idle")
-        args._n_gpu = 1  # as the Trainer does for models that it must not wrap in DataParallel
+        args._n_gpu = 1  # as the Trainer does for models that it does not wrap in DataParallel
     if args.world_size > 1:
-        args.average_tokens_across_devices = False  # else the Trainer multiplies losses by the number of ranks
+        args.average_tokens_across_devices = False  # otherwise the Trainer multiplies losses by the number of ranks

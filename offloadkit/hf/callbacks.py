@@ -1,4 +1,4 @@
-"""Trainer callbacks that show progress, stop training on request, and start the monitor."""
+"""Trainer callbacks: progress, stopping on request, the monitor."""
 
 from __future__ import annotations
 
@@ -34,12 +34,9 @@ _SHOWN = {"loss": "loss", "grad_norm": "norm", "learning_rate": "lr"}
 def show_progress(trainer: Trainer, *, monitored: bool = False) -> None:
     """Replace the Trainer's progress bar and printed dicts by `TrainingProgress`, on rank 0.
 
-    Steps are shown by the monitor, by a bar if the output is live, or by lines.
-
-    Args:
-        monitored: whether a monitor shows the steps.
+    Steps are shown by the monitor if `monitored`, by a bar if the output is live, or by lines.
     """
-    trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)  # a different callback in notebooks
+    trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)  # another callback in notebooks
     trainer.remove_callback(PrinterCallback)
     if not trainer.is_world_process_zero():
         return
@@ -96,17 +93,18 @@ _ASKED, _DUE, _ENDS, _NO_TIME = 1, 2, 4, 8
 class StopCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Ends training after the current step on request (monitor or signal), and saves every `save_minutes`.
 
-    On a request, training saves the checkpoint that an uninterrupted run would have after this step. It also saves if
-    another callback stops training, unless `save_strategy="no"` or `load_best_model_at_end`, which needs the epoch's
-    evaluation. After SIGTERM or SIGHUP it saves at once, if the time left suffices, and skips evaluation.
+    On a request it saves the checkpoint that an uninterrupted run would have after this step. It also saves if another
+    callback stops training, unless `save_strategy="no"` or `load_best_model_at_end`, which needs the epoch's
+    evaluation. After SIGTERM or SIGHUP it saves if the time left suffices, and skips evaluation.
+
     Add this callback last, because it overrides decisions of earlier callbacks.
 
     Attributes:
         stop: the request, from any rank.
         stopped: whether the request ended training.
         ended_by: SIGTERM or SIGHUP if a signal ended training, else None.
-        leaves_an_evaluation: whether an evaluation was skipped because of a signal.
-        nothing_is_left: whether the resumed checkpoint was already at the last step, so that no step ran.
+        leaves_an_evaluation: an evaluation was skipped because of a signal.
+        nothing_is_left: the resumed checkpoint was at the last step, so no step ran.
     """
 
     def __init__(
@@ -143,7 +141,6 @@ class StopCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._saved_at = time.monotonic()
 
     def has_time_to_save(self) -> bool:
-        """Whether a save fits into the rest of the grace period after a signal."""
         if self.stop.signal is None:
             return True
         return self._save_seconds() <= self._grace_seconds - (time.monotonic() - self.stop.signal[1])
@@ -185,14 +182,13 @@ class StopCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._keep_it(args, state)
 
     def _keep_it(self, args: Any, state: Any) -> None:
-        args.save_only_model = False  # a checkpoint of weights alone cannot be resumed
+        args.save_only_model = False  # weights alone cannot be resumed
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             args.save_total_limit = 2  # with 1 only the best model's checkpoint would be kept
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # The Trainer also calls this for an epoch that was cut short; its checkpoint is already written. At a real end
-        # of an epoch the checkpoint follows the evaluation, as in an uninterrupted run, because evaluation may draw
-        # random numbers.
+        # of an epoch the checkpoint follows the evaluation, which may draw random numbers.
         if self._is_cut_short or self.was_complete:
             control.should_save = control.should_evaluate = False
         elif self.stopped:
@@ -200,14 +196,14 @@ class StopCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 def stopped_by(trainer: Any, number: int) -> TrainingStoppedError:
-    """The error for a training that a signal, SIGTERM or SIGHUP, has ended."""
+    """The error for training that SIGTERM or SIGHUP has ended."""
     error = TrainingStoppedError(f"{signal.Signals(number).name} has ended training. {progress_of(trainer)}")
     error.signal = number
     return error
 
 
 def progress_of(trainer: Any) -> str:
-    """The steps that are done, and the checkpoint from which a stopped training can be resumed."""
+    """Steps done, and the checkpoint from which training can be resumed."""
     newest = None if trainer.engine is None else trainer.engine.last_checkpoint
     done = f"{trainer.state.global_step} of {trainer.state.max_steps} steps were done"
     if newest is None:
@@ -218,11 +214,10 @@ def progress_of(trainer: Any) -> str:
 class MonitorCallback(StopCallback):
     """Starts the monitor when training begins, and ends training when the monitor requests it.
 
-    Libraries' progress bars are hidden while the monitor is drawn, until `close`.
+    Progress bars of libraries are hidden while the monitor is drawn, until `close`.
     """
 
     def __init__(self, monitor: Monitor, any_flag: Callable[[int], int], **options: Any) -> None:
-        """`options` are arguments of `StopCallback`."""
         super().__init__(monitor.stop, any_flag, **options)
         self._monitor, self._quiet = monitor, ExitStack()
 

@@ -1,4 +1,4 @@
-"""Saves and resumes a Trainer: its checkpoint folders, with data files in place of the Trainer's pickles."""
+"""Saves and resumes a Trainer: its checkpoint folders, with data files instead of the Trainer's pickles."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TrainerCheckpoints:
 
     Attributes:
         order: the row order by length that a checkpoint includes, or None.
-        newest: the checkpoint that this run has written or loaded last, for a rollback.
+        newest: the last checkpoint written or loaded in this run, for a rollback.
         save_seconds: the time of the slowest save.
     """
 
@@ -64,10 +64,8 @@ class TrainerCheckpoints:
     # -- before training
 
     def find(self, trainer: Any, given: str | bool) -> str:
-        """The checkpoint to resume from, after it was checked.
-
-        Args:
-            given: its folder, or True for the newest complete checkpoint in the output folder.
+        """Check and return the checkpoint to resume from: `given`, or if True the newest complete one in the output
+        folder.
 
         Raises:
             ModelError, ConfigError: as `OffloadTrainerMixin.train`.
@@ -130,16 +128,13 @@ class TrainerCheckpoints:
     # -- saving
 
     def save(self, trainer: Any, trial: Any, write: Callable[[], None]) -> None:
-        """Save a checkpoint of the current step, and delete older ones when it is complete.
+        """Save a checkpoint of the current step with the Trainer's `write`, and delete older ones when it is complete.
 
-        Several ranks call it together: each writes its states and random states, and rank 0 everything else.
-
-        Args:
-            write: the Trainer's own way.
+        Every rank calls it, and writes its states and random states; rank 0 writes everything else.
 
         Raises:
             OutputError: the disk is full.
-            RankError: another rank has failed in it.
+            RankError: saving failed on another rank.
         """
         args, engine, limit = trainer.args, trainer.engine, trainer.args.save_total_limit
         folder = checkpoint_folder(trainer, trial)
@@ -172,20 +167,20 @@ class TrainerCheckpoints:
         return ranks_of(trainer).together("writing the model") if self._is_saving else nullcontext()
 
     def save_weights(self, trainer: Any, folder: Path, save: Callable[[], None]) -> None:
-        """Run the Trainer's `save` with safetensors written in pieces and arguments as JSON; add weights of losses."""
+        """Run the Trainer's `save` with safetensors in pieces and arguments as JSON; add weights of losses."""
         with saved_in_pieces(), arguments_as_data(folder, trainer), phase_of(trainer, "saving"):
             save()
             if self._is_saving and isinstance(trained := trained_module(trainer), WithLosses):
                 trained.write(folder, trainer.engine.origin)
 
     def save_states(self, trainer: Any, folder: Path, **values: Any) -> None:
-        """Write this rank's optimizer states, and on rank 0 the scheduler and `values` to `run.json`."""
+        """Write this rank's optimizer states; on rank 0 also scheduler and `values` to `run.json`."""
         rank, num_ranks = trainer.args.process_index, trainer.args.world_size
         values = {"scheduler": trainer.lr_scheduler.state_dict(), **values}
         trainer.engine.snapshot().write(folder, rank, num_ranks, **values)
 
     def save_random(self, trainer: Any, folder: Path) -> None:
-        """Write this rank's random states, and on rank 0 the order of the rows."""
+        """Write this rank's random states; on rank 0 also the order of the rows."""
         origin = trainer.engine.origin
         write_random(folder, origin, trainer.args.process_index)
         if self.order is not None and trainer.args.should_save:
@@ -194,11 +189,9 @@ class TrainerCheckpoints:
     # -- resuming
 
     def load_weights(self, trainer: Any, folder: Path, model: Any, load: Callable[..., None]) -> None:
-        """Load the model's weights in pieces. Unread weights are read from the checkpoint when the engine is built.
+        """Load weights into `model` (None: the Trainer's) in pieces; the Trainer's `load` does everything else.
 
-        Args:
-            model: None for the Trainer's model.
-            load: the Trainer's own way, for all else.
+        Unread weights are read from the checkpoint when the engine is built.
 
         Raises:
             ModelError: the weights do not match the model, or a file is cut.
@@ -219,12 +212,10 @@ class TrainerCheckpoints:
                 trained.read(folder, incomplete=trainer.offload.resume_incomplete)
 
     def load_states(self, trainer: Any, folder: Path, load: Callable[[str], None]) -> dict[str, Any]:
-        """Load states, scheduler and row order that this class saved, or the files of transformers' own Trainer.
+        """Load states, scheduler and row order that this class saved, or transformers' own files with the Trainer's
+        `load`.
 
         The user's scheduler continues from the rates of its own optimizer.
-
-        Args:
-            load: the Trainer's own way.
 
         Returns:
             The values in `run.json`; {} for a checkpoint of transformers' Trainer.
@@ -248,12 +239,10 @@ class TrainerCheckpoints:
         return values
 
     def load_random(self, trainer: Any, folder: Path | None) -> bool:
-        """Load random states that this class saved.
+        """Load random states that this class saved. Returns False for None and for a checkpoint of transformers'
+        Trainer.
 
         The Trainer's loop calls it before it takes the rows if an epoch begins, else after it has taken the first rows.
-
-        Returns:
-            False for a checkpoint of transformers' Trainer, and for None.
         """
         if self.order is not None:
             self.order.reset()
@@ -264,7 +253,7 @@ class TrainerCheckpoints:
 
 
 def check_best_model(trainer: Any) -> None:
-    """Check the checkpoint of the best model before it is loaded. Raises `ModelError` if it is broken."""
+    """Raise `ModelError` if the checkpoint of the best model is broken."""
     best = Path(str(trainer.state.best_model_checkpoint))
     if not (best / MANIFEST).is_file():
         return
@@ -282,7 +271,7 @@ def check_best_model(trainer: Any) -> None:
 
 
 def missing_weights(trainer: Any, missing_keys: list[str]) -> list[str]:
-    """The missing keys of a loaded checkpoint, without tied weights that it has under their other name.
+    """`missing_keys` without tied weights that the checkpoint has under their other name.
 
     Raises:
         ModelError: the checkpoint lacks weights.
@@ -340,6 +329,6 @@ def _load_optimizer_alone(trainer: Any, checkpoint: Path) -> None:
     optimizer = trainer.optimizer
     optimizer.load_state_dict(torch.load(checkpoint / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
     done = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step
-    optimizer._opt_called = True  # else torch warns that no step came before the scheduler's
+    optimizer._opt_called = True  # otherwise torch warns that no step came before the scheduler's
     for _ in range(0 if isinstance(trainer.lr_scheduler, ReduceLROnPlateau) else done):
         trainer.lr_scheduler.step()

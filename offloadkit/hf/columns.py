@@ -34,7 +34,6 @@ _PARTS = ("system", "system_prompt", "history", "choices", "options", "passage")
 """Parts of the input whose place in the prompt is unknown."""
 _TOKENIZED = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "labels")
 TEXTS = (*_QUESTIONS, *_CONTEXTS, *_TARGETS)
-"""Text columns."""
 CONVERSATIONS = ("messages", "conversations", "prompt", "completion")
 """Columns that may hold lists of messages."""
 
@@ -43,8 +42,6 @@ ACCEPTED = "input + target, prompt + completion, text, messages, text + label, o
 
 @dataclass(frozen=True)
 class Columns:
-    """The chosen columns."""
-
     kind: Kind
     inputs: tuple[str, ...]
     """Joined by blank lines; after the first column, empty values are skipped."""
@@ -56,10 +53,7 @@ class Columns:
     """Hint on how to choose other columns that the user may have meant."""
 
     def texts(self, batch: dict[str, list[Any]], indices: list[int]) -> list[str]:
-        """The input of each row.
-
-        Args:
-            indices: row numbers for error messages.
+        """The input of each row; `indices` are row numbers for messages.
 
         Raises:
             DataError: an input is missing or not a string, or the template cannot be filled.
@@ -110,16 +104,15 @@ class Columns:
 
 @dataclass(frozen=True)
 class ColumnOptions:
-    """The arguments `input_column`, `target_column` and `template` of `finetune`."""
+    """`finetune`'s `input_column`, `target_column` and `template`."""
 
     input: str | None = None
     target: str | None = None
     template: str | None = None
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ConfigError: a value is not a string, input and template are both given, or the template is invalid.
+        """Raises `ConfigError` if a value is no string, input and template are both given, or the template is
+        invalid.
         """
         given = {"input_column": self.input, "target_column": self.target, "template": self.template}
         for name, value in given.items():
@@ -136,11 +129,7 @@ class ColumnOptions:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The input columns without duplicates.
-
-        Raises:
-            ConfigError: the template is invalid.
-        """
+        """The input columns without duplicates. Raises `ConfigError` if the template is invalid."""
         if self.template is None:
             return () if self.input is None else (self.input,)
         try:
@@ -153,22 +142,17 @@ class ColumnOptions:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The input columns and the target."""
         return self.inputs if self.target is None else (*self.inputs, self.target)
 
 
 _TEXT = Columns("text", ("text",))
 
 BY_NAME = ColumnOptions()
-"""No column is named: the column names decide."""
+"""The column names decide."""
 
 
 def choose(names: Sequence[str], kinds: Collection[Kind], column_options: ColumnOptions) -> Columns:
-    """Choose the columns to learn from.
-
-    Args:
-        names: the columns of the dataset.
-        kinds: the kinds that the model and the task support.
+    """Choose the columns to learn from, among kinds that the model and the task support.
 
     Raises:
         DataError: a column that the user named is missing, no column set fits, or names are ambiguous.
@@ -183,11 +167,7 @@ def choose(names: Sequence[str], kinds: Collection[Kind], column_options: Column
 
 
 def columns_to_read(names: Collection[str], named: Collection[str]) -> set[str]:
-    """The columns to read. Values of other columns may have no common type.
-
-    Args:
-        named: the columns that the user named.
-    """
+    """The columns to read. Values of other columns may have no common type."""
     base = {"input", "target", "text", "label", "messages", "prompt", "completion", *_TOKENIZED, *named}
     if not named and any(columns.kind in ("tokenized", "pairs", "labelled text") for columns in _exact(names)):
         return base
@@ -239,7 +219,6 @@ def _recognised(names: Collection[str]) -> list[Columns]:
 
 
 def _otherwise(chosen: Columns, names: Sequence[str]) -> str:
-    """Hint for rows that have both a `text` column and a target."""
     if "text" not in names:
         return ""
     if chosen.kind == "pairs" and "text" in chosen.inputs:
@@ -252,7 +231,6 @@ def _otherwise(chosen: Columns, names: Sequence[str]) -> str:
 
 
 def _is_written_out(names: Sequence[str]) -> bool:
-    """Whether `text` accompanies a pair, and so holds the whole row."""
     pairs = (columns for columns in (*_exact(names), *_recognised(names)) if columns.kind == "pairs")
     return "text" in names and any("text" not in columns.inputs for columns in pairs)
 

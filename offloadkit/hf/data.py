@@ -73,8 +73,8 @@ def prepare(
         dataset: from `load_dataset_like`.
         tokenizer: from `ModelSource.load_tokenizer`.
         task: None: inferred from the columns and the model.
-        max_input_length: tokens per row, with the end token; for a causal model input plus target. None: 512
-            (causal: 1024), at most the model's limit.
+        max_input_length: tokens per row, with the end token; for a causal model input plus target. None: 512 (causal:
+            1024), at most the model's limit.
         max_target_length: target tokens per row (seq2seq). None: 128.
         id2label: classes of the training set, for an evaluation set.
         column_options: the columns that the user named.
@@ -131,7 +131,6 @@ def prepare_both(
     Args:
         train_dataset, eval_dataset: see `load_dataset_like`. `eval_dataset` may also be the share of training rows to
             hold out (0 < share < 1).
-        column_options: the columns that the user named, for both sets.
 
     Raises:
         DataError: see `prepare`. For the evaluation set the message begins with "eval_dataset: ".
@@ -157,7 +156,7 @@ def prepare_both(
 
 
 def _held_out(data: PreparedData, share: float) -> tuple[PreparedData, PreparedData]:
-    """Split into training and held-out rows, drawn with a fixed seed; both sets keep the order of rows."""
+    """Training and held-out rows, drawn with a fixed seed; both sets keep the order of rows."""
     total = len(data.dataset)
     number = max(1, round(share * total))
     if number == total:
@@ -168,7 +167,7 @@ def _held_out(data: PreparedData, share: float) -> tuple[PreparedData, PreparedD
 
 
 def longest_row(*prepared: PreparedData | None) -> dict[str, int]:
-    """Length options for the plan: the longest rows of the tokenized sets."""
+    """Length options for the plan."""
     some = [data for data in prepared if data is not None]
     return {
         "max_input_length": max(data.longest_input for data in some),
@@ -181,11 +180,10 @@ _KINDS: dict[Task, set[Kind]] = {
     "causal": {"tokenized", "pairs", "messages", "text"},
     "classification": {"tokenized", "labelled text"},
 }
-"""Kinds of columns that each task can use."""
 
 
 def _columns(dataset: Dataset, config: PreTrainedConfig, task: Task | None, column_options: ColumnOptions) -> Columns:
-    """Choose columns that fit the model; if none fit, columns of any kind, for the error message of `_task_of`."""
+    """Columns that fit the model; if none fit, columns of any kind, for the error message of `_task_of`."""
     if task is None and column_options.named:
         task = infer_task(config)
     tasks: list[Task] = [task] if task else ["classification"]
@@ -210,11 +208,6 @@ def _fills_in_masks(config: PreTrainedConfig) -> bool:
 
 
 def _task_of(columns: Columns, dataset: Dataset, config: PreTrainedConfig, task: Task | None) -> Task:
-    """The task for these columns and this model.
-
-    Raises:
-        DataError: columns, model and the user's task do not match.
-    """
     encoder_decoder = bool(config.is_encoder_decoder)
     of_kind: dict[Kind, Task] = {"messages": "causal", "text": "causal", "labelled text": "classification"}
     of_kind["pairs"] = "seq2seq" if encoder_decoder else "causal"
@@ -250,7 +243,6 @@ def _task_of_tokenized(dataset: Dataset, config: PreTrainedConfig) -> Task:
 
 
 def default_input_length(config: PreTrainedConfig, task: Task) -> int:
-    """Default length in tokens for the task, at most the model's limit."""
     default, limit = _DEFAULT_INPUT_LENGTHS[task], longest_of_model(config)
     return default if limit is None else min(default, limit)
 
@@ -270,7 +262,7 @@ def num_positions(config: PreTrainedConfig) -> int | None:
 
 
 def _collator(tokenizer: PreTrainedTokenizerBase, task: Task, step: int, target_step: int) -> Collate:
-    """A HuggingFace collator that pads inputs to multiples of `step` and labels to multiples of `target_step`.
+    """A collator that pads inputs to multiples of `step` and labels to multiples of `target_step`.
 
     Causal rows have labels already. `DataCollatorForLanguageModeling` would mask an end token that is also the padding
     token, so the model would not learn to end.

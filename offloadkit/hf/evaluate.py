@@ -12,7 +12,6 @@ import torch
 from offloadkit.hf.data import PreparedData
 
 _CONTINUED_TOKENS = 48
-"""Most tokens that a causal model generates per sample."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Sample:
 
     @property
     def correct(self) -> bool:
-        """Whether the prediction equals the target, except for surrounding white space."""
+        """Whether the prediction equals the target, ignoring surrounding white space."""
         return self.prediction.strip() == self.target.strip()
 
 
@@ -61,7 +60,6 @@ def predict(
 
 
 def in_words(sample: Sample, task: str) -> str:
-    """One line with input, prediction and, except for causal models, whether the prediction is right."""
     shown = f"{_short(sample.input)!r} -> {_short(sample.prediction)!r}"
     if task == "causal":
         return shown
@@ -114,7 +112,7 @@ def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, num_token
 
 
 def _text(tokenizer: Any, rows: Any) -> list[str]:
-    """Decode token ids, except ids beyond the tokenizer's, which a model with a padded vocabulary may generate."""
+    """Decode, except ids beyond the tokenizer's, which a model with a padded vocabulary may generate."""
     num_known = len(tokenizer)
     known = [[token for token in map(int, row) if token < num_known] for row in rows]
     return [str(text) for text in tokenizer.batch_decode(known, skip_special_tokens=True)]

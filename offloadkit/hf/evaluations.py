@@ -1,4 +1,4 @@
-"""Evaluations of a Trainer: through the engine, and in the order of an undisturbed run if training is resumed."""
+"""Evaluations of a Trainer: through the engine, and on resume in the order of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -57,11 +57,7 @@ class TrainerEvaluations:
         self._ignored_keys = ignored_keys
 
     def run(self, trainer: Any, trial: Any, stops: StopCallback | None, evaluate: Callable[[], Any]) -> Any:
-        """Evaluate. If it fails at world size 1, a checkpoint that is due is written first, and the error says so.
-
-        Args:
-            evaluate: the Trainer's own way.
-        """
+        """Evaluate. If it fails at world size 1, a checkpoint that is due is written first, and the error says so."""
         before = random_states()
         try:
             metrics = evaluate()
@@ -84,7 +80,7 @@ class TrainerEvaluations:
         return due and trainer.args.world_size == 1 and step > 0 and not is_saved
 
     def values(self, trainer: Any, stops: StopCallback | None) -> dict[str, bool]:
-        """For `run.json`: whether the checkpoint that is written now precedes an evaluation of its step."""
+        """For `run.json`: whether this checkpoint precedes an evaluation of its step."""
         args, state = trainer.args, trainer.state
         if self._newest_step == state.global_step:
             return {}
@@ -94,7 +90,7 @@ class TrainerEvaluations:
         return {_IS_DUE: True} if self._has_failed or skipped or (by_epoch and ends_epoch) else {}
 
     def load(self, values: dict[str, Any]) -> None:
-        """Take over the values in the `run.json` of a resumed checkpoint."""
+        """Set the state from the `run.json` of a resumed checkpoint."""
         self._is_due = bool(values.get(_IS_DUE))
 
     def catch_up(self, trainer: Any) -> None:
@@ -111,8 +107,8 @@ class TrainerEvaluations:
     def through_the_engine(self, trainer: Any, dataloader: Any) -> Iterator[None]:
         """A context for the Trainer's loop over evaluated rows. Before training, the model is moved to the device.
 
-        If the weights exceed half of the VRAM budget, the engine is built and streams them. A model that the engine of
-        another Trainer trains stays where that engine has it.
+        If the weights exceed half of the VRAM budget, the engine is built and streams them. A model trained by another
+        Trainer's engine stays in place.
         """
         args, model = trainer.args, trainer.model
         weights = sum(parameter.nbytes for parameter in model.parameters())
@@ -131,7 +127,7 @@ class TrainerEvaluations:
             opened.enter_context(phase_of(trainer, "evaluation"))
             opened.enter_context(worker_errors_named())
             if trainer.engine is not None and args.world_size > 1:
-                trainer.engine.synchronize()  # generating, ranks do not use the weights alike
+                trainer.engine.synchronize()  # ranks may use different weights while generating
             if isinstance(getattr(dataloader, "batch_sampler", None), ShardedBatches):
                 whole = trainer.gather_function == trainer.accelerator.gather
                 trainer.gather_function = GatheredRows(trainer.accelerator, args.eval_batch_size, whole)
@@ -139,10 +135,10 @@ class TrainerEvaluations:
 
 
 def _save_before(error: Exception, trainer: Any, trial: Any) -> None:
-    """Save the checkpoint that is due, and add to the error that it was saved, or why not."""
+    """Save the checkpoint that is due, and tell in the error whether it was saved."""
     try:
         trainer._save_checkpoint(trainer.model, trial)
-        if isinstance(error, TrainingStoppedError):  # whose message names the newest checkpoint
+        if isinstance(error, TrainingStoppedError):  # its message names the newest checkpoint
             error.args = stopped_by(trainer, error.signal).args
         else:
             error.add_note(f"The checkpoint of step {trainer.state.global_step} was written before this was raised.")

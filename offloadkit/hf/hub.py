@@ -53,7 +53,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
 
 
 def check_folder(source: str) -> None:
-    """Check a model's folder. Hub names pass.
+    """Check a model's folder; hub names pass.
 
     Raises:
         ModelNotFoundError: the folder has no config.json. The message names subfolders that have one.
@@ -76,7 +76,7 @@ _SIZE = re.compile(
 )
 _LARGEST_SIZE, MOST_LABELS = 2**31, 1_000_000
 _MOST = {r"(^|_)layers?$": 4_096, "labels": MOST_LABELS, "vocab": 2**24, "positions": 2**27}
-"""Limits that no model comes near. Building or planning a larger one would take minutes."""
+"""Limits far above any model. Building or planning a larger one would take minutes."""
 
 
 _LARGEST_NUMBER = 3e38
@@ -170,9 +170,8 @@ def readable_hub_errors(name: str, *, kind: str = "model", found: bool = False, 
     """Translate errors of reading `name` from the hub or a folder into offloadkit's errors.
 
     Args:
-        name: hub name or folder.
         kind: "model", "tokenizer" or "dataset".
-        found: whether a part was read before, so that the name exists even if the connection is lost.
+        found: a part was read before, so the name exists even if the connection is lost.
         file: the file whose values are used, for the message if they are unusable.
 
     Raises:
@@ -316,7 +315,7 @@ def _translate(error: BaseException, name: str, kind: str, found: bool, file: st
 
 
 _OF_BROKEN_FILES = (TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, EOFError)
-"""Errors that other libraries raise for unexpected values in a file."""
+"""Errors of other libraries for unexpected values in a file."""
 
 
 def _is_ours(error: BaseException) -> bool:

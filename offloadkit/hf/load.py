@@ -61,7 +61,7 @@ class InitialWeights:
                     self._write(real, f"{prefix}.{attribute}", set(), draws.get(buffer, []))
 
     def materialise(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Draw the parameters that are still on the meta device. This is an `unread.Materialise`."""
+        """Draw the parameters that are still on the meta device. Implements `unread.Materialise`."""
         waiting = [parameter for parameter in parameters if parameter.is_meta]
         for parameter in waiting:
             become(parameter, torch.empty_like(parameter, device="cpu"))
@@ -76,7 +76,7 @@ class InitialWeights:
             ThreadPool(NUM_THREADS, "offloadkit-draw-part") as of_parts,
             ThreadPool(NUM_THREADS, "offloadkit-draw") as pool,
         ):
-            list(pool.map(draw, sorted(waiting, key=torch.numel, reverse=True)))  # largest first
+            list(pool.map(draw, sorted(waiting, key=torch.numel, reverse=True)))
 
     def _write(
         self,
@@ -86,7 +86,7 @@ class InitialWeights:
         draws: Sequence[_Draw],
         of_parts: ThreadPool | None = None,
     ) -> int:
-        """Run `draws`. Returns the index of the last draw that overwrites the whole tensor.
+        """Run `draws`; returns the index of the last draw that overwrites the whole tensor.
 
         Earlier draws can be skipped: T5, for example, draws every matrix twice.
         """
@@ -105,8 +105,8 @@ class InitialWeights:
 def _draws(model: Any, *, of_buffers: bool = False) -> dict[torch.Tensor, list[_Draw]]:
     """Parameter (or buffer) -> calls of `_init_weights` that may write to it, in order.
 
-    The order is the same as in `PreTrainedModel.initialize_weights`: children first, with `_init_weights` of the
-    innermost `PreTrainedModel`.
+    The order is that of `PreTrainedModel.initialize_weights`: children first, with `_init_weights` of the innermost
+    `PreTrainedModel`.
     """
     from transformers import PreTrainedModel
 
@@ -133,11 +133,7 @@ class _OnlyInto(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, target: torch.Tensor, seed: str, others: set[int], of_parts: ThreadPool | None = None) -> None:
-        """
-        Args:
-            others: storages that must not change.
-            of_parts: threads that draw parts of a large tensor; None: no parts.
-        """
+        """`others`: storages that must not change. `of_parts`: threads that draw parts of a large tensor."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._target, self._others = _storage(target), others
         self._seed, self._num_elements, self._of_parts = seed, target.numel(), of_parts
@@ -179,7 +175,6 @@ class _OnlyInto(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def seeded_overload(func: Any) -> Any:
-    """The overload of a random operation that takes a generator."""
     for overload in (func, getattr(func.overloadpacket, "generator", None)):
         if overload is not None and any(argument.name == "generator" for argument in overload._schema.arguments):
             return overload
@@ -236,11 +231,8 @@ def infer_task(config: PreTrainedConfig) -> Task:
 
 
 def auto_class_of(config: PreTrainedConfig, task: str) -> Any:
-    """The Auto class of a task.
-
-    Raises:
-        ConfigError: the task is unknown.
-        ModelError: the Auto class has no model for the config.
+    """The Auto class of a task. Raises `ConfigError` for an unknown task, `ModelError` if the class has no such
+    model.
     """
     import transformers
 
@@ -283,9 +275,8 @@ def fill(model: nn.Module, device: torch.device) -> None:
 
 
 def build(config: PreTrainedConfig, task: str, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
-    """A model with initial weights on `device`."""
     auto_class = auto_class_of(config, task)
-    auto_class._model_mapping.get(type(config), None)  # imports the model's module: torch 2.6 cannot on meta
+    auto_class._model_mapping.get(type(config), None)  # imports the model's module, which torch 2.6 cannot do on meta
     with device:
         model = cast("PreTrainedModel", auto_class.from_config(config, dtype=dtype or config.dtype or torch.float32))
         if _has_own_head(config):
@@ -306,7 +297,7 @@ def _draw_head(weight: torch.Tensor) -> None:
 
 
 def _untie_head(model: Any) -> None:
-    """Untie the head, as in T5 v1.1 checkpoints; transformers 5 ties the head of every new T5."""
+    """transformers 5 ties the head of every new T5; T5 v1.1 checkpoints have an untied head."""
     head = model.get_output_embeddings()
     if head is None or head.weight is not model.get_input_embeddings().weight:
         return
@@ -329,11 +320,8 @@ def read(
 ) -> PreTrainedModel:
     """Read a model from a folder or the hub, directly onto `device` and into `dtype`.
 
-    Args:
-        allow_missing: draw tensors that the checkpoint lacks. A classifier's head may always be missing.
-
     Raises:
-        ModelError: the checkpoint lacks tensors of the model.
+        ModelError: the checkpoint lacks tensors, except a classifier's head, and `allow_missing` is False.
     """
     auto_class = auto_class_of(config, task)
     errors = readable_hub_errors(source, found=True)

@@ -1,7 +1,7 @@
 """Find the largest micro-batch of a Trainer before training.
 
-Rows are read and collated in a forked process, like in a DataLoader's worker, so that random states, files and the
-collator of the training process do not change.
+Rows are read and collated in a forked process, as in a DataLoader worker, so random states, files and the collator of
+the training process do not change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 MOST_ROWS = 4096
-"""At most this many rows are measured, spread evenly over the dataset."""
+"""Maximum number of measured rows, spread evenly over the dataset."""
 SECONDS = 60
 """Timeout."""
 _COLUMNS = ("input_ids", "labels")
@@ -34,8 +34,8 @@ def longest_batch(trainer: Any) -> tuple[dict[str, Any], str]:
     Evaluation rows are included if the Trainer evaluates during training.
 
     Returns:
-        Arguments of the model's forward, with tensors on the meta device; and a note for the user if only a part of
-        the training rows was measured, else "".
+        Arguments of the model's forward, with tensors on the meta device; and a note if only a part of the training
+            rows was measured, else "".
 
     Raises:
         NotReadableError: custom loss or batches, no rows, a stream, or an error in the forked process.
@@ -85,13 +85,11 @@ def _check_standard(trainer: Any) -> None:
 
 
 def is_standard(method: Any) -> bool:
-    """Whether a Trainer's method comes from a module in `_OWN_LOSSES`."""
     return f"{method.__module__}.".startswith(_OWN_LOSSES)
 
 
 def _as_trained(trainer: Any, rows: Any, description: str) -> tuple[Any, Callable[[Any], Any]]:
-    """Rows and collator of the Trainer's DataLoader. Calls private methods of the Trainer."""
-    if hasattr(rows, "remove_columns"):  # a datasets.Dataset
+    if hasattr(rows, "remove_columns"):
         return trainer._remove_unused_columns(rows, description=description), trainer.data_collator
     return rows, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
 
@@ -109,7 +107,7 @@ class _Longest(Dataset[Any]):
         return 1
 
     def __getitem__(self, _: int) -> list[dict[str, Any]]:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # in the forked process, which has no tokenizer threads
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the forked process has no tokenizer threads
         number = len(self.rows)
         indices = range(0, number, -(-number // MOST_ROWS))
         lengths = [(index, _lengths(row)) for index, row in zip(indices, self._columns(indices), strict=True)]
@@ -166,7 +164,6 @@ def _read_elsewhere(longest: _Longest) -> list[dict[str, Any]]:
 
 
 def _largest(batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """A micro-batch on the meta device with the maximum of every size."""
     found: dict[str, Any] = {}
     for name, first in batches[0].items():
         forms = [batch.get(name) for batch in batches]

@@ -3,12 +3,10 @@
 `compute_loss_in_chunks(model)` makes the output head return `Logits`, a tensor subclass that holds the hidden states
 and the head's weights. Views, shifts, slices, scaling and soft-capping of the logits are recorded, and
 `F.cross_entropy` then computes chunk by chunk. Any other operation (argmax, a custom loss, saving) materialises the
-logits, with gradients. So the model's own code still handles labels, shifting, `num_items_in_batch`, auxiliary losses
-and soft-capping.
+logits, with gradients.
 
-Up to `CHUNK_ELEMENTS` logits are computed as usual: small vocabularies, short batches, generation. This and the chunks
-depend only on shapes, never on the placement of weights, in training and in evaluation. For the formulas see
-`kernels/linear_cross_entropy.py`.
+Up to `CHUNK_ELEMENTS` logits are computed as usual. The chunks depend only on shapes, never on the placement of
+weights. Formulas: `kernels/linear_cross_entropy.py`.
 """
 
 from __future__ import annotations
@@ -37,9 +35,8 @@ def num_targets(model: Any, batch: Any) -> torch.Tensor | int:
 
 
 def targets_in(batch: Any, *, shifted: bool) -> torch.Tensor | int:
-    """`num_targets`, given whether the model `shifts_labels`.
-
-    Returns 1 for a batch that is not a mapping, such as a list of rows, so that all micro-batches have equal weights.
+    """`num_targets`, given whether the model `shifts_labels`; 1 for a batch that is not a mapping, such as a list of
+    rows.
     """
     if not isinstance(batch, Mapping):
         return 1
@@ -72,12 +69,11 @@ def with_dummy_target(inputs: Any, count: torch.Tensor | int) -> tuple[Any, torc
     if not isinstance(count, torch.Tensor) or not isinstance(labels, torch.Tensor) or not labels.numel():
         return inputs, count
     last = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
-    last.view(-1)[-1].fill_(True)  # an assignment would synchronise: it copies a number to the device
+    last.view(-1)[-1].fill_(True)  # an assignment would copy a number to the device and synchronise
     return {**inputs, "labels": labels.masked_fill(last & (count == 0), 0)}, count
 
 
 def on_device(count: torch.Tensor | int, device: torch.device) -> torch.Tensor:
-    """`count` as a scalar tensor on `device`."""
     if isinstance(count, torch.Tensor):
         return count.to(device)
     return torch.full((), count, device=device)
@@ -93,10 +89,7 @@ def compute_loss_in_chunks(model: nn.Module, chunk_elements: int = CHUNK_ELEMENT
     """Make the model's output head return `Logits`; returns a function that restores the head.
 
     Models without `get_output_embeddings()`, and heads that are not a plain `nn.Linear` (quantised, adapted) or have a
-    replaced forward, stay unchanged.
-
-    Args:
-        chunk_elements: logits per chunk. Up to this number, logits are computed as usual.
+    replaced forward, stay unchanged. Up to `chunk_elements` logits are computed as usual.
     """
     untyped: Any = model
     head: Any = untyped.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -125,7 +118,6 @@ def give_method(module: nn.Module, name: str, function: Callable[..., Any]) -> C
 
 
 def autocasts(device_type: str) -> bool:
-    """Whether autocast is on for tensors of this device type."""
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
@@ -192,10 +184,7 @@ class Logits(torch.Tensor):
         return self.known is not None or (self.origin is not None and self.origin[0].changed())
 
     def whole(self, *, keep: bool = False) -> torch.Tensor:
-        """Materialise the logits as a plain tensor.
-
-        Args:
-            keep: keep the tensor for later calls, because the caller writes to it.
+        """Materialise the logits as a plain tensor; `keep` it for later calls if the caller writes to it.
 
         Raises:
             EngineStateError: the head's weights were updated since the forward.
@@ -267,7 +256,7 @@ def _say_whole(name: str) -> None:
     logger.warning("the logits are computed as a whole, not in chunks: %s needs them", name)
 
 
-# ---- operations that do not materialise the logits; arguments: the function, the logits, further arguments ----
+# ---- operations that do not materialise the logits ----
 
 
 def _plain(logits: Logits) -> torch.Tensor:

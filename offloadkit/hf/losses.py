@@ -1,7 +1,7 @@
 """Support for Trainers whose loss is a module outside the model, as in sentence-transformers.
 
-`trainer.loss` is a module, or a dict of modules by dataset name. `compute_loss` calls the loss with features and
-labels, and the loss calls the model. A loss may have weights; the engine trains them together with the model.
+`trainer.loss` is a module, or a dict of modules by dataset name, and calls the model. The engine trains the losses'
+weights together with the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offloadkit.checkpoint.weights import check_weights, load_weights
 from offloadkit.errors import ModelError
 
 LOSS_FILE = "losses.safetensors"
-"""File of the losses' weights, which `save_pretrained` does not save."""
+"""Weights of the losses, which `save_pretrained` does not save."""
 
 
 class WithLosses(nn.Module):
@@ -32,7 +32,6 @@ class WithLosses(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the model's weights."""
         return next(self.model.parameters()).dtype
 
     def forward(self, *args: Any, through: str | None = None, **kwargs: Any) -> Any:
@@ -52,15 +51,12 @@ class WithLosses(nn.Module):
         return {name: each.detach() for name, each in named if isinstance(each, torch.Tensor) and id(each) not in ours}
 
     def write(self, folder: Path, origin: Origin) -> None:
-        """Save `own()` to `LOSS_FILE`; no file if it is empty."""
+        """Save `own()` to `LOSS_FILE`, unless it is empty."""
         if own := self.own():
             write_arrays(folder / LOSS_FILE, own, origin.of_arrays(LOSS_FILE))
 
     def read(self, folder: Path, *, incomplete: bool = False) -> None:
-        """Load the weights that `write` saved.
-
-        Args:
-            incomplete: accept a checkpoint without `LOSS_FILE`.
+        """Load the weights that `write` saved; `incomplete` accepts a checkpoint without them.
 
         Raises:
             ModelError: the file is missing, or its tensors do not match the losses.
@@ -88,9 +84,9 @@ def losses_of(trainer: Any) -> dict[str, nn.Module]:
 
 @contextmanager
 def called_through(trainer: Any, call: Callable[..., Any]) -> Iterator[None]:
-    """Replace the Trainer's losses by functions that run `call(..., through=NAME)`, inside this context.
+    """Within this context the Trainer's losses are functions that run `call(..., through=NAME)`.
 
-    A loss module would not do: the Trainer sets its `model`, which must be a module.
+    They cannot be modules: the Trainer would set their `model`, which must be a module.
     """
     kept = trainer.loss
 

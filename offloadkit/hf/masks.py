@@ -1,8 +1,8 @@
 """Keeps attention masks from synchronising with the GPU.
 
 In every forward, transformers asks the GPU whether the mask masks anything (to drop it if not) and whether positions
-show packed rows. The collator can answer the first question from the mask in RAM; without `position_ids` no rows are
-packed. Questions without a known answer still go to the GPU. Our own attention keeps every mask (`added_mask`).
+show packed rows. The collator answers the first question from the mask in RAM; without `position_ids` no rows are
+packed. Otherwise the GPU is asked. Our own attention keeps every mask (`added_mask`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NOTE = "attention_mask_is_full"
-"""Key that `FullMaskCollator` adds to a batch: whether its masks mask nothing. No model's argument has this name."""
+"""Key that `FullMaskCollator` adds to a batch: whether its masks mask nothing. No model has an argument of this
+name.
+"""
 
 
 class _Known(threading.local):
     full: bool | None = None
-    """Whether the batch's attention masks mask nothing; None: not known."""
+    """Whether the batch's attention masks mask nothing; None: unknown."""
     shape: torch.Size | None = None
     """Shape of the forward's attention mask; `full` does not apply to masks of another shape."""
     is_packed: bool | None = None
-    """False if each row of the batch is one sequence; None: not known."""
+    """False if each row of the batch is one sequence; None: unknown."""
 
 
 _known = _Known()
@@ -39,7 +41,7 @@ _known = _Known()
 
 @dataclass(frozen=True)
 class CollatorWrapper:
-    """Wraps a collator. Its attributes can be read too, as a Trainer's `get_train_dataloader` may do."""
+    """Wraps a collator. Its attributes stay readable, for a Trainer's `get_train_dataloader`."""
 
     collate: Callable[[Any], Any]
 
@@ -72,7 +74,6 @@ def split_full_mask(batch: Any) -> tuple[Any, bool | None]:
 
 @contextmanager
 def known_full_mask(full: bool | None) -> Iterator[None]:
-    """Set on this thread whether the batch's masks mask nothing; None asks the GPU."""
     before, _known.full = _known.full, full
     try:
         yield
@@ -104,11 +105,11 @@ def avoid_mask_syncs(model: PreTrainedModel) -> Callable[[], None]:
 class MaskFunctions:
     """Replaces transformers' question functions while any model uses the replacement.
 
-    All models share one replacement. A function that another package installed afterwards stays.
+    A function that another package installed afterwards stays.
     """
 
     def __init__(self) -> None:
-        # reentrant: the garbage collector may close a model on this thread while it holds the lock
+        # reentrant: the garbage collector may close a model on a thread that holds the lock
         self._lock = threading.RLock()
         self._num_models, self._undo = 0, ExitStack()
 
@@ -174,12 +175,11 @@ def added_mask(
     dtype: torch.dtype = torch.float32,
     **given: Any,
 ) -> Tensor | None:
-    """transformers' `eager_mask` (a mask that is added to the scores), except that a given mask is never dropped.
+    """transformers' `eager_mask` (added to the scores), except that a given mask is never dropped.
 
     Returns:
-        (batch, 1, queries, keys) of `dtype`: 0 for attended keys, the dtype's minimum elsewhere. For bidirectional
-        masks
-        all queries share the memory of one row. None if no mask was given and all keys are attended to.
+        (batch, 1, queries, keys) of `dtype`: 0 for attended keys, the dtype's minimum elsewhere. In bidirectional masks
+            all queries share the memory of one row. None if no mask was given and all keys are attended to.
     """
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 

@@ -1,8 +1,7 @@
 """Changes to how transformers' models compute during training, by model family (`FAMILIES`).
 
-`facts.changes` calls `patched` when an engine is built or a micro-batch is traced for a plan. For every family,
-the loss over a large vocabulary is computed in chunks from fp32 logits, and masks do not synchronise with the GPU
-(`masks.py`). The engine itself switches off key-value caches in training (`changes.py`).
+For every family, the loss over a large vocabulary is computed in chunks from fp32 logits, and masks do not synchronise
+with the GPU (`masks.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ class Family:
     """`attn_implementation`; None keeps transformers' choice."""
 
     biased_attention: tuple[str, ...] = ()
-    """Classes, with their subclasses, whose eager attention adds a learned position bias and can run on our kernels.
+    """Classes whose eager attention, with a learned position bias, can run on our kernels; subclasses too.
+
     The module of the class must define `eager_attention_forward`.
     """
 
@@ -48,14 +48,14 @@ _DEFAULT = "sdpa"
 
 FAMILIES = (
     # With a learned attention bias, `sdpa` is slower and larger than eager attention (T5-3B, 8x(512+128) tokens, H200:
-    # forward and backward 0.238 s and 26.8 GiB against 0.227 s and 21.5 GiB). Its backward is not deterministic, and
-    # padded batches have produced NaN gradients.
+    # forward and backward 0.238 s and 26.8 GiB against 0.227 s and 21.5 GiB). Its backward is not deterministic and
+    # gave NaN gradients on padded batches.
     Family(
         model_types=("t5", "mt5", "umt5"),
         attention="eager",
         biased_attention=("T5Attention", "MT5Attention", "UMT5Attention"),
     ),
-    # The same attention, but `attn_implementation` stays unchanged.
+    # The same attention with `attn_implementation` unchanged.
     Family(
         biased_attention=(
             "LongT5Attention",
@@ -81,10 +81,9 @@ def choose_attention(config: Any) -> Callable[[], None]:
 def patched(
     model: nn.Module, config: OffloadConfig, *, kernels: bool = True, capability: tuple[int, int] | None = None
 ) -> Callable[[], None]:
-    """Apply the training changes to `model`; returns a function that undoes them.
+    """Apply the training changes to the transformers models in `model`; returns a function that undoes them.
 
     Args:
-        model: any module; the transformers models in it are changed.
         config: `attention` "keep" leaves attention unchanged; `compile_blocks` leaves the norms to the compiler.
         kernels: use our kernels for attention and norms.
         capability: as for `fuse_attention`.
@@ -130,10 +129,8 @@ def _take_loss_in_fp32(model: PreTrainedModel) -> Callable[[], None]:
 
 
 def fuse(model: nn.Module, *, compiled: bool = False) -> Callable[[], None]:
-    """Run attention with a position bias on our kernels and each norm as one kernel; returns a function that undoes it.
-
-    Args:
-        compiled: leave the norms to the compiler.
+    """Run attention with a position bias, and each norm unless `compiled`, on our kernels; returns a function that
+    undoes it.
     """
     changes = ExitStack()
     changes.callback(fuse_attention(model))
@@ -148,8 +145,8 @@ def fuse(model: nn.Module, *, compiled: bool = False) -> Callable[[], None]:
 def fuse_norms(model: nn.Module) -> Callable[[], None]:
     """Run each RMS norm of `model` as one kernel if possible; returns a function that undoes it.
 
-    A norm stays unchanged if its class computes something else, if its forward was replaced, or if its input's dtype
-    differs from its weight's.
+    A norm stays unchanged if its class computes something else, its forward was replaced, or its input's dtype differs
+    from its weight's.
     """
     changes = ExitStack()
     for module in model.modules():
@@ -169,7 +166,7 @@ def _normalize(self: Any, hidden_states: Tensor) -> Tensor:
 
 @cache
 def _is_rms_norm(kind: type[nn.Module]) -> bool:
-    """Whether `kind(width)` computes weight * x / sqrt(mean(x^2) + variance_epsilon), tested on an example:
+    """Whether `kind(width)` computes weight * x / sqrt(mean(x^2) + variance_epsilon), tested on an example, because
     transformers has one class per family, and some differ in a detail.
     """
     if not kind.__name__.endswith(("RMSNorm", "LayerNorm")) or kind.__module__.startswith("torch."):
@@ -220,8 +217,8 @@ def fuse_attention(model: nn.Module, capability: tuple[int, int] | None = None) 
 
 
 def _kernels_run(width: int, capability: tuple[int, int] | None) -> bool:
-    """Whether our attention runs on a GPU of `capability`, or on the present GPU. True without a GPU, because a plan
-    needs only shapes.
+    """Whether our attention runs on a GPU of `capability`, or on the present GPU. True without a GPU, where only shapes
+    count.
     """
     if capability is not None:
         return capability >= attention_kernel.LEAST_CAPABILITY
@@ -230,7 +227,6 @@ def _kernels_run(width: int, capability: tuple[int, int] | None) -> bool:
 
 @cache
 def _own_attention(kind: Any) -> Any:
-    """The eager attention function of a class in `biased_attention`; None for other classes."""
     names = {name for family in FAMILIES for name in family.biased_attention}
     for one in kind.__mro__:
         found = getattr(sys.modules[one.__module__], "eager_attention_forward", None)
@@ -248,7 +244,7 @@ def _register() -> None:
 
 
 def _compute_bias(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Make the bias contiguous once; otherwise each block would keep its own copy."""
+    """One contiguous bias; otherwise each block would keep its own copy."""
     bias: Tensor = type(self).compute_bias(self, *args, **kwargs)
     return bias.contiguous()
 

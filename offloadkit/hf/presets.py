@@ -1,8 +1,8 @@
 """Architectures known by name, so that planning needs no network and no licence.
 
-Values are copied from each model's config.json on the hub; a test compares parameter counts with the hub's. An instruct
-model has its base model's values. Phi-4-mini's factors for long contexts are left out. Training from a checkpoint reads
-the checkpoint's own config.
+Values are from each model's config.json on the hub, without Phi-4-mini's factors for long contexts; a test compares
+parameter counts with the hub's. An instruct model has its base model's values. Training from a checkpoint reads the
+checkpoint's own config.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preset:
-    """One architecture."""
-
     hub_name: str
     """Hub name of the weights and the tokenizer."""
 
@@ -28,11 +26,9 @@ class Preset:
     """Keyword arguments of the config class."""
 
     def config_values(self) -> dict[str, Any]:
-        """A copy of `values`."""
         return dict(self.values)
 
     def config(self) -> PreTrainedConfig:
-        """Build the config."""
         from transformers import AutoConfig
 
         return AutoConfig.for_model(self.model_type, **self.config_values())
@@ -60,11 +56,7 @@ _SIZE_ALIASES = {"xl": "3b", "xxl": "11b"}
 
 
 def _t5(hub_name: str, shape: tuple[int, ...], *, gated: bool) -> Preset:
-    """
-    Args:
-        gated: v1.1 and flan have a gated-gelu feed forward and an untied head; v1.0 has relu and a head tied to the
-            embeddings.
-    """
+    """`gated`: v1.1 and flan, with a gated-gelu feed forward and an untied head; v1.0 has relu and a tied head."""
     values = {
         "architectures": ["T5ForConditionalGeneration"],
         "vocab_size": 32_128,
@@ -146,7 +138,7 @@ _PHI_4_MINI: _Values = {"rms_norm_eps": 1e-5, "max_position_embeddings": 131_072
 _PHI_4_MINI |= {"bos_token_id": 199_999, "eos_token_id": 199_999, "pad_token_id": 199_999, "sliding_window": None}
 
 _Rows = list[tuple[str, tuple[str, ...], tuple[int, ...], dict[str, Any]]]
-"""Start of the hub name, its endings, the values of `_SHAPE`, and the other config values."""
+"""Start of the hub name, its endings, the values of `_SHAPE`, other config values."""
 _CHAT, _IT = ("", "-Instruct"), ("", "-it")
 _DECODERS: dict[tuple[str, str], _Rows] = {
     ("llama", "LlamaForCausalLM"): [

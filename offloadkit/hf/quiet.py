@@ -1,5 +1,4 @@
-"""Context managers that silence progress bars, log messages and background downloads of transformers, datasets and the
-hub client.
+"""Silence progress bars, log messages and background downloads of transformers, datasets and the hub client.
 
 Progress bars appear only on terminals and in notebooks; elsewhere every update would print a line.
 """
@@ -18,7 +17,6 @@ from offloadkit.distributed import world
 
 @contextmanager
 def progress_bars(shown: bool) -> Iterator[None]:
-    """Show or hide the progress bars of transformers and the hub client."""
     import huggingface_hub.utils
     import transformers.utils.logging
 
@@ -63,7 +61,7 @@ def no_tying_advice() -> Iterator[None]:
 
 @contextmanager
 def no_conversion_service() -> Iterator[None]:
-    """Keep transformers from asking a web service, on a thread, to convert a `.bin` checkpoint."""
+    """Keep transformers from asking a web service to convert a `.bin` checkpoint."""
     name = "DISABLE_SAFETENSORS_CONVERSION"
     before = os.environ.pop(name, None)
     os.environ[name] = "1"
@@ -76,7 +74,7 @@ def no_conversion_service() -> Iterator[None]:
 
 
 def is_live() -> bool:
-    """Whether rank 0 can redraw a printed line, that is, on a terminal or in a notebook cell."""
+    """Whether rank 0 can redraw a printed line (terminal or notebook cell)."""
     if world.rank() > 0:
         return False
     ipython = sys.modules.get("IPython")  # ipykernel may be imported outside a kernel, for example by nbclient

@@ -1,10 +1,9 @@
 """Rows of different lengths: a few padded widths, and an order that a resumed epoch can repeat.
 
 HuggingFace's `group_by_length` shuffles rows, cuts them into windows of many batches, and sorts each window, longest
-row first, so the rows of a batch have similar lengths. The first batch contains the longest row. The order is drawn
-from torch's random state (`ResumableOrder` saves it). `finetune` uses `OrderOfSeed`: the order depends on the seed
-alone, and updates are shuffled, because otherwise long and short rows would alternate and epochs would end on short
-rows.
+row first; the first batch contains the longest row. The order is drawn from torch's random state, which
+`ResumableOrder` saves. `finetune` uses `OrderOfSeed`: the order depends on the seed alone, and updates are shuffled,
+because otherwise long and short rows alternate and epochs end on short rows.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 LEAST_STEP = 16
 """Tokens that tensor cores process at a time. Triton compiles one kernel for all multiples."""
 _STEPS_OF_MEAN = 8
-"""Steps in a row of mean length, at least; padding then adds 1/16 on average."""
+"""Minimum steps in a row of mean length; padding then adds 1/16 on average."""
 _ORDER_FILE = "order.json"
 
 
 def width_step(mean: float, longest: int, limit: int | None) -> int:
     """The multiple, in tokens, that batches are padded to.
 
-    A larger step means fewer shapes; each new shape needs its own memory blocks and perhaps new kernels. A smaller step
-    means less padding. Rows of 128 to 512 tokens have 13 widths, 32 apart.
+    A larger step means fewer shapes (each needs its own memory blocks and perhaps new kernels), a smaller step less
+    padding. Rows of 128 to 512 tokens have 13 widths, 32 apart.
 
     Args:
         mean, longest: row lengths in tokens.
@@ -49,7 +48,7 @@ def width_step(mean: float, longest: int, limit: int | None) -> int:
 
     Returns:
         A power of two, at least `LEAST_STEP`, or less if `limit` requires it. 1 if all rows have equal length or none
-        exceeds `LEAST_STEP`.
+            exceeds `LEAST_STEP`.
     """
     if longest <= LEAST_STEP or mean == longest:
         return 1
@@ -82,7 +81,6 @@ class PadToWidths:
     """Names of tensors that are padded on the left."""
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collate and pad; dtypes stay."""
         batch = self.collate(rows)
         for name, step in self.steps.items():
             if name in batch and (missing := -batch[name].shape[1] % step):
@@ -92,13 +90,9 @@ class PadToWidths:
 
 
 class OrderOfSeed(Sampler[int]):
-    """HuggingFace's order by length, determined by the seed and the epoch.
-
-    Updates after the first, which contains the longest row, come in random order.
-    """
+    """HuggingFace's order by length, determined by seed and epoch; updates after the first come in random order."""
 
     def __init__(self, sampler: LengthGroupedSampler, args: TrainingArguments) -> None:
-        """args: `data_seed`, or `seed` if that is None."""
         self._sampler, self._epoch = sampler, 0
         self._seed = int(args.seed if args.data_seed is None else args.data_seed) % 2**64
 
@@ -106,7 +100,7 @@ class OrderOfSeed(Sampler[int]):
         return len(self._sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next order; called by the Trainer."""
+        """Called by the Trainer before each epoch."""
         self._epoch = epoch
 
     def seed_of_epoch(self) -> int:
@@ -127,9 +121,9 @@ class OrderOfSeed(Sampler[int]):
 
 class ResumableOrder(Sampler[int]):
     """HuggingFace's order by length, drawn from torch's random state, which is saved so that a resumed epoch has the
-    same order (HuggingFace would draw another).
+    same order.
 
-    All ranks use rank 0's random state, because the states of ranks diverge as soon as one draws more numbers.
+    All ranks use rank 0's random state, because the states diverge as soon as one rank draws more numbers.
     """
 
     def __init__(self, sampler: LengthGroupedSampler) -> None:
@@ -155,15 +149,10 @@ class ResumableOrder(Sampler[int]):
         return iter(self._sampler)
 
     def write(self, folder: Path, origin: Origin) -> None:
-        """Save the random state of the present epoch's order in a checkpoint."""
         write_json(folder / _ORDER_FILE, {ORIGIN: origin.of_file(_ORDER_FILE), "drawn_from": self._drawn_from})
 
     def read(self, folder: Path) -> None:
-        """Use the saved order for the next epoch, if `folder` has one.
-
-        Raises:
-            ModelError: the file is truncated or broken.
-        """
+        """Use the saved order for the next epoch, if `folder` has one. Raises `ModelError` if the file is broken."""
         if (folder / _ORDER_FILE).is_file():
             state = read_json(path := folder / _ORDER_FILE).get("drawn_from")
             try:

@@ -45,11 +45,7 @@ _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _private_folder() -> str:
-    """Make a private folder in datasets' cache for a file's rows.
-
-    Raises:
-        DataError: it cannot be created.
-    """
+    """A private folder in datasets' cache. Raises `DataError` if it cannot be created."""
     import datasets
 
     cache = Path(datasets.config.HF_DATASETS_CACHE)
@@ -70,13 +66,13 @@ def _rows(path: str, columns: tuple[str, ...], read: tuple[str, ...]) -> Iterato
 
 
 def _value(column: str, row: dict[str, Any]) -> Any:
-    """The value to store. Messages are stored as JSON text, because the types of their tool calls vary."""
+    """Messages are stored as JSON text, because the types of their tool calls vary."""
     value = row.get(column)
     return json.dumps(value) if column in CONVERSATIONS and isinstance(value, list) else value
 
 
 def _features(path: Path, named: Collection[str]) -> Features:
-    """The type of each column over all rows; columns that are not read have type null."""
+    """Type of each column over all rows; null for columns that are not read."""
     from datasets import Features, Sequence, Value
 
     found: dict[str, dict[type, int]] = {}  # by column: each type and its first row
@@ -171,7 +167,6 @@ def check_there(data: object, prefix: str = "") -> None:
 
 
 def on_hub(data: object) -> bool:
-    """Whether `data` can only be a hub dataset name."""
     return isinstance(data, str | os.PathLike) and not Path(data).expanduser().exists()
 
 
@@ -234,7 +229,6 @@ def _check_cells(name: Any, column: Iterable[Any]) -> None:
 
 
 def _as_table(make: Callable[[], Any]) -> Dataset:
-    """Call `make`; raise `DataError` if a column's values have no common type."""
     try:
         return cast("Dataset", make())
     except (TypeError, ValueError, OverflowError) as error:  # pyarrow's errors are subclasses of these

@@ -1,7 +1,6 @@
 """Reads a checkpoint's files into the page cache while the plan is made and RAM is pinned.
 
-Files are memory-mapped later, and a page fault then blocks the thread that touches the page. Here a few threads read
-the files front to back at the disk's full speed.
+The files are memory-mapped later, and each page fault would block a thread.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ _SHARE_OF_RAM = 0.4
 
 
 def read_ahead(files: Sequence[Path]) -> list[Thread]:
-    """Read `files` into the page cache on daemon threads that end by themselves and raise nothing; returns the threads.
+    """Read `files` into the page cache on daemon threads that raise nothing; returns the threads.
 
-    Does nothing if the files are too large for RAM. The page cache counts as free RAM.
+    Does nothing if the files are too large for free RAM, which includes the page cache.
     """
     sizes = [file.stat().st_size for file in files]
     if sum(sizes) > _SHARE_OF_RAM * ram_available_bytes():
@@ -38,7 +37,7 @@ def read_ahead(files: Sequence[Path]) -> list[Thread]:
 
 
 def _read(blocks: Sequence[tuple[Path, int]]) -> None:
-    """Read blocks that are not cached yet. Errors are ignored: the later reader of the file reports them."""
+    """Errors are ignored: the later reader of the file reports them."""
     with mmap.mmap(-1, BLOCK_BYTES) as buffer, suppress(OSError):
         for file, at in blocks:
             descriptor = os.open(file, os.O_RDONLY)

@@ -26,7 +26,7 @@ def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> str | None:
     """Check that the checkpoint's model has the type and sizes of `config`.
 
     Returns:
-        A line that names other differing keys, such as dropout; None if there are none.
+        A line that names other differing keys, such as dropout, or None.
 
     Raises:
         ConfigError: type or sizes differ.

@@ -42,8 +42,7 @@ def saved_in_pieces() -> Iterator[None]:
 def arguments_as_data(folder: Path, trainer: Any) -> Iterator[None]:
     """Context in which the Trainer writes its arguments to `folder` as JSON, not pickled as `training_args.bin`.
 
-    Args:
-        trainer: the modules of its classes are patched, because each may have imported the file name.
+    The modules of the Trainer's classes are patched, because each may have imported the file name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / "training_args.json") as file:
@@ -72,9 +71,8 @@ def load_in_pieces(model: nn.Module, folder: Path) -> bool:
     """Read the weights that `save_pretrained` wrote to `folder` into `model`, in place.
 
     Returns:
-        False, without reading, if more than copying is needed: names or shapes differ, a tied weight has several
-        values,
-        or the files are not safetensors.
+        False, without reading, if copying is not enough: names or shapes differ, a tied weight has several values, or
+            the files are not safetensors.
 
     Raises:
         ModelError: a file is truncated.
@@ -95,15 +93,9 @@ def load_in_pieces(model: nn.Module, folder: Path) -> bool:
 
 
 def read_later(model: nn.Module, folder: Path) -> bool:
-    """Let the unread weights of `model` be read on demand from the files that `save_pretrained` wrote to `folder`.
+    """Like `load_in_pieces`, but the unread weights of `model` are read on demand.
 
     Other tensors (buffers, a head that another checkpoint lacked) are read now.
-
-    Returns:
-        As `load_in_pieces`.
-
-    Raises:
-        ModelError: a file is truncated.
     """
     if {source and os.path.abspath(source) for source in sources(model)} == {os.path.abspath(folder)}:
         return True

@@ -25,21 +25,19 @@ class EpochAwareBatches(BatchSamplerShard):  # type: ignore[misc, unused-ignore]
     """Passes `set_epoch` on to the row sampler, which accelerate does not do on resuming."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Call the row sampler's `set_epoch`."""
         sampler: Any = getattr(self.batch_sampler, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
 
 class ShardedBatches(EpochAwareBatches):
-    """One rank's micro-batches (lists of row indices), distributed as described above."""
+    """One rank's micro-batches (lists of row indices)."""
 
     def __len__(self) -> int:
         return -(-len(self.batch_sampler) // int(self.num_processes))
 
     @property
     def ends_with_filler(self) -> bool:
-        """Whether this rank's last micro-batch is a filler."""
         return 0 < len(self.batch_sampler) % int(self.num_processes) <= int(self.process_index)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -84,7 +82,7 @@ class Counted(CollatorWrapper):
 
 
 def without_targets(batch: Any) -> tuple[Any, int | None]:
-    """The batch without the number of targets, and this number, or None."""
+    """Split off the number of targets (None if missing)."""
     if not isinstance(batch, MutableMapping) or TARGETS not in batch:
         return batch, None
     return {name: value for name, value in batch.items() if name != TARGETS}, batch[TARGETS]
@@ -103,10 +101,7 @@ class GatheredRows:
     """Weight the loss of a short batch like a full batch, as Seq2SeqTrainer does on one rank."""
 
     def __call__(self, values: Any) -> Any:
-        """
-        Args:
-            values: nested tensors [rows, ...] of this rank. Only `rows` may differ between ranks.
-        """
+        """`values`: nested tensors [rows, ...] of this rank. Only `rows` may differ between ranks."""
         return recursively_apply(self._gathered, values)
 
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:

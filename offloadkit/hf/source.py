@@ -1,7 +1,5 @@
-"""Resolves what a user calls a model (a preset, folder, hub name or model in memory) to a `ModelSource`.
-
-All entry points call `resolve` first. The `ModelSource` then provides the config, the task, the model on the meta
-device for planning, the weights and the tokenizer.
+"""Resolves a user's model (preset, folder, hub name, or model in memory) to a `ModelSource`: config, task, weights,
+tokenizer.
 """
 
 from __future__ import annotations
@@ -41,11 +39,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Init = Literal["pretrained", "random"]
-"""Origin of the weights: a checkpoint, or HuggingFace's initialisation."""
 
 
 class ModelSource:
-    """One model: its architecture, size, weights and tokenizer. Everything is read on demand, once.
+    """One model: its architecture, weights and tokenizer. Everything is read on demand, once. Made by `resolve`.
 
     Attributes:
         given: the user's name or folder, or the model in memory.
@@ -53,8 +50,7 @@ class ModelSource:
     """
 
     def __init__(self, given: str | PreTrainedModel, location: str, init: Init, task: Task | None) -> None:
-        """Use `resolve`.
-
+        """
         Args:
             location: folder or hub name to read files from; "" for a model in memory.
             task: selects the head; None: the architecture's.
@@ -89,11 +85,7 @@ class ModelSource:
         return cast("PreTrainedConfig", read_config)
 
     def check_not_quantised(self) -> None:
-        """Check that weights will not be quantised after reading.
-
-        Raises:
-            ModelError: the weights are quantised.
-        """
+        """Raise `ModelError` if the checkpoint's weights stay quantised after reading."""
         stored = None if self.model is not None or self.init == "random" else self.config
         quantisation = getattr(stored, "quantization_config", None)
         if quantisation is None:
@@ -114,22 +106,14 @@ class ModelSource:
 
     @property
     def task(self) -> Task:
-        """The task the user chose, or the task of the class or config.
-
-        Raises:
-            ModelError: the architecture has no trainable task.
-        """
+        """The user's task, else the task of the class or config. Raises `ModelError` if no task can be trained."""
         kinds = type(self.model).__mro__
         if self._task is None and any(kind.__name__.endswith("ForSequenceClassification") for kind in kinds):
             return "classification"
         return self._task or infer_task(self._preset_config or self.config)
 
     def for_rows(self, task: Task, id2label: dict[int, str] | None) -> ModelSource:
-        """The same model with the head for a dataset's rows.
-
-        Args:
-            task: the rows' task.
-            id2label: class names by id, for classification.
+        """The same model with the head for `task`, and class names by id for classification.
 
         Raises:
             ModelError: a model in memory has another head.
@@ -143,7 +127,7 @@ class ModelSource:
         return other
 
     def training_config(self, config: PreTrainedConfig | None = None) -> PreTrainedConfig:
-        """Copy the config (or `config`) and set the rows' labels."""
+        """A copy of the config (or of `config`) with the rows' labels."""
         config = copy.deepcopy(config or self.config)
         _set_labels(config, self._id2label)
         return config
@@ -151,8 +135,6 @@ class ModelSource:
     @cached_property
     def on_meta(self) -> PreTrainedModel:
         """The model on the meta device. Callers must undo their changes to it.
-
-        A preset needs no network.
 
         Raises:
             ModelError: the architecture has no head for the task, or its decoder has no start token.
@@ -170,11 +152,7 @@ class ModelSource:
         return cast("PreTrainedModel", model)
 
     def check_decoder(self, config: PreTrainedConfig | None = None) -> None:
-        """Check that an encoder-decoder has a decoder start token in its config (or in `config`).
-
-        Raises:
-            ModelError: it has none.
-        """
+        """Raise `ModelError` if an encoder-decoder has no decoder start token in its config (or in `config`)."""
         of, field = f"the config of {self.given!r}", f"decoder_start_token_id in {self.given}'s config.json"
         _check_decoder(config or self.config, of, field)
 
@@ -194,7 +172,6 @@ class ModelSource:
 
         Args:
             dtype: of floating-point parameters; None: the checkpoint's (random: the config's, else fp32).
-            progress: show progress bars.
 
         Raises:
             ModelError: the architecture has no head for the task, or the weights cannot be read.
@@ -220,25 +197,21 @@ class ModelSource:
         return completed(model)
 
     def _of_its_config(self) -> AbstractContextManager[None]:
-        """A context for building the model; a config error can have any class."""
+        """Translates errors of building the model; a config error can have any class."""
         return readable_hub_errors(str(self.given), found=True, file="config.json")
 
     def _named(self, model: Any) -> Any:
-        """The model in memory, with the rows' label names if it has only default names."""
         if self._id2label and all(name == f"LABEL_{index}" for index, name in model.config.id2label.items()):
             _set_labels(model.config, self._id2label)
         return model
 
     def load_lazily(self, *, dtype: torch.dtype | None = None, allow_missing: bool = False) -> PreTrainedModel:
-        """As `load`, but parameters stay `unread` on the meta device until `unread.make_real`.
+        """Like `load`, but parameters stay `unread` on the meta device until `unread.make_real`.
 
-        Files are fetched and opened now. Buffers and parameters missing from the checkpoint (a new head) become real
-        now. All parameters become real if transformers must convert the checkpoint (quantised, experts stored one by
-        one, a .bin older than torch 1.6), or if the model's `_init_weights` does not set everything. A model in memory
-        is returned unchanged.
-
-        Raises:
-            As `load`.
+        Files are fetched and opened now. Buffers, and parameters that the checkpoint lacks, become real now. All
+        parameters become real if transformers must convert the checkpoint (quantised, experts stored one by one, a .bin
+        older than torch 1.6), or if the model's `_init_weights` does not set everything. A model in memory is returned
+        unchanged.
         """
         if self.model is not None:
             given = self._named(self.model)
@@ -291,11 +264,10 @@ class ModelSource:
 
     @property
     def _tokenizer_name(self) -> str:
-        """Name or folder of the model's own tokenizer; "" if unknown."""
         return self.given if isinstance(self.given, str) else cast(str, getattr(self.given, "name_or_path", ""))
 
     def needs_no_hub(self, tokenizer: Any) -> bool:
-        """Whether the config and the tokenizer (as in `load_tokenizer`) can be read without a download."""
+        """Whether config and tokenizer can be read without a download."""
         drawn = self.init == "random" and self._preset_config is not None
         if self.model is None and not drawn and not os.path.isdir(self._location):
             return False
@@ -359,7 +331,7 @@ def _set_labels(config: PreTrainedConfig, id2label: dict[int, str] | None) -> No
 
 
 def _check_head(model: Any, task: Task, id2label: dict[int, str] | None) -> None:
-    """Raise `ModelError` if a model in memory has no head for the task, or another number of labels."""
+    """Raise `ModelError` if a model in memory lacks the task's head, or has another number of labels."""
     config: Any = model.config
     heads = auto_class_of(config, task)._model_mapping
     # By name, since `heads.values()` imports all of transformers' models, in seconds.
@@ -412,13 +384,10 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Load a HuggingFace model like transformers' `from_pretrained`, but without reading its weights yet.
 
-    An `OffloadEngine`, or a Trainer of this package when it begins to train or evaluate, reads (or draws) the weights
-    layer by layer into their training memory, so RAM never holds a second copy of the model. (`finetune` with
-    `num_gpus=` or `engine="deepspeed"` needs the whole model and reads it first.) Until then, using, writing or copying
-    weights raises `ModelError`. Buffers and parameters missing from the checkpoint (a new head) are real at once.
-
-    A checkpoint that transformers converts while reading (quantised, experts stored one by one) is read at once, with a
-    message.
+    An `OffloadEngine`, or a Trainer of this package, later reads (or draws) the weights layer by layer into their
+    training memory, so RAM never holds a second copy of the model. Until then, using, writing or copying weights raises
+    `ModelError`. Buffers, and parameters that the checkpoint lacks (a new head), are real at once. A checkpoint that
+    transformers converts while reading (quantised, experts stored one by one) is read at once, with a message.
 
     Args:
         name_or_path: a preset ("t5-3b"), a folder from `save_pretrained`, or a hub name.
@@ -436,7 +405,8 @@ def from_pretrained(
     Raises:
         ConfigError: invalid `dtype`, `init`, `task`, `num_labels` or `allow_missing`.
         ModelError: the architecture has no such head, or the checkpoint is broken or lacks tensors.
-        ModelNotFoundError, ModelAccessError, DownloadError: see `readable_hub_errors`.
+        ModelNotFoundError, ModelAccessError, DownloadError: the name is unknown, the hub refuses access or cannot be
+            reached.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype must be a torch.dtype, such as torch.bfloat16, or None, got {shown(dtype)}")

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IGNORED = -100
-"""Label without a loss."""
 
 _Columns = dict[str, list[Any]]
-"""A batch of rows, by column."""
 
 
 # -- labels
@@ -63,11 +61,7 @@ def label_names(dataset: Dataset, column: str, config: PreTrainedConfig) -> dict
 
 
 def label_ids(values: list[Any], indices: list[int], feature: Any, id2label: dict[int, str]) -> list[int]:
-    """Id of each label in a batch.
-
-    Args:
-        indices: row numbers, for error messages.
-        feature: the column's feature; a `ClassLabel` names its numbers.
+    """Id of each label in a batch; `indices` are row numbers for messages. A `ClassLabel` `feature` names its numbers.
 
     Raises:
         DataError: a label is not in `id2label`.
@@ -119,7 +113,6 @@ class Tokenizing:
     """Unknown tokens among `num_tokens`."""
 
     def warn_of_losses(self) -> None:
-        """Log how many rows were left out or truncated."""
         if self.num_skipped:
             logger.warning("%d of %d rows left out: they have nothing to learn", self.num_skipped, len(self.dataset))
         if self.cut_off:
@@ -131,7 +124,6 @@ class Tokenizing:
             )
 
     def why_cut_off(self) -> str:
-        """Explain why the rows in `cut_off` cannot be learned."""
         shown = ", ".join(map(str, self.cut_off[:5])) + (", ..." if len(self.cut_off) > 5 else "")
         return (
             f"their input alone takes all of max_input_length {self.max_input_length}, and nothing of the target is "
@@ -150,13 +142,10 @@ class Tokenizing:
 
 
 def tokenize(run: Tokenizing) -> Dataset:
-    """Tokenize `run.dataset`, leaving out rows without a target.
+    """Tokenize `run.dataset`, leaving out rows without a target, and fill in the counts of `run`.
 
     A dataset in RAM stays there; a dataset in files is written to a temporary folder, never next to its own files. The
     random fingerprint avoids hashing the tokenizer.
-
-    Args:
-        run: its counts are filled in. Its dataset must return plain Python values.
 
     Raises:
         DataError: a field is missing or has the wrong type, or a token id is outside the vocabulary.
@@ -221,12 +210,10 @@ def _prompts(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
 
 
 def _one_after_the_other(run: Tokenizing, batch: _Columns, indices: list[int]) -> Iterator[tuple[int, list[int]]]:
-    """Rows without a chat template: input, target and end token with nothing between them.
+    """Rows without a chat template, as (number of input tokens, tokens): input, target and end token with nothing
+    between them.
 
     The input is tokenized by itself, as it will be when the trained model continues it.
-
-    Yields:
-        Number of input tokens, and the row's tokens.
     """
     for name in (*run.columns.inputs, run.columns.target):
         if any(map(_are_messages, batch[name])):
@@ -248,11 +235,8 @@ def _one_after_the_other(run: Tokenizing, batch: _Columns, indices: list[int]) -
 
 
 def _with_chat_template(run: Tokenizing, batch: _Columns, indices: list[int]) -> Iterator[tuple[int, list[int]]]:
-    """Rows through the chat template: the input is a user message, the target an assistant message with all tokens that
-    the template adds. Lists of messages stay unchanged.
-
-    Yields:
-        As `_one_after_the_other`.
+    """Rows through the chat template, as (number of input tokens, tokens): the input is a user message, the target an
+    assistant message with all tokens that the template adds. Lists of messages stay unchanged.
     """
     template: Callable[..., Any] = run.tokenizer.apply_chat_template
     texts = []
@@ -324,11 +308,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observat
 
 
 def _messages_of(value: Any, column: str, row: int) -> list[dict[str, Any]]:
-    """A conversation as role/content dicts, converted from from/value dicts if needed.
-
-    Raises:
-        DataError: there are no messages, or a message lacks role or content.
-    """
+    """A conversation as role/content dicts. Raises `DataError` if it is empty, or a message lacks role or content."""
     messages = _parsed(value)
     if not isinstance(messages, list) or not messages:
         raise DataError(f"row {row} has no {column}: fill them in or drop the row")
@@ -349,7 +329,6 @@ def _are_messages(value: Any) -> bool:
 
 
 def _parsed(messages: Any) -> Any:
-    """Parse messages stored as JSON text; return anything else unchanged."""
     try:
         return parse_json(messages) if isinstance(messages, str) else messages
     except ValueError:
@@ -455,7 +434,6 @@ def _count_unknown(run: Tokenizing, tokens: _Columns) -> None:
 
 @contextmanager
 def _temporary_files() -> Iterator[None]:
-    """Let `map` write its files to a temporary folder that is removed when Python exits."""
     import datasets
 
     was_enabled = datasets.is_caching_enabled()

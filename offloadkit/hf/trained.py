@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def trained_module(trainer: Any) -> nn.Module:
-    """The module for the engine: the Trainer's model, together with the Trainer's loss modules if it has any."""
+    """The Trainer's model, together with the Trainer's loss modules if it has any."""
     losses = losses_of(trainer)
     if not losses:
         return trainer.model  # type: ignore[no-any-return]
@@ -29,7 +29,7 @@ def trained_module(trainer: Any) -> nn.Module:
 
 
 def called_through_engine(trainer: Any) -> AbstractContextManager[None]:
-    """Call the Trainer's loss modules through the engine within this context; does nothing without loss modules."""
+    """Call the Trainer's loss modules through the engine within this context."""
     if not losses_of(trainer):
         return nullcontext()
     return called_through(trainer, WrappedModel(trained_module(trainer), trainer.engine))
@@ -41,18 +41,16 @@ def ranks_of(trainer: Any) -> Ranks:
 
 
 def print_on_rank_0(trainer: Any, text: object) -> None:
-    """Print `text` on rank 0."""
     if trainer.is_world_process_zero():
         print(text, flush=True)
 
 
 def phase_of(trainer: Any, name: str) -> AbstractContextManager[None]:
-    """Record the memory peaks of this context as `name` in the Trainer's telemetry."""
     return phase(name, trainer.telemetry.peaks, trainer.args.device)
 
 
 class WrappedModel:
-    """The model that the Trainer's loop calls. Calls go through the engine; every other attribute is the module's."""
+    """The model that the Trainer's loop calls. Calls go through the engine; all other attributes are the module's."""
 
     def __init__(self, module: nn.Module, engine: OffloadEngine | None) -> None:
         self.module = module
@@ -62,8 +60,8 @@ class WrappedModel:
         call = self.engine or self.module
         if torch.is_grad_enabled() or getattr(self.module, "dtype", None) is not torch.bfloat16:
             return call(*args, **kwargs)
-        # A loss in bf16 has three digits, too few to tell two checkpoints apart. The weights are bf16 already, so
-        # autocast changes the loss alone, to fp32.
+        # A bf16 loss has three digits, too few to tell two checkpoints apart. The weights are bf16 already, so autocast
+        # changes only the loss, to fp32.
         with torch.autocast(next(self.module.parameters()).device.type, torch.bfloat16):
             return call(*args, **kwargs)
 
@@ -74,5 +72,5 @@ class WrappedModel:
         """Does nothing: the engine takes gradients during backward."""
 
     def to(self, *args: Any, **kwargs: Any) -> WrappedModel:
-        """Returns itself: the engine decides on the device and dtype of weights."""
+        """Returns itself: the engine decides on device and dtype."""
         return self

@@ -1,30 +1,24 @@
-"""HuggingFace's Trainer with the engine inside: `class Mine(OffloadTrainerMixin, AnyTrainer)` replaces `AnyTrainer`.
+"""HuggingFace's Trainer on an `OffloadEngine`: `class Mine(OffloadTrainerMixin, AnyTrainer)` replaces `AnyTrainer`.
 
-The Trainer keeps its loop, its data, its logs and its files. Four things go through the engine instead: the forward of
-the wrapped model, `accelerator.backward`, `optimizer.step`, and clipping. accelerate never prepares the model.
+The Trainer keeps its loop, data, logs and files. Forward, `accelerator.backward`, `optimizer.step` and clipping go
+through the engine. accelerate never prepares the model.
 
-**Whose value holds.** `TrainingArguments` set learning rate, betas, eps, weight decay (with the Trainer's groups that
-do not decay), clipping, accumulation, recomputation, bf16 and fp16. `OffloadConfig` sets the rest. A field that was
-changed from its default and contradicts the arguments raises `ConfigError`.
+**Options.** `TrainingArguments` set learning rate, betas, eps, weight decay, clipping, accumulation, recomputation,
+bf16 and fp16. `OffloadConfig` sets the rest. A field of `OffloadConfig` that contradicts the arguments raises
+`ConfigError`, unless it has its default.
 
-**Loss.** Each micro-batch's mean loss is weighted by its share of the targets of the whole accumulated batch. This
-holds for every model, whether or not its forward knows `num_items_in_batch`. Over a large vocabulary the loss is taken
-in chunks (`loss.py`): the logits exist whole only where somebody reads them.
+**Loss.** Each micro-batch's mean loss is weighted by its share of the targets of the whole accumulated batch on all
+ranks, whether or not the model's forward knows `num_items_in_batch`.
 
-**Rows of several lengths.** With `train_sampling_strategy="group_by_length"` they come in HuggingFace's order; an epoch
-that is resumed goes on in the same one (`ragged.py`).
+**Several ranks.** `torchrun` or `accelerate launch` starts them. Rank 0 prints and writes; each rank writes its part of
+the states. New weights come to a rank together with the other ranks, so a callback that uses weights on one rank alone,
+to generate for example, must first call `trainer.engine.synchronize()` on all ranks, or it waits until the timeout.
 
-**Several ranks.** `torchrun` or `accelerate launch` starts them; micro-batches are dealt to them (`sharding.py`), and a
-loss is weighted by the targets of all ranks. Rank 0 prints and writes; each rank writes its part of the states. New
-weights come to a rank together with the other ranks. So a callback that uses weights on one rank alone, to generate
-say, first calls `trainer.engine.synchronize()` on all ranks, or it waits for them until the timeout.
+**OOM.** The engine moves to a plan with less VRAM and repeats the accumulated batch (`window.py`), or the micro-batch
+of an evaluation (`OffloadEngine.run_eval`).
 
-**A full GPU.** The engine moves to a leaner plan, and the accumulated batch is repeated (`window.py`), or the
-micro-batch of an evaluation (`OffloadEngine.run_eval`).
-
-**NaN.** With `on_nonfinite="rollback"`, `train` begins again from the newest checkpoint of this run, with the engine
-and the output folder that it has. Rows come in the same order again, and a line is printed. Callbacks see another
-`on_train_begin`; `steps.jsonl` has the steps that were repeated twice.
+**NaN.** With `on_nonfinite="rollback"`, `train` starts again from the newest checkpoint of this run, with the same
+engine and row order. Callbacks see `on_train_begin` again, and `steps.jsonl` has the repeated steps twice.
 """
 
 from __future__ import annotations
@@ -72,35 +66,32 @@ if TYPE_CHECKING:
     from torch import nn
 
 _Base: Any = object
-"""Stands in for the Trainer class that follows the mixin."""
 
 _GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
 
 
 class OffloadTrainerMixin(_Base):  # type: ignore[misc]
-    """Puts an `OffloadEngine` under a Trainer class; goes before it: `class Mine(OffloadTrainerMixin, SFTTrainer)`.
+    """Puts an `OffloadEngine` under a Trainer class; list it first: `class Mine(OffloadTrainerMixin, SFTTrainer)`.
 
-    Takes every argument of the Trainer, `offload` (an `OffloadConfig`) and `telemetry` (a record of each step). `plan`
-    is that of `OffloadEngine`. A model of `offloadkit.from_pretrained` is read when training or evaluation begins.
-    Without a `plan`, where a GPU or a budget gives something to choose, one is made for the longest rows (see
-    `longest.py`) and printed. If these cannot be known, it is made after the first update, for its micro-batches. A
-    scheduler in `optimizers=(None, scheduler)` sets the engine's learning rates. The engine is built when training
-    starts; until then `engine` is None. It stays for further `train()` calls; `close()` frees its memory. So does
-    another Trainer's `train()` on the same model, with a warning.
+    Takes every argument of the Trainer, `offload` (an `OffloadConfig`), `telemetry` (a record of each step) and `plan`
+    (see `OffloadEngine`). Without a `plan`, one is made for the longest rows and printed, or after the first update if
+    the longest rows cannot be known. A scheduler in `optimizers=(None, scheduler)` sets the engine's learning rates.
+
+    The engine is built when training starts; until then `engine` is None. It stays for further `train()` calls.
+    `close()` frees its memory, and so does another Trainer's `train()` on the same model, with a warning.
 
     Raises:
-        ConfigError: the engine cannot work with the arguments (another optimizer, FSDP, ...), or they contradict
+        ConfigError: the engine does not support the arguments (another optimizer, FSDP, ...), or they contradict
             `offload`.
         ModelError: the model is compiled, or wrapped for distributed training.
     """
 
     engine: OffloadEngine | None = None
     is_in_loop = False
-    """Whether the Trainer is inside `train()`."""
     order_of_seed = False
-    """Whether rows by length come in the order of `OrderOfSeed`, not in HuggingFace's."""
+    """Sort rows by length with `OrderOfSeed` instead of HuggingFace's sampler."""
     saves_model = False
-    """Whether the model is saved into the output folder after training, which must have room for it."""
+    """The model is saved into the output folder after training, so the disk must have room for it."""
     data_collator: Any
     model_init: Any
     gather_function: Any
@@ -124,7 +115,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._run = TrainerRun(self._checkpoints, self._evaluations)
         given = kwargs.get("model", args[0] if args else None)
         if isinstance(given, torch.nn.Module):
-            check_not_wrapped(given)  # transformers would refuse some of them in its own words
+            check_not_wrapped(given)  # transformers' messages for some of them are less clear
         super().__init__(*args, **kwargs)
         if self.model is not None:
             check_not_wrapped(self.model)
@@ -137,14 +128,14 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._own_scheduler = self.lr_scheduler
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Check the arguments before anything is built, and route `accelerator.backward` to the engine.
+        """Check the arguments and route `accelerator.backward` to the engine.
 
         This is the first method that every Trainer's constructor calls; subclasses call it too.
         """
         check_arguments(self.args)
         engine_config(self.offload, self.args)
         if self.args.ddp_timeout != TrainingArguments.ddp_timeout:
-            world.join(self.args.ddp_timeout)  # transformers does not tell it to a group of processes on the CPU
+            world.join(self.args.ddp_timeout)  # transformers does not pass the timeout to a CPU process group
         chosen = self.args.mixed_precision
         if self.args.fp16:
             self.args.mixed_precision = "no"  # else accelerate scales the loss itself
@@ -159,13 +150,13 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     # -- building the engine
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Does nothing: the engine decides where weights live. (A private method of the Trainer.)"""
+        """Does nothing: the engine decides where weights live."""
 
     def get_optimizer_cls_and_kwargs(self, args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
         """A torch AdamW that is never stepped, also for Lion: `create_optimizer` reads its parameter groups.
 
         Raises:
-            ConfigError: `optim` names an optimizer that the engine does not have.
+            ConfigError: the engine does not have the optimizer `optim`.
         """
         check_optim(args)
         chosen, args.optim = args.optim, "adamw_torch"
@@ -178,10 +169,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return torch.optim.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, **groups}
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Build the engine over the parameter groups that the Trainer class makes; returns the engine's optimizer.
+        """Build the engine with the Trainer class's parameter groups; returns the engine's optimizer.
 
         Raises:
-            ConfigError: the class does not make a plain torch.optim.AdamW, whose groups are taken over.
+            ConfigError: the class does not make a plain torch.optim.AdamW.
             ModelError: the model cannot be trained.
         """
         self._run.before_the_engine.close()
@@ -218,20 +209,20 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """The scheduler of the arguments on the engine's optimizer, or the one given to the constructor.
 
         Raises:
-            DataError: the ranks have other rows, or take other numbers of them or of steps.
+            DataError: the ranks differ in their rows or in the number of rows or steps.
         """
         _check_alike(self, num_training_steps)
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if scheduler is self._own_scheduler:
             _apply_schedule(scheduler, self.engine)
         if self.args.save_strategy != "no" and not self.args.save_only_model:
-            as_json(scheduler.state_dict(), "the scheduler's state")  # what cannot be saved is refused before training
+            as_json(scheduler.state_dict(), "the scheduler's state")  # refuse before training what cannot be saved
         if self.engine is not None:
             self._checkpoints.check_room(self, num_training_steps)
         return scheduler
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        """The model as the loop calls it. (A private method of the Trainer.)
+        """The model as the loop calls it.
 
         Since it is not `self.model`, the Trainer skips `accelerator.prepare` and `prepare_model`, which would move,
         cast and copy weights.
@@ -241,9 +232,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     # -- one accumulated batch
 
     def get_train_dataloader(self) -> Any:
-        """As the Trainer; each batch says whether its attention mask masks anything, before it is on the device.
+        """Like the Trainer's; each batch says, while it is on the CPU, whether its attention mask masks anything.
 
-        With several ranks it also says how many targets it has. (Not in a stream, which rank 0 alone reads.)
+        With several ranks it also has its number of targets, except in a stream, which only rank 0 reads.
         """
         own, is_shared = self.data_collator, self.args.world_size > 1
         if not (is_shared and isinstance(self.train_dataset, IterableDataset)):
@@ -259,7 +250,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return loader
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer; rows are dealt to ranks without adding any."""
+        """Like the Trainer's, but rows are dealt to ranks without repeating any."""
         loader = super().get_eval_dataloader(*args, **kwargs)
         if not self.args.dataloader_drop_last:
             shard_batches(loader)
@@ -273,9 +264,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """As the Trainer; an order by length can be resumed. (Private; the dataloader has no public hook for it.)
+        """Like the Trainer's, but an order by length can be resumed. The dataloader has no public hook for it.
 
-        Windows of rows that are sorted by length hold as many updates on any number of ranks.
+        Length-sorted windows hold the same number of updates on any number of ranks.
         """
         sampler = super()._get_train_sampler(train_dataset)
         self._checkpoints.order = None
@@ -287,9 +278,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return sampler
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """The micro-batches of the next update; counts their targets, drops the gradients of an unfinished update.
+        """The micro-batches of the next update; counts their targets, and drops the gradients of an unfinished update.
 
-        There are none if the resumed checkpoint is of the last step, in mid-epoch: the loop would take one step more.
+        Empty if the resumed checkpoint is of the last step, in mid-epoch: the loop would take one step more.
         """
         if 0 < self.state.max_steps <= self.state.global_step:
             self.control.should_training_stop = True
@@ -308,7 +299,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """Forward and backward of one micro-batch; returns its part of the loss (see `TrainingWindow.train`).
 
         Raises:
-            OutOfVramError: the GPU's memory is full, and no leaner plan is left.
+            OutOfVramError: the GPU is full, and no plan needs less memory.
         """
         loss = self._window.train(self, inputs, partial(super().training_step, model))
         if self.accelerator.sync_gradients and self.lr_scheduler is self._own_scheduler:
@@ -325,16 +316,16 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     # -- the update
 
     def _clip_grad_norm(self, model: Any) -> None:
-        """Does nothing: the engine clips inside its step. (Private; the loop has no public hook for it.)"""
+        """Does nothing: the engine clips inside its step."""
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        """Does nothing: reading the norm in each step would wait for the device. `log` adds it. (Private, as above.)"""
+        """Does nothing: reading the norm in each step would wait for the device. `log` adds it."""
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer, with the gradient norm.
+        """Like the Trainer's, with the gradient norm.
 
         Raises:
-            DataError: the loss is NaN or Inf and yet the gradients are not.
+            DataError: the loss is NaN or Inf although the gradients are finite.
         """
         if self.engine is not None and "loss" in logs and "learning_rate" in logs:
             self._tr_loss.zero_()  # the Trainer subtracts the sum from itself, which would keep a NaN
@@ -344,14 +335,14 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 _explain_loss(self, logs["loss"])
         super().log(logs, *args, **kwargs)
 
-    # -- checkpoints: the Trainer's folder, with data in the place of its pickles
+    # -- checkpoints: the Trainer's folder, with data files instead of pickles
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As the Trainer, but in pieces. (Private; called before `create_optimizer`.)"""
+        """Like the Trainer's, but in pieces. Called before `create_optimizer`."""
         self._checkpoints.load_weights(self, Path(resume_from_checkpoint), model, super()._load_from_checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """As the Trainer, but a tied weight is not missing if the file has it under its other name. (Private.)
+        """Like the Trainer's, but a tied weight is not missing if the file has its other name.
 
         Raises:
             ModelError: the checkpoint lacks weights.
@@ -360,16 +351,16 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _load_best_model(self) -> None:
-        """As the Trainer, from weights that are those that were saved. (Private.)
+        """Like the Trainer's, after checking the files.
 
         Raises:
-            ModelError: they are not. The model keeps the newest weights.
+            ModelError: the weights differ from those that were saved. The model keeps the newest weights.
         """
         check_best_model(self)
         super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load what `_save_optimizer_and_scheduler` wrote, or the files of transformers' own Trainer. (Private.)
+        """Load the files of `_save_optimizer_and_scheduler`, or of transformers' own Trainer.
 
         The user's scheduler continues from the rates of its own optimizer.
         """
@@ -384,56 +375,52 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 group["lr"] = rate
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Loads nothing: the engine has its own loss scale. A file of transformers' Trainer is named. (Private.)"""
+        """Loads nothing, because the engine has its own loss scale; says so if transformers' Trainer wrote a file."""
         if checkpoint is not None:
             report_ignored_scaler(self, Path(checkpoint))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load what `_save_rng_state` wrote, or the file of transformers' own Trainer. (Private, as above.)"""
         if self._checkpoints.load_random(self, None if checkpoint is None else Path(checkpoint)):
             self._evaluations.catch_up(self)
         else:
             super()._load_rng_state(checkpoint)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As the Trainer, but older ones go when this one is whole. (Private; the loop has no public hook for it.)
+        """Like the Trainer's, but older checkpoints are deleted when this one is complete.
 
         Raises:
             OutputError: the disk is full.
-            RankError: another rank has failed in it.
+            RankError: saving failed on another rank.
         """
         self._checkpoints.save(self, trial, partial(super()._save_checkpoint, model, trial))
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer. In a checkpoint all ranks call it, and wait for the one that writes: its folder is there."""
+        """Like the Trainer's. In a checkpoint all ranks call it, and wait until rank 0 has made the folder."""
         with self._checkpoints.saving_model(self):
             super().save_model(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As the Trainer, with the arguments as JSON: `training_args.bin` is a pickle. (Private, as above.)
+        """Like the Trainer's, with the arguments as JSON instead of the pickle `training_args.bin`.
 
-        transformers 5.23 calls it on all ranks, and older ones on the one that writes.
+        transformers 5.23 calls it on all ranks, older versions on the one that writes.
         """
         if self.args.should_save:
             folder = Path(output_dir or self.args.output_dir)
             self._checkpoints.save_weights(self, folder, partial(super()._save, output_dir, state_dict))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Both as data, in `run.json` and `states-*.safetensors`. (Private, as above.)"""
         values = self._evaluations.values(self, self._run.stops)
         self._checkpoints.save_states(self, Path(output_dir), **values)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """The random states and the order of the rows, as data. (Private, as above.)"""
         self._checkpoints.save_random(self, Path(output_dir))
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer, with errors that say what to do. Its constructor calls it for `push_to_hub`."""
+        """Like the Trainer's, with clearer errors. The constructor calls it for `push_to_hub`."""
         with readable_push_errors():
             super().init_hf_repo(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """As the Trainer, with the arguments as JSON. (Private, as above.)"""
         if not self.is_world_process_zero():
             return
         with arguments_as_data(Path(self.args.output_dir), self):
@@ -442,17 +429,17 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     # -- evaluation
 
     def _evaluate(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer; where it fails on the only rank, a checkpoint that is due is written first. (Private.)"""
+        """Like the Trainer's; if evaluation fails at world size 1, a checkpoint that is due is written first."""
         evaluate = partial(super()._evaluate, trial, *args, **kwargs)
         return self._evaluations.run(self, trial, self._run.stops, evaluate)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer, through the engine. Before any training, the model is first moved to the device."""
+        """Like the Trainer's, through the engine. Before any training, the model is first moved to the device."""
         with self._evaluations.through_the_engine(self, dataloader):
             return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer. If the GPU is full, the engine moves to a leaner plan, and the micro-batch is repeated."""
+        """Like the Trainer's. After an OOM the engine moves to a plan with less VRAM and repeats the micro-batch."""
         self._run.check_evaluation_time(self)
         run = partial(super().prediction_step, *args, **kwargs)
         with called_through_engine(self):
@@ -461,26 +448,25 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     # -- around the loop
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer; returns when the last update is done.
+        """Like the Trainer's; returns when the last update is done.
 
         Raises:
-            ModelError: `resume_from_checkpoint` is not whole, or a file of it is cut.
-            ConfigError: it is True, and no checkpoint is complete. A broken one is named, and the one before is taken.
-                Or `offload.on_nonfinite` is "rollback", and there will be nothing to go back to.
-            NonFiniteGradientError: NaN or Inf gradients, unless `offload.on_nonfinite` is "skip". If it is "rollback",
-                there is no checkpoint yet, or they come again and again.
+            ModelError: `resume_from_checkpoint` is incomplete or broken.
+            ConfigError: `resume_from_checkpoint=True` and no checkpoint is complete (a broken checkpoint falls back to
+                the one before); or `offload.on_nonfinite="rollback"` and no checkpoint will be written.
+            NonFiniteGradientError: NaN or Inf gradients, unless `offload.on_nonfinite` is "skip". With "rollback":
+                there is no checkpoint yet, or they come back after each rollback.
             EngineStateError: another Trainer is inside `train()` on this model.
             RankError: another rank has died or failed.
-            TrainingStoppedError: SIGTERM or SIGHUP came. The step was finished, and saved if there was time.
-            KeyboardInterrupt: Ctrl-C. The step was finished and saved; a second Ctrl-C breaks it off.
+            TrainingStoppedError: SIGTERM or SIGHUP. The step was finished, and saved if there was time.
+            KeyboardInterrupt: Ctrl-C. The step was finished and saved; a second Ctrl-C interrupts it.
             OutputError: another run writes into `args.output_dir`, or it cannot be made.
         """
         return self._run.train(self, super().train, resume_from_checkpoint, *args, **kwargs)
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer, which would compare a share such as `logging_steps=0.05` with a checkpoint's steps, and warn.
-
-        In resuming the checkpoint's steps hold. (Private.)
+        """Like the Trainer's, without its warning that a share such as `logging_steps=0.05` differs from the
+        checkpoint's steps. On resume the checkpoint's steps hold.
         """
         names = [f"{kind}_steps" for kind in ("logging", "eval", "save")]
         shares = {name: share for name in names if 0 < (share := getattr(self.args, name) or 0) < 1}
@@ -498,8 +484,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 setattr(self.args, name, share)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer; the loss since it was last logged is the mean over ranks, as the logged one. (Private.)"""
-        self._evaluations.catch_up(self)  # where no epoch was left
+        """Like the Trainer's; the loss since the last log is averaged over ranks, like logged losses."""
+        self._evaluations.catch_up(self)  # if no epoch was left
         if self.args.world_size > 1:
             self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         return super()._finalize_training(*args, **kwargs)
@@ -507,15 +493,15 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     # -- for code around the Trainer
 
     def any_rank(self, yes: bool) -> bool:
-        """Whether it is so on any rank. All of them must ask together, while the engine is open."""
+        """Whether `yes` is true on any rank. Every rank must call it, while the engine is open."""
         return bool(ranks_of(self).agree(np.array([int(yes)])).any())
 
     def any_flag(self, flags: int) -> int:
-        """The flags, bits of an int64, that are set on any rank. All of them must ask together."""
+        """Bitwise-or over ranks of an int64. Every rank must call it."""
         return int(np.bitwise_or.reduce(ranks_of(self).agree(np.array([flags]))[:, 0]))
 
     def stopping_options(self) -> dict[str, Any]:
-        """The options of `StopCallback` that this Trainer knows."""
+        """Arguments of `StopCallback` that this Trainer knows."""
         checkpoints = self._checkpoints
         return {
             "grace_seconds": self.offload.grace_seconds,
@@ -531,7 +517,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
 
 def _groups_of(theirs: torch.optim.Optimizer, trainer_class: type) -> list[dict[str, Any]]:
-    """The parameter groups of the optimizer that the Trainer class made. Raises `ConfigError` if it is no AdamW."""
+    """Raises `ConfigError` if the optimizer that the Trainer class made is not a plain AdamW."""
     if type(theirs) is not torch.optim.AdamW or theirs.defaults["amsgrad"] or theirs.defaults["maximize"]:
         raise ConfigError(
             f"{trainer_class.__name__}.create_optimizer makes {type(theirs).__name__}; offloadkit steps with "
@@ -541,9 +527,8 @@ def _groups_of(theirs: torch.optim.Optimizer, trainer_class: type) -> list[dict[
 
 
 def _apply_schedule(scheduler: Any, engine: OffloadEngine | None) -> None:
-    """Pass the learning rates of the user's scheduler to the engine."""
     assert engine is not None
-    scheduler.optimizer._opt_called = True  # else torch warns that its own optimizer never steps
+    scheduler.optimizer._opt_called = True  # otherwise torch warns that its own optimizer never steps
     rates, groups = scheduler.get_last_lr(), engine.optimizer.param_groups
     if len(rates) not in (1, len(groups)):
         raise ConfigError(
@@ -555,7 +540,7 @@ def _apply_schedule(scheduler: Any, engine: OffloadEngine | None) -> None:
 
 
 def _check_alike(trainer: Any, num_steps: int) -> None:
-    """Several ranks whose data differ would wait for each other at the end of an epoch. Raises `DataError`."""
+    """Raise `DataError` if ranks have different data: they would wait for each other at the end of an epoch."""
     rows = trainer.train_dataset
     num_rows = len(rows) if has_length(rows) else -1
     own = np.array([num_rows, trainer._train_batch_size, num_steps])
@@ -569,7 +554,7 @@ def _check_alike(trainer: Any, num_steps: int) -> None:
 
 
 def _explain_loss(trainer: Any, loss: float) -> None:
-    """Raise `DataError`, unless every step with a loss that is not finite was skipped because fp16 overflowed."""
+    """Raise `DataError`, unless all steps with a non-finite loss were skipped because fp16 overflowed."""
     trainer.engine.synchronize()
     found = any(not record.skipped and not isfinite(record.loss) for record in trainer.telemetry.records)
     if trainer.any_rank(found):
@@ -581,7 +566,9 @@ def _explain_loss(trainer: Any, loss: float) -> None:
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method`, without a reference to its trainer: one that is dropped lets go of the model at once, as stock does."""
+    """`method` without a reference to its trainer, so that a dropped Trainer frees the model at once, like
+    transformers'.
+    """
     kept = WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -601,7 +588,7 @@ class OffloadSeq2SeqTrainer(OffloadTrainerMixin, Seq2SeqTrainer):
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:
-        """As the Seq2SeqTrainer. Raises `ConfigError` where it cannot be read."""
+        """Like the Seq2SeqTrainer's. Raises `ConfigError` if the config cannot be read."""
         try:
             return Seq2SeqTrainer.load_generation_config(gen_config_arg)
         except (OSError, ValueError, TypeError, AttributeError) as error:

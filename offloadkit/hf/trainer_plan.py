@@ -1,4 +1,4 @@
-"""The plan of a Trainer's engine: a given one, or one for the longest rows, or one made after the first update."""
+"""The plan of a Trainer's engine: given, or made for the longest rows, or made after the first update."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOT_TRACED = (
 
 
 class TrainerPlan:
-    """Makes the plan before training, or else reports why there is none and which one the engine makes.
+    """Makes the plan before training, or reports why the engine makes it later.
 
     Attributes:
         awaits_first_update: the engine makes its plan after the first update.
@@ -63,7 +63,7 @@ class TrainerPlan:
         return plan
 
     def report(self, trainer: Any) -> None:
-        """Print before the first update why there is no plan, and after it the plan for its micro-batches."""
+        """Before the first update print why there is no plan; after it, print the plan for its micro-batches."""
         engine = trainer.engine
         if not self.awaits_first_update or engine is None:
             return

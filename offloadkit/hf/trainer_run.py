@@ -1,4 +1,4 @@
-"""A call of a Trainer's `train()`: its output folder, signals, rollbacks, and the engines of other Trainers."""
+"""One call of a Trainer's `train()`: output folder, signals, rollbacks, and engines of other Trainers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from offloadkit.hf.evaluations import TrainerEvaluations, worker_errors_named
 from offloadkit.hf.trained import print_on_rank_0, ranks_of
 
 _trainers: WeakSet[Any] = WeakSet()
-"""The Trainers that have begun to train."""
+"""Trainers that have begun to train."""
 
 
 class TrainerRun:
@@ -80,7 +80,7 @@ class TrainerRun:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        self._checkpoints.newest = None  # the checkpoint of an earlier `train()` is no state of this run
+        self._checkpoints.newest = None  # a checkpoint of an earlier `train()` does not belong to this run
         states = random_states()
         while True:
             try:
@@ -102,7 +102,7 @@ class TrainerRun:
         given = signature(loop).bind(None, *args, **kwargs).arguments
         self._evaluations.begin_training(given.get("ignore_keys_for_eval"))
         chosen = self._evaluations.filters_losses = trainer.args.logging_nan_inf_filter
-        trainer.args.logging_nan_inf_filter = False  # it hides NaN losses and waits for the device on each micro-batch
+        trainer.args.logging_nan_inf_filter = False  # it hides NaN losses and waits for the device in each micro-batch
         try:
             with self.before_the_engine:
                 self.before_the_engine.enter_context(left_to_the_engine(trainer.args))
@@ -122,7 +122,7 @@ class TrainerRun:
         return output
 
     def check_evaluation_time(self, trainer: Any) -> None:
-        """Raise `TrainingStoppedError` if a signal comes in an evaluation during training, at world size 1."""
+        """Raise `TrainingStoppedError` if a signal comes during an evaluation in training, at world size 1."""
         stops = self.stops
         if trainer.is_in_loop and trainer.args.world_size == 1 and stops is not None and stops.stop.ends_process:
             signal = stops.stop.signal
@@ -146,18 +146,17 @@ def _check_rollback(trainer: Any, *, resumes: bool) -> None:
 
 
 def _claim(trainer: Any, claims: ExitStack, *, anew: bool) -> None:
-    """Claim the output folder for this run, and log its steps there. Raises `OutputError`."""
     folder = Path(trainer.args.output_dir)
-    if not has_claimed(folder):  # `finetune` has checked the folder that it claims
+    if not has_claimed(folder):  # `finetune` claims and checks its own folder
         with explained_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         check_saving(folder)
     claims.enter_context(one_run(folder))
-    trainer.telemetry.log_to(folder / STEPS_FILE, anew=anew)  # memory keeps the newest records alone
+    trainer.telemetry.log_to(folder / STEPS_FILE, anew=anew)  # memory keeps only the newest records
 
 
 def _take_over(trainer: Any) -> None:
-    """Close engines that other Trainers have left open on this model, or on another wrapper of its modules.
+    """Close engines that other Trainers left open on this model, or on another wrapper of its modules.
 
     Nobody may hold those Trainers any more: in a notebook the cell that makes a Trainer is run again.
 
@@ -180,7 +179,7 @@ def _take_over(trainer: Any) -> None:
 
 
 def _remove_noise(trainer: Any) -> None:
-    """Remove NEFTune's hook also where training was interrupted: another run would add noise twice."""
+    """Remove NEFTune's hook also after an interruption: another run would add noise twice."""
     hook = getattr(trainer, "neftune_hook_handle", None)
     if hook is not None and trainer.neftune_noise_alpha is not None:
         untyped: Any = deactivate_neftune

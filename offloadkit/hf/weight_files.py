@@ -1,8 +1,8 @@
 """Reads checkpoint weights directly into their training memory, parameter by parameter.
 
-`read_lazily` lets transformers load the checkpoint (files, names, dtypes, tied weights, the report of missing tensors)
-with parameters on the meta device, and records the stored tensor of each parameter. Values are read in pieces when the
-engine asks for them, so at most one flat layer exists besides the engine's memory.
+`read_lazily` lets transformers load the checkpoint (files, names, dtypes, tied weights, missing tensors) with
+parameters on the meta device, and records the stored tensor of each parameter. Values are read in pieces when the
+engine asks for them.
 """
 
 from __future__ import annotations
@@ -54,10 +54,7 @@ class _File:
     """A safetensors or .bin file, unmapped after each `PIECE_BYTES` read."""
 
     def __init__(self, path: str) -> None:
-        """
-        Raises:
-            ConversionNeededError: the file is a .bin older than torch 1.6, which cannot be mapped.
-        """
+        """Raises `ConversionNeededError` for a .bin older than torch 1.6, which cannot be mapped."""
         self._path = path
         self._is_safetensors = path.endswith(".safetensors")
         if not self._is_safetensors and not _begins_as_zip(path):
@@ -93,7 +90,6 @@ class _File:
         return self._mapping
 
     def close(self) -> None:
-        """Unmap the file; the next read maps it again."""
         self._mapping, self._num_read = None, 0
 
 
@@ -117,10 +113,8 @@ def _begins_as_zip(path: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Stored:
-    """A stored tensor that acts as a safetensors slice for transformers.
-
-    transformers calls `[...]` to read a slice and `.to` to move and cast it; here `.to` returns a parameter on the meta
-    device.
+    """A stored tensor that acts as a safetensors slice for transformers: `[...]` reads a slice, and `.to` returns a
+    parameter on the meta device.
     """
 
     file: _File
@@ -175,10 +169,8 @@ class WeightFiles:
         self._bar: ByteBar | None = None
 
     def materialise(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Read the parameters that are on the meta device. Implements `unread.Materialise`.
-
-        Raises:
-            ModelError: a file is missing or broken.
+        """Read the parameters that are on the meta device. Implements `unread.Materialise`. Raises `ModelError` if a
+        file is missing or broken.
         """
         waiting = [parameter for parameter in parameters if parameter.is_meta]
         if self._bar is None:

@@ -1,7 +1,7 @@
-"""One accumulation window of a Trainer: the loss weights of its micro-batches, and their repetition after an OOM.
+"""One accumulation window of a Trainer: loss weights of its micro-batches, and their repetition after an OOM.
 
-The loss of the window is the mean over its targets on all ranks. The Trainer computes the mean of one micro-batch, and
-the window multiplies it by the micro-batch's share of the targets.
+The loss of the window is the mean over its targets on all ranks: each micro-batch's mean times its share of the
+targets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offloadkit.hf.sharding import TARGETS, without_targets
 from offloadkit.hf.trained import called_through_engine
 
 TrainingStep = Callable[[Any, Any], torch.Tensor]
-"""The Trainer's forward and backward, from a micro-batch and `num_items_in_batch` to its loss."""
+"""Forward and backward of a micro-batch, given `num_items_in_batch`; returns the loss."""
 
 
 class TrainingWindow:
@@ -44,7 +44,7 @@ class TrainingWindow:
         Args:
             batches: micro-batches of this rank. The surplus is removed if a stream has ended on another rank.
             num_batches: upper bound of their number.
-            ends_with_filler: whether the last micro-batch is a filler, whose targets do not count.
+            ends_with_filler: the last micro-batch is a filler, whose targets do not count.
 
         Returns:
             Losses of an unfinished window, which count in no logged loss.
@@ -76,11 +76,11 @@ class TrainingWindow:
         self._num_targets = on_device(int(gathered[:, :num].sum()), trainer.args.device)
 
     def train(self, trainer: Any, inputs: Any, step: TrainingStep) -> torch.Tensor:
-        """Forward and backward of the next micro-batch; after an OOM recovery of the whole window so far.
+        """Forward and backward of the next micro-batch; after an OOM recovery, of the whole window so far.
 
         Returns:
-            This micro-batch's part of the window's loss, a scalar on the device. With several ranks it is multiplied by
-            their number, since the Trainer logs the mean over ranks.
+            This micro-batch's part of the window's loss, a scalar on the device, times the number of ranks, since the
+                Trainer logs the mean over ranks.
 
         Raises:
             OutOfVramError: the GPU is full, and no plan needs less memory.
@@ -135,7 +135,6 @@ class TrainingWindow:
         return loss if share is None else loss * share
 
     def backward(self, trainer: Any, loss: torch.Tensor) -> None:
-        """Backward of the micro-batch's share of the loss."""
         if self._share is not None:
             loss = loss * self._share
         trainer.engine.backward(loss, scale_by_accumulation=False)
