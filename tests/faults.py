@@ -1,14 +1,14 @@
-"""Small faults, put in one at a time: which of them do the tests see?
+"""Insert small faults into the code, one at a time, and count how many the tests detect.
 
-    python tests/faults.py                 draw 72, try them in two processes, report
-    python tests/faults.py --list          show them
-    python tests/faults.py --only 7        try one, and show the tests' output
+python tests/faults.py                 draw 72, try them in two processes, report
+python tests/faults.py --list          show them
+python tests/faults.py --only 7        try one, and show the tests' output
 
-It wants Triton and numpy < 2.4 beside the other packages, for the kernels in Triton's interpreter.
-The draw is decided by the seed and the files' text. It covers all of ROOMS alike, and in each of these every kind of
-fault alike. Results are kept in a folder, so that an interrupted run goes on where it was; a fault
-is tried again when its file, or the tests, changed. A fault is seen if a test fails, fails again alone, and passes
-alone without the fault. Tests that do not end in time show nothing: such a fault counts as unseen.
+The kernels in Triton's interpreter need Triton and numpy < 2.4.
+The seed and the text of the files decide the draw. It covers all ROOMS evenly, and within a room every kind of
+fault evenly. Results are kept in a folder, so an interrupted run continues; a fault is tried again when its file or
+the tests changed. A fault counts as detected if a test fails, fails again alone, and passes alone without the fault.
+If the tests exceed their time, the fault counts as undetected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SEED = 36
 NUM_FAULTS = 72
 LEAST_SEEN = 60
 SECONDS = 900
-"""For the tests of one fault."""
+"""Time limit of the tests for one fault."""
 ROOT = Path(__file__).parent.parent
 ROOMS = ("offload", "optim", "planner", "checkpoint", "hf", "distributed", "engine", "kernels")
 """Folders and files of offloadkit."""
@@ -48,7 +48,7 @@ EQUIVALENT: dict[str, str] = {
     "94ee1e322e": "as many checksums are found as were written: the file's size is compared before",
     "2cc4caadfd": "__builtin_cpu_init() is for constructors that run before libgcc's own, which calls it too",
 }
-"""By a fault's key: why no test can see it. It still counts among those drawn, and is not replaced by another."""
+"""Fault keys with the reason why no test can detect them. These faults stay in the draw and count as drawn."""
 
 CHANGES = "tests/offload/test_state_ring.py::test_layers_may_change_the_processor_before_every_step"
 STEP = ["tests/optim", "tests/kernels", "tests/offload/test_rounded_states.py", "tests/engine/test_fp16.py", CHANGES]
@@ -106,7 +106,7 @@ TESTS: dict[str, list[str]] = {
     "kernels/gpu_triton.py": ["tests/kernels/test_gpu.py", "tests/optim/test_norm.py", *ALSO_SLOW],
     "kernels/linear_cross_entropy.py": ["tests/hf/test_chunked_loss.py"],
 }
-"""Which tests are asked, by room, or by file where that has others."""
+"""Tests to run, by room, or by file for some files."""
 
 
 class Fault(NamedTuple):
@@ -120,7 +120,7 @@ class Fault(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name, as long as the line, and those like it before, stay."""
+        """A stable name: it survives changes elsewhere in the file."""
         text = (ROOT / self.path).read_text()
         before = text[: self.start]
         line = text[before.rfind("\n") + 1 :].split("\n", 1)[0]
@@ -138,7 +138,7 @@ class Fault(NamedTuple):
         return "\n".join(difflib.unified_diff(old, new, self.path, self.kind, lineterm="", n=1))
 
     def tests(self) -> list[str]:
-        """Files, single tests and options for pytest."""
+        """Arguments for pytest: files, single tests and options."""
         name = self.path.removeprefix("offloadkit/")
         wanted = TESTS.get(name) or TESTS[name.split("/")[0]]
         return list(dict.fromkeys(wanted))
@@ -156,7 +156,7 @@ _RENAMED = {"min": "max", "max": "min", "any": "all", "all": "any", "amax": "ami
 
 
 _IN_EITHER_ORDER = ("min", "max", "minimum", "maximum", "isinstance", "getattr", "hasattr", "setattr", "cast")
-"""Or a type error in every call."""
+"""Functions whose arguments commute, or fail in every call if swapped."""
 
 
 class _Finder:
@@ -278,7 +278,7 @@ def candidates(room: str) -> dict[str, list[Fault]]:
 
 
 def drawn(seed: int = SEED, num: int = NUM_FAULTS) -> list[Fault]:
-    """The same faults for the same files: a room in turn, a kind by chance, one of that kind by chance."""
+    """Draw the same faults for the same files: rooms in turn, a random kind, a random fault of that kind."""
     draw, rooms, found = random.Random(seed), {room: candidates(room) for room in ROOMS}, list[Fault]()
     while len(found) < num:
         of_room = rooms[ROOMS[len(found) % len(ROOMS)]]
@@ -302,7 +302,7 @@ def _copy_tree(into: Path) -> Path:
 
 
 def _run_tests(tree: Path, tests: list[str], *, show: bool = False) -> dict[str, Any]:
-    """Whether one fails, and which."""
+    """Whether a test fails ("seen"), and which ("by")."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=line", *tests]
     out: Any = None if show else subprocess.PIPE
@@ -322,7 +322,7 @@ def _run_tests(tree: Path, tests: list[str], *, show: bool = False) -> dict[str,
 
 
 def try_fault(fault: Fault, tree: Path, *, show: bool = False) -> dict[str, Any]:
-    """Put it into the copy `tree`, run the tests, and take it out."""
+    """Apply the fault to the copy `tree`, run the tests, and undo it."""
     tests = fault.tests()
     while True:
         with _put_in(fault, tree) as compiles:
@@ -330,7 +330,7 @@ def try_fault(fault: Fault, tree: Path, *, show: bool = False) -> dict[str, Any]
                 return {"seen": True, "by": "it does not compile"}
             result = _run_tests(tree, tests, show=show)
             failed = result["by"]
-            if "::" not in failed:  # none failed, or a file could not be imported
+            if "::" not in failed:  # no test failed, or a file could not be imported
                 return result
             again = _run_tests(tree, [failed])["seen"]
         if again and not _run_tests(tree, [failed])["seen"]:
@@ -340,7 +340,7 @@ def try_fault(fault: Fault, tree: Path, *, show: bool = False) -> dict[str, Any]
 
 @contextlib.contextmanager
 def _put_in(fault: Fault, tree: Path) -> Iterator[bool]:
-    """Whether it compiles."""
+    """Apply the fault; returns whether the code still compiles."""
     file, is_c = tree / fault.path, not fault.path.endswith(".py")
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
     file.write_text(fault.mutated())
@@ -354,14 +354,14 @@ def _put_in(fault: Fault, tree: Path) -> Iterator[bool]:
 
 
 def _digest() -> str:
-    """Of all code and tests: a result is of these."""
+    """Hash of all code and tests, stored with each result."""
     paths = sorted(path for folder in ("offloadkit", "tests") for path in (ROOT / folder).rglob("*") if path.is_file())
     texts = (path.read_bytes() for path in paths if path.suffix in (".py", ".c", ".h") and path != Path(__file__))
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
 def _attempts(faults: list[Fault], results: Path, processes: int) -> Iterator[tuple[Fault, dict[str, Any]]]:
-    """Each fault and its result, in order; what is in the file `results` is not tried again."""
+    """Yield each fault with its result, in order; results in the file are not computed again."""
     known: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
         trees: SimpleQueue[Path] = SimpleQueue()

@@ -1,13 +1,13 @@
-"""Looks for races between streams and threads without a GPU and without luck: by what happens before what.
+"""Finds races between streams and threads without a GPU, by the happens-before order of memory accesses.
 
-While `Watched.running()` is open, streams do their work at once, so a missing wait changes no number. But every access
-to memory is logged with its actor, a stream or a thread, and with the actor's vector clock. Recording and waiting for
-events, queues and thread events pass clocks on. Two accesses race if they overlap, one of them writes, and neither
-clock knows of the other. Whether the operations really met does not matter.
+While `Watched.running()` is open, streams do their work immediately, so a missing wait changes no number. Every
+memory access is logged with its actor (a stream or a thread) and the actor's vector clock. Recording and waiting for
+events, queues and thread events transfer clocks. Two accesses race if they overlap, at least one of them writes, and
+neither clock includes the other access. It does not matter whether the accesses coincided in time.
 
-torch's operations on the main thread are the compute stream's, unless all their memory is pinned RAM. One that touches
-both is a copy that blocks the host. The device memory of a tensor that is allocated or freed is written by the compute
-stream: the caching allocator gives it out again in that stream's order.
+torch's operations on the main thread belong to the compute stream, unless all their memory is pinned RAM. An operation
+on both is a copy that blocks the host. Allocating or freeing a tensor in device memory counts as a write by the
+compute stream, because the caching allocator reuses memory in that stream's order.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from offloadkit.offload import gradients, matrix_steps, shards, state_ring, stat
 
 PACKAGE = Path(offloadkit.__file__).parent
 _MOST_QUERIES = 8
-"""An event that nobody waited for is not done when it is asked so often; whoever polls it sees it done then."""
+"""A pending event turns done after this number of queries, so that polling ends."""
 
 Clock = dict[int, int]
 
 
 class Access(NamedTuple):
-    """Bytes first .. end of memory, touched by an actor at its `time`, when it knew of what is in `clock`."""
+    """Bytes first .. end of memory, accessed by an actor at its `time` with this `clock`."""
 
     first: int
     end: int
@@ -58,7 +58,7 @@ class Access(NamedTuple):
 
 
 class Actor:
-    """A stream or a thread, and what it knows has happened: the newest time of each actor."""
+    """A stream or a thread with its vector clock: the newest known time of each actor."""
 
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
@@ -70,7 +70,7 @@ class Actor:
             self.clock = own | {actor: time for actor, time in clock.items() if own.get(actor, 0) < time}
 
     def tell(self) -> Clock:
-        """What another may learn; whatever the actor does later is not in it."""
+        """A copy of the clock for another actor; later actions are not included."""
         told = self.clock
         self.clock = told | {self.number: told[self.number] + 1}
         return told
@@ -101,7 +101,7 @@ class _Stream(Stream):
         self._watched, self.actor = watched, watched.actor(name)
 
     def asked(self) -> Actor:
-        """The stream's next work starts after what the calling thread did before."""
+        """The stream's next work starts after the calling thread's previous work."""
         self.actor.learn(self._watched.host().tell())
         return self.actor
 
@@ -147,14 +147,14 @@ class _Operations(TorchDispatchMode):
         if any(returned.alias_info is not None for returned in func._schema.returns) and not writes:
             return result  # a view
         if func._schema.name.endswith("_like") or "::new_" in func._schema.name:
-            reads = []  # but the shape
+            reads = []  # reads only the shape
         with self._watched.lock:
             self._watched.torch_did(reads, writes, list(_tensors(result)), blocks="_local_scalar" in str(func))
         return result
 
 
 class Watched:
-    """The CPU's streams, watched.
+    """Simulated CPU streams whose memory accesses are logged.
 
     Attributes:
         log: every access so far.
@@ -202,7 +202,7 @@ class Watched:
         self.log.append(Access(first, end, writes, actor.number, clock[actor.number], clock, _caller()))
 
     def _watch_storage(self, tensor: torch.Tensor) -> None:
-        """Device memory that a stream used: when it is free, the compute stream may have it."""
+        """Freeing device memory that a stream used counts as a write by the compute stream."""
         storage = tensor.untyped_storage()
         first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         if not self._in_ram(tensor):
@@ -234,7 +234,7 @@ class Watched:
         return stream
 
     def _kernel(self, real: Callable[..., Any], split: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
-        """`real`, of whose arguments `split` says what it reads and what it writes."""
+        """Wrap the kernel `real`; `split` separates its arguments into (read, written)."""
 
         def watched(*args: Any, **options: Any) -> Any:
             reads, writes = split(*args)
@@ -245,10 +245,10 @@ class Watched:
 
         return watched
 
-    # ---- what passes clocks on -----------------------------------------------------------------------------------
+    # ---- transfer of clocks --------------------------------------------------------------------------------------
 
     def _tells(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """A method after which whoever learns of the object knows what the caller did before."""
+        """Wrap a method so that it publishes the caller's clock on the object."""
 
         def tells(it: Any, *args: Any) -> Any:
             with self.lock:
@@ -339,7 +339,7 @@ class Watched:
     # ---- races ---------------------------------------------------------------------------------------------------
 
     def races(self) -> set[tuple[str, str]]:
-        """The pairs of functions whose accesses race, the earlier in the log first."""
+        """Pairs of functions with racing accesses, the earlier access first."""
         shared = sorted({edge for a in self.log if a.actor != self._compute.actor.number for edge in (a.first, a.end)})
         borders = np.array(shared)
         last: dict[int, Access] = {}
@@ -377,7 +377,7 @@ def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _caller() -> str:
-    """The innermost function of a module that has waits with names."""
+    """The innermost function of a module that has named waits."""
     files = {str(path) for path in _modules()}
     frame = sys._getframe(2)
     while frame is not None:
@@ -388,14 +388,14 @@ def _caller() -> str:
     return "the model"
 
 
-# ---- waits, taken out one at a time ------------------------------------------------------------------------------
+# ---- waits, removed one at a time --------------------------------------------------------------------------------
 
 
 class Wait(NamedTuple):
-    """A statement that waits; of a loop over events, for one of them.
+    """A statement that waits; in a loop over events, the wait for one event.
 
-    A comment beside the statement, or beside the event, may name it: `stream.wait(event)  # wait: NAME`. So tests know
-    it wherever the code moves.
+    A comment on the line of the statement or event may name it: `stream.wait(event)  # wait: NAME`. Tests then find it
+    wherever the code moves.
     """
 
     path: Path
@@ -410,18 +410,18 @@ class Wait(NamedTuple):
 
 @cache
 def _modules() -> tuple[Path, ...]:
-    """All modules of the folders in which some wait has a name."""
+    """Modules of all folders with a named wait."""
     named = {path.parent for path in PACKAGE.rglob("*.py") if "  # wait: " in path.read_text()}
     return tuple(sorted(path for folder in named for path in folder.glob("*.py")))
 
 
 def waits() -> list[Wait]:
-    """All calls of wait, delay and synchronize that are statements."""
+    """All statements that call wait, delay or synchronize."""
     return [wait for path in _modules() for wait, _ in _waits(path)[1]]
 
 
 def _waits(path: Path) -> tuple[ast.Module, list[tuple[Wait, ast.AST]]]:
-    """The module, and each wait with what is to be replaced by None."""
+    """The module's syntax tree, and each wait with the node to replace by None."""
     text = path.read_text()
     module, lines, found = ast.parse(text), text.splitlines(), list[tuple[Wait, ast.AST]]()
 
@@ -450,7 +450,7 @@ def _waits(path: Path) -> tuple[ast.Module, list[tuple[Wait, ast.AST]]]:
 
 @contextmanager
 def without(wait: Wait) -> Iterator[None]:
-    """While it is open, the function that holds the statement does without it."""
+    """While it is open, the function runs without this wait."""
     module, found = _waits(wait.path)
     (taken_out,) = [node for each, node in found if each == wait]
 

@@ -1,4 +1,4 @@
-"""docs/minimal_offload.py trains to the bits of the engine, and is as small as it says."""
+"""docs/minimal_offload.py trains to the engine's bits, and is as short as it says."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def minimal() -> Any:
 
 
 class Model(nn.Module):
-    """A language model whose rows may be padded: targets of -100 do not count."""
+    """A language model with padded rows: targets of -100 do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 
 def batches(num: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of several widths, whose rows have several lengths."""
+    """Batches of several widths with rows of several lengths."""
     found = []
     for index in range(num):
         tokens = torch.randint(61, (3, 5 + 4 * (index % 3)))

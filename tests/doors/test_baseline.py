@@ -1,4 +1,4 @@
-"""`finetune(..., baseline="measure")`: measured where it fits, else predicted, and it says which."""
+"""`finetune(..., baseline="measure")`: measured if plain training fits, otherwise predicted, and labelled as such."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _a_folder(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What fresh processes are asked; a plan that fits, and a step of a quarter of a second."""
+    """Tasks for fresh processes; each plan fits, and each step takes a quarter of a second."""
     tasks: list[dict[str, Any]] = []
 
     def answer(task: dict[str, Any], **_: Any) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def test_a_step_of_rows_like_the_data_s_is_measured_before_anything_is_loaded(
     assert figures.slowdown is not None
     assert (figures.slowdown.baseline, figures.slowdown.baseline_seconds) == ("measured", 0.25)
     finetune(t5(), baseline="measure", gradient_accumulation=2)
-    assert len(asked) == 2  # it was kept
+    assert len(asked) == 2  # the row was cached
 
 
 def test_unasked_nothing_is_measured(asked: list[dict[str, Any]], monitors: list[Monitor]) -> None:
@@ -94,7 +94,7 @@ def frozen() -> Any:
 
 
 class OfMyOwn(T5ForConditionalGeneration):
-    """A class that transformers does not know."""
+    """A class unknown to transformers."""
 
 
 def of_my_own() -> Any:

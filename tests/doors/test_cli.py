@@ -1,4 +1,4 @@
-"""The command line: what it prints, and how it ends."""
+"""The command line: output and exit codes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_plan_prints_where_everything_goes() -> None:
 
 
 def test_help_breaks_no_line_within_a_paragraph() -> None:
-    """typer keeps the line breaks of all paragraphs but the first."""
+    """typer keeps the line breaks of every paragraph except the first."""
     for command in app.registered_commands:
         _, *paragraphs = inspect.cleandoc(getattr(command.callback, "__doc__", None) or "").split("\n\n")
         assert not any("\n" in paragraph for paragraph in paragraphs), command.callback
@@ -241,7 +241,7 @@ def test_a_folder_for_states_that_is_not_there_is_refused(vram: tuple[str, ...])
 
 
 def answered(task: dict[str, Any], **_: Any) -> dict[str, Any]:
-    """A fresh process in which everything fits."""
+    """A fresh process that fits everything."""
     if task["mode"] == "plan":
         made = forecast.as_row(replace(T5_3B, limits={"vram": 139 << 30, "ram": 64 << 30}))
         return {"status": "measured", "forecasts": [made] * len(task["works"])}

@@ -1,4 +1,4 @@
-"""The demo: its dates, and that it runs. (That it learns is shown by running it: see README.)"""
+"""The demo: its dates, and that it runs. (README's command shows that it learns.)"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_targets_are_iso_dates_in_range_and_end_of_months_occur() -> None:
 
 @pytest.mark.parametrize("first", [date(1950, 1, 1), date(1999, 6, 1), date(2026, 11, 1)])
 def test_no_spelling_stands_for_two_dates(first: date) -> None:
-    """Over a year of dates and a hundred 20ths of November: each text has one meaning."""
+    """Every text of a year of dates, and of a hundred 20ths of November, has one meaning."""
     year = [date.fromordinal(first.toordinal() + offset) for offset in range(365)]
     days = {*year, *(date(other, 11, 20) for other in range(FIRST_YEAR, LAST_YEAR + 1))}
     meanings: dict[str, set[date]] = {}

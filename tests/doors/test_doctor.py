@@ -1,4 +1,4 @@
-"""Each advice of `offloadkit doctor` from made-up facts, what is read from the system, and the command."""
+"""Every advice of `offloadkit doctor` from made-up facts, the facts read from the system, and the command."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_the_table_shows_what_was_measured() -> None:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int], list[str], int], None]:
-    """Call it with the GPU's compute capability, the architectures of torch's kernels, and the free bytes of VRAM."""
+    """Sets the GPU's compute capability, the architectures of torch's kernels, and the free bytes of VRAM."""
 
     def make(capability: tuple[int, int], architectures: list[str], free: int) -> None:
         answers: dict[str, Callable[..., object]] = {

@@ -42,7 +42,7 @@ SHAPE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden
 
 @pytest.fixture(autouse=True)
 def _a_folder(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left in the repository."""
+    """Keep output out of the repository."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -81,7 +81,7 @@ def test_pairs_are_learned_and_the_folder_is_loaded_by_from_pretrained(
 
 
 def test_tokens_beyond_the_tokenizers_are_left_out_of_predictions() -> None:
-    """T5's own vocabulary is padded beyond its tokenizer's too."""
+    """T5's own vocabulary is also padded beyond its tokenizer's."""
     model = t5(vocab_size=512)
     with torch.no_grad():
         model.lm_head.weight[len(ByT5Tokenizer()) :] *= 10
@@ -231,7 +231,7 @@ def test_an_earlier_model_stays_until_the_new_one_is_whole(tmp_path: Path, monke
     assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []
 
 
-# -- as HuggingFace's users write it
+# -- names and habits of HuggingFace users
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_an_earlier_model_stays_until_the_new_one_is_whole(tmp_path: Path, monke
     ],
 )
 def test_names_and_habits_of_huggingface_are_taken(given: Any, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the training arguments."""
+    """Runs up to the training arguments."""
     seen: list[Any] = []
 
     def ends(*asked: Any) -> None:
@@ -333,7 +333,7 @@ def test_a_verbose_run_says_where_everything_lives(capsys: pytest.CaptureFixture
 def test_the_dtype_is_decided_before_the_batch_size_and_told_to_the_trainer(
     gpu: str, options: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to the plan; no GPU is needed to get there."""
+    """Runs up to the plan, which needs no GPU."""
     module = importlib.import_module("offloadkit.doors.finetuning")
     seen: dict[str, Any] = {}
 
@@ -376,7 +376,7 @@ def test_fp16_trains_with_master_weights_in_fp32() -> None:
     assert result.metrics["eval_loss"] < 8
 
 
-# -- what cannot be done says so, before any work
+# -- unsupported requests are refused before any work
 
 
 @pytest.mark.parametrize(
@@ -550,7 +550,7 @@ def test_public_names_are_there_and_stay_and_the_trainers_load_transformers_only
 
 
 def test_a_model_by_name_gets_a_head_for_the_labels_of_the_rows(tmp_path: Path) -> None:
-    """The plan that was shown knew of two classes; the rows have three."""
+    """The displayed plan assumed two classes; the rows have three."""
     folder = save_config(llama_config(architectures=["LlamaForSequenceClassification"]), tmp_path / "config")
     word_tokenizer().save_pretrained(folder)
     rows = [{"text": f"the {word} sat", "label": label} for word, label in (("cat", "a"), ("dog", "b"), ("tree", "c"))]

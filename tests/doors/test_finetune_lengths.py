@@ -1,4 +1,4 @@
-"""`finetune` plans for the rows there are: at once where no download comes before, else when they are tokenised."""
+"""`finetune` plans for the actual rows: at once if nothing must be downloaded, otherwise after tokenisation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _a_folder(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def a_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the rows came from the hub."""
+    """Pretends that the rows come from the hub."""
     monkeypatch.setattr(importlib.import_module("offloadkit.doors.finetuning"), "on_hub", lambda data: True)
 
 
@@ -87,7 +87,7 @@ def test_rows_that_came_as_tokens_and_are_longer_than_was_planned_are_planned_fo
 
 @pytest.mark.slow
 def test_what_fits_with_the_rows_there_are_is_not_refused(t5: Any) -> None:
-    """It would be with the longest rows that are allowed; where rows must be downloaded first, it is."""
+    """The longest rows allowed would not fit; if rows must be downloaded first, the run is refused for them."""
     short, long = (planned(t5, **lengths).needs()["ram"] for lengths in (OF_PAIRS, {}))
     assert long - short > 50 << 20
     budget = (short + long) // 2

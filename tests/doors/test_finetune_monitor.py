@@ -1,4 +1,4 @@
-"""`finetune` and the monitor: what is shown, how it is stopped and goes on, and what a cell leaves when it has run."""
+"""`finetune` and the monitor: the display, stopping and resuming, and what a cell leaves behind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def by_name(tmp_path: Path) -> str:
 
 
 def finetune(model: Any, output: str = "out", **options: Any) -> offloadkit.FinetuneResult:
-    """3 updates an epoch, the last of one micro-batch; 8 in all."""
+    """3 updates an epoch, the last one with a single micro-batch; 8 updates in total."""
     defaults: dict[str, Any] = {"init": "random", "max_steps": 8, "batch_size": 2, "gradient_accumulation": 2}
     defaults |= {"use_cpu": True, "learning_rate": 1e-2, "save_strategy": "no"}
     defaults["overwrite"] = not options.get("resume")
@@ -54,7 +54,7 @@ def finetune(model: Any, output: str = "out", **options: Any) -> offloadkit.Fine
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """What the monitor draws on where there is neither a notebook nor a terminal."""
+    """The monitor's drawings outside of a notebook and a terminal."""
     display = Watched()
     monkeypatch.setattr("offloadkit.doors.finetuning.can_be_drawn", lambda: True)
     monkeypatch.setattr(terminal, "LogLines", lambda: display)
@@ -62,7 +62,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def at_step(number: int, monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
-    """Do something when training begins with step `number`, on the thread that trains."""
+    """Call `act` on the training thread when step `number` begins."""
 
     class Acts(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -90,12 +90,12 @@ def weights(result: offloadkit.FinetuneResult) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def new_threads() -> Callable[[], list[str]]:
-    """Names of the package's threads that the test began: another test's error may keep an engine."""
+    """Names of the package's threads started by this test; another test's error may keep an engine alive."""
     before = set(threading.enumerate())
     return lambda: [thread.name for thread in {*threading.enumerate()} - before if "offloadkit" in thread.name]
 
 
-# -- what is shown
+# -- the display
 
 
 def test_the_monitor_takes_the_place_of_bar_and_lines(
@@ -151,7 +151,7 @@ def test_switches_without_a_meaning_are_refused(by_name: str, options: dict[str,
         finetune(by_name, **options)
 
 
-# -- stopping, and going on
+# -- stopping and resuming
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_an_interrupt_finishes_the_step_and_resume_gives_the_weights_of_a_run_th
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In mid-epoch, at an epoch's end, and in the first step of an epoch; the model has dropout."""
+    """In mid-epoch, at the end of an epoch, and in an epoch's first step; the model has dropout."""
     options = {"eval_dataset": PAIRS, "eval_strategy": "no"} | often
     whole = finetune(by_name, "whole", **options)
     handler = signal.getsignal(signal.SIGINT)
@@ -272,7 +272,7 @@ def test_resuming_with_another_batch_size_says_what_differs(
 def test_resuming_what_was_done_already_takes_no_step_and_says_so(
     steps: int, by_name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In mid-epoch, and at an epoch's end."""
+    """In mid-epoch, and at the end of an epoch."""
     options = {"save_strategy": "steps", "save_steps": steps, "eval_dataset": PAIRS, "eval_strategy": "no"}
     options |= {"lr_scheduler_type": "constant", "max_steps": steps}
     whole = finetune(by_name, **options)
@@ -331,7 +331,7 @@ def test_an_interrupt_in_the_last_step_changes_nothing(
     assert watched.ends[-1].state == "finished"
 
 
-# -- what a cell leaves
+# -- what a cell leaves behind
 
 
 def fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +342,7 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def models() -> set[int]:
-    """Identities of those that are alive."""
+    """Identities of the models that are alive."""
     gc.collect()
     return {id(each) for each in gc.get_objects() if isinstance(each, T5ForConditionalGeneration)}
 
@@ -352,7 +352,7 @@ def test_an_error_in_mid_run_releases_everything_though_somebody_keeps_it(
 ) -> None:
     before = models()
     fails(monkeypatch)
-    kept: list[BaseException] = []  # as a notebook does, for its debugger
+    kept: list[BaseException] = []  # like a notebook, for its debugger
     try:
         finetune(by_name)
     except ZeroDivisionError as error:

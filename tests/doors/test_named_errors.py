@@ -1,4 +1,4 @@
-"""Inputs without a meaning, a few of each kind that `benchmarks/fuzz.py` draws: the error names what is at fault."""
+"""Meaningless inputs, a few of each kind that `benchmarks/fuzz.py` draws: the error names the faulty value."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def step(engine: OffloadEngine) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[OffloadEngine]:
-    """One that nothing breaks: it takes steps after each error."""
+    """An engine that must still take steps after each error."""
     with small_engine() as opened:
         yield opened
 
@@ -155,7 +155,7 @@ def test_counts_of_a_comparison_have_an_end() -> None:
         check_counts({"num_samples": 10**400})
 
 
-# -- checkpoints, whose manifest fits the file
+# -- checkpoints with a manifest that matches the file
 
 
 @pytest.fixture(scope="module")
@@ -435,7 +435,7 @@ def test_a_pipe_is_no_file_of_rows(tmp_path: Path) -> None:
         load_dataset_like(tmp_path / "rows.jsonl")
 
 
-# -- what the system refuses
+# -- refusals by the system
 
 
 def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,7 +494,7 @@ def test_a_killed_worker_is_named(tmp_path: Path, evaluates: bool) -> None:
         trainer.close()
 
 
-# -- later finds
+# -- found later
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])

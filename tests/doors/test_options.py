@@ -55,7 +55,7 @@ def test_the_page_shows_the_options() -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The arguments with which the command line calls `finetune`."""
+    """The arguments that the command line passes to `finetune`."""
     calls: list[dict[str, Any]] = []
     finetuning = importlib.import_module("offloadkit.doors.finetuning")
     monkeypatch.setattr(finetuning, "finetune", lambda **given: calls.append(given) or SimpleNamespace(stopped=False))

@@ -1,4 +1,4 @@
-"""An output folder with an earlier run: never replaced unasked, gone on with or replaced where the user says so."""
+"""An output folder with an earlier run: never replaced unasked; resumed or replaced as the user says."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def used() -> Path:
-    """A folder that looks as an earlier run leaves it, with a file of the user's."""
+    """A folder as an earlier run leaves it, with a file from the user."""
     for name in ("model/config.json", "checkpoint-1/config.json", "checkpoint-7/trainer_state.json", "mine.txt"):
         path = Path("out") / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def test_checkpoints_alone_make_a_folder_used_and_files_of_others_do_not(used: P
 
 
 def test_overwriting_replaces_what_finetune_writes_and_nothing_else(used: Path) -> None:
-    """A new checkpoint of an old one's name is the new one's as a whole, and stays while training goes on."""
+    """A new checkpoint replaces an old one with its name as a whole, and is kept during training."""
     (used / "checkpoint-1" / "old.bin").touch()
     (used / "checkpoint-x").mkdir()
     (used / ".checkpoint-4-old").mkdir()
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_is_trained_from_is_not_removed(used: Path, in_memory:
 
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_a_model_that_is_replaced_by_what_is_trained_from_it_is_whole(in_memory: bool) -> None:
-    """transformers maps the file that is read."""
+    """transformers maps the file it reads."""
     weights = finetune(t5(), max_steps=2, save_strategy="no").model.state_dict()
     model = T5ForConditionalGeneration.from_pretrained("out/model") if in_memory else "out/model"
     trained = finetune(model, max_steps=2, save_strategy="no", overwrite=True).model.state_dict()

@@ -1,4 +1,4 @@
-"""`offloadkit.plan` with budgets: what it says, what it refuses, and the command."""
+"""`offloadkit.plan` with budgets: text, refusals, and the command."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_classifier_is_planned() -> None:
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_a_classifier_that_counts_end_tokens_is_planned_whole(kind: str) -> None:
-    """A model says by its class that it is one."""
+    """A classifier is recognised by its class."""
     model: Any
     if kind == "t5":
         model = T5ForSequenceClassification(T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2))
@@ -194,7 +194,7 @@ def test_a_classifier_that_counts_end_tokens_is_planned_whole(kind: str) -> None
 
 
 def test_a_plan_of_gpt2_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers finds no loss in the name of its class, and takes the right one with a warning."""
+    """transformers does not find a loss in the name of GPT-2's class, and warns while it chooses the right one."""
     said: list[str] = []
     monkeypatch.setattr(modeling_utils.logger, "warning_once", said.append, raising=False)
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64))
@@ -254,7 +254,7 @@ def test_finetune_refuses_what_does_not_fit_before_anything_is_loaded(
 
 
 def test_without_a_gpu_a_budget_of_vram_holds_too(tmp_path: Path) -> None:
-    """What would be in VRAM is a part of what is in RAM, which has a budget of its own."""
+    """Without a GPU, data planned for VRAM is in RAM, whose budget is not exceeded here."""
     run: dict[str, Any] = {"init": "random", "use_cpu": True, "batch_size": 1, "output_dir": tmp_path}
     with pytest.raises(DoesNotFitError, match=r"needs .* MiB of VRAM, has 100 MiB\n.* of VRAM would fit: ") as refused:
         offloadkit.finetune("t5-small", PAIRS, vram="100MiB", **run)
@@ -294,7 +294,7 @@ def test_a_refusal_proposes_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "OffloadConfig(disk" not in on_disk.explain()
 
 
-# -- the command, and what notebooks show
+# -- the command, and notebook output
 
 
 def run(*arguments: str) -> Any:

@@ -1,4 +1,4 @@
-"""A bare loop around the engine is never silently wrong: what it reads is new, what it writes counts, or it is told."""
+"""A bare loop around the engine is never silently wrong: it reads new values, its writes count, or it gets an error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def late_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No layer is stepped before somebody waits for an update."""
+    """No layer is stepped before some thread waits for an update."""
     asked = threading.Event()
     step, wait, finish = update.LayerState.step, weights.LayerWeights.wait, update.StepThread.finish
 
@@ -88,7 +88,7 @@ def config(placement: str, dtype: str = "bf16", **options: Any) -> OffloadConfig
 
 
 def saved(what: Any) -> Any:
-    """What `torch.load` finds after `torch.save`."""
+    """The result of `torch.load` after `torch.save`."""
     file = io.BytesIO()
     torch.save(what, file)
     file.seek(0)
@@ -132,7 +132,7 @@ def test_what_is_read_after_a_step_is_new(placement: str, device: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("placement", ["vram", "ram"])
 def test_a_forked_process_is_told_that_the_weights_are_not_there(placement: str) -> None:
-    """It would wait for a step that nobody makes there, or read memory that it does not have."""
+    """A forked process would wait for a step that never comes, or read memory that is not mapped."""
     model: Any = small()
     del model.unused  # the model's state_dict begins with no layer: it waits for the whole update
     uses: list[Callable[[], Any]] = [
@@ -146,7 +146,7 @@ def test_a_forked_process_is_told_that_the_weights_are_not_there(placement: str)
         engine.step()
         for at, use in enumerate(uses):
             if (child := os.fork()) == 0:
-                signal.alarm(10)  # ends it
+                signal.alarm(10)  # ends a hanging child
                 told = 1
                 with torch.no_grad():
                     try:
@@ -190,7 +190,7 @@ def write_in_many_ways(model: Any) -> None:
 def test_what_is_written_after_a_step_counts_and_leaves_the_rest_alone(
     write: Callable[[Any], None], dtype: str, device: str
 ) -> None:
-    """The master weights are the written ones; where a working weight kept its bits, the master keeps its own."""
+    """Master weights equal the written values; if a working weight kept its bits, its master does not change."""
     trained = {}
     for placement in PLACEMENTS:
         model = small()
@@ -198,7 +198,7 @@ def test_what_is_written_after_a_step_counts_and_leaves_the_rest_alone(
             train(engine, tokens(2, device))
             masters = engine.master_weights()
             engine.backward(engine(tokens(1, device)[0]))
-            engine.optimizer.param_groups[0]["lr"] = 0.0  # a step that changes nothing, and is under way
+            engine.optimizer.param_groups[0]["lr"] = 0.0  # a step in progress that changes nothing
             engine.step()
             plain = copy.deepcopy(model)
             bits = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
@@ -319,7 +319,7 @@ def test_torch_averages_and_schedules_beside_the_engine(placement: str, device: 
 
 
 def test_what_watching_takes_grows_with_the_parameters_and_not_with_their_square() -> None:
-    """Counted in Python's calls, which are all that it takes beside torch's own work."""
+    """Counts Python calls, the only cost of watching besides torch's own work."""
 
     def num_calls(work: Callable[[], object]) -> int:
         found = 0
@@ -400,7 +400,7 @@ def test_a_backward_without_the_engine_leaves_nothing(tied: bool, device: str) -
 
 
 class Counts(nn.Module):
-    """BatchNorm, and a buffer that the output depends on."""
+    """BatchNorm, and a buffer that affects the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,7 +429,8 @@ def test_a_recomputation_leaves_buffers_as_forward_did(device: str) -> None:
 
 @pytest.mark.parametrize("activations", ["checkpoint", "offload"])
 def test_a_copy_of_a_model_that_recomputes_trains_by_itself(activations: Any) -> None:
-    """It computes with its own weights, and its own buffers count each batch once, whatever becomes of the engine."""
+    """The copy computes with its own weights, and its buffers count each batch once, also after the engine is
+    closed."""
     model = SquaredOutput(nn.Sequential(Counts(), Counts()))
     placement = Placement(weights="ram", activations=activations)
     with OffloadEngine(model, OffloadConfig(placement=placement), device="cpu") as engine:
@@ -448,7 +449,7 @@ def test_a_copy_of_a_model_that_recomputes_trains_by_itself(activations: Any) ->
 class ReadsAnother(TinyLM):
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = super().forward(batch)
-        assert self.blocks[0].up.weight.shape[0] == 65  # a fact is told at any time
+        assert self.blocks[0].up.weight.shape[0] == 65  # shapes are known at any time
         return loss + self.blocks[0].up.weight.float().pow(2).mean()
 
 
@@ -462,7 +463,7 @@ def test_weights_in_ram_that_forward_uses_without_their_block_are_an_error(devic
 
 
 def test_a_training_step_touches_no_watched_weight(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python is called for operations of the program around the engine, and for none of the step's own."""
+    """Python is called only for operations of the user's program, not for the step's own operations."""
     touched = []
     place_of, function = ExternalWrites.place_of, vars(Watched)["__torch_function__"].__func__
 
@@ -497,7 +498,7 @@ def test_a_closed_engine_leaves_plain_tensors_and_no_memory(device: str) -> None
 
 
 class Somewhere:
-    """A layer that lives in memory of its own."""
+    """A layer in private memory."""
 
     def __init__(self, layer: FlatLayer) -> None:
         self.layer, self._weights = layer, torch.ones(3)

@@ -1,4 +1,4 @@
-"""The engine computes what plain torch computes, for any module, and in whatever place its numbers live."""
+"""The engine computes the numbers of plain torch, for any module and any placement."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("steps", [20, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("tied", "frozen", "groups", "dtype", "accumulation", "max_grad_norm"),
-    [  # every two of the values are together once
+    [  # every pair of values occurs once
         (True, False, None, "fp32", 1, None),
         (True, False, None, "bf16", 3, 0.3),
         (False, True, None, "fp32", 3, None),
@@ -372,7 +372,7 @@ def test_a_state_without_remainders_leaves_none_of_the_weights_trained_before(th
 
 
 def paired(engine: OffloadEngine, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Master weights and working weights."""
+    """Pairs of (master weights, working weights)."""
     masters, weights = engine.master_weights(), model.state_dict()
     return [(master.cpu(), weights[name]) for name, master in masters.items()]
 
@@ -382,7 +382,7 @@ def paired(engine: OffloadEngine, model: nn.Module) -> list[tuple[torch.Tensor, 
 def test_the_norm_is_that_of_all_gradients_where_parameters_are_whole_blocks(
     numels: tuple[int, ...], placement: Placement | None, device: str
 ) -> None:
-    """Blocks of the norm have 65,536 elements. Parameters without a gradient have their blocks too."""
+    """Norm blocks have 65,536 elements. Parameters without a gradient have blocks too."""
     torch.manual_seed(0)
     model = Halves(numels)
     config = OffloadConfig(learning_rate=0.0, weight_decay=0.0, max_grad_norm=0.1, placement=placement)
@@ -397,7 +397,7 @@ def test_the_norm_is_that_of_all_gradients_where_parameters_are_whole_blocks(
 
 
 class Halves(nn.Module):
-    """Half of the sum of the weights' squares: each gradient is its weight."""
+    """Half the sum of squared weights, so each gradient equals its weight."""
 
     def __init__(self, numels: tuple[int, ...]) -> None:
         super().__init__()

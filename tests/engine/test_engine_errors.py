@@ -1,4 +1,4 @@
-"""Whatever is wrong, the message says what was given, what was expected and what to do; nothing is half done."""
+"""Errors name the given value, the expected value and the remedy; a refused call changes nothing."""
 
 from __future__ import annotations
 
@@ -416,7 +416,7 @@ def test_two_engines_and_one_loss_name_what_works_and_it_works(placement: Placem
 
 
 def with_a_quantiser(model: nn.Module) -> nn.Module:
-    model.is_quantized = True  # as transformers' models say
+    model.is_quantized = True  # as set by transformers
     return nn.Sequential(model)
 
 

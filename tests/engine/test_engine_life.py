@@ -1,4 +1,4 @@
-"""Engines that are built on a used model, forgotten, interrupted, loaded and closed leave nothing wrong behind."""
+"""Engines built on a used model, or forgotten, interrupted, loaded and closed, leave nothing wrong behind."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_gradients_from_before_the_engine_do_not_count() -> None:
 
 
 def test_an_engine_that_is_forgotten_lets_go_of_the_model() -> None:
-    gc.collect()  # of the tests before
+    gc.collect()  # garbage of earlier tests
     model, num_threads = TinyLM(), threading.active_count()
     engine = OffloadEngine(model)
     train(engine, tokens(1))
     optimizer = engine.optimizer
-    gc.disable()  # it goes with its last reference
+    gc.disable()  # the engine must end with its last reference
     try:
         del engine
         assert threading.active_count() == num_threads
@@ -124,7 +124,7 @@ def test_a_failing_update_does_not_block_the_next_micro_batch(monkeypatch: pytes
 
 
 def test_a_backward_that_fails_leaves_no_gradient() -> None:
-    """It fails when half of a block's gradients are there."""
+    """It fails when half of a block's gradients have been computed."""
 
     def trained(*, failing: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -202,7 +202,7 @@ def test_one_log_serves_a_second_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("submitted", [False, True], ids=["before the sum is queued", "when it was queued"])
 def test_interrupts_lose_no_staging_buffer(submitted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of them: with two buffers, the next backward would wait for ever."""
+    """Three interrupts: if two buffers were lost, the next backward would wait forever."""
     config = OffloadConfig(learning_rate=1e-2, gradient_accumulation=2)
     torch.manual_seed(0)
     expected = TinyLM()
@@ -231,7 +231,7 @@ def test_interrupts_lose_no_staging_buffer(submitted: bool, monkeypatch: pytest.
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_closing_frees_the_states_and_copies_no_weights(device: str) -> None:
-    """16 MiB of weights in RAM, and 48 of moments and gradients."""
+    """16 MiB of weights in RAM, and 48 MiB of moments and gradients."""
     model, mib = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(4)]), 1 << 20
     config = OffloadConfig(placement=Placement(weights="ram", activations="checkpoint"))
     engine = OffloadEngine(model, config, device=device)
@@ -251,7 +251,7 @@ def test_closing_frees_the_states_and_copies_no_weights(device: str) -> None:
 
 
 def test_a_loss_that_is_kept_keeps_no_states() -> None:
-    """Its graph holds the hooks by which the uses of a tied weight hand over their gradients."""
+    """Its graph holds the hooks that pass on gradients of a tied weight."""
     with OffloadEngine(TinyLM(tied=True), OffloadConfig(), device="cpu") as engine:
         loss = engine(tokens(1)[0])
         engine.backward(loss)
@@ -279,7 +279,7 @@ def test_an_error_in_the_middle_of_closing_leaves_the_model_whole(monkeypatch: p
         with pytest.raises(torch.OutOfMemoryError):
             engine.close()
     assert all(torch.equal(weight, expected.state_dict()[name]) for name, weight in model.state_dict().items())
-    with OffloadEngine(model, config) as second:  # nothing of the first is in its way
+    with OffloadEngine(model, config) as second:  # the first engine leaves no obstacle
         train(second, tokens(1))
 
 

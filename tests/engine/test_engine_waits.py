@@ -1,4 +1,4 @@
-"""Nobody reads or writes weights while their update is on its way, however a model comes to them."""
+"""No code reads or writes weights during their update, whatever route it takes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class EmbedsByHand(TinyLM):
 
 
 class BlocksByHand(TinyLM):
-    """Its blocks are mere lists: the model runs what is inside them."""
+    """Its blocks are plain lists: the model runs the modules inside them."""
 
     def __init__(self) -> None:
         super().__init__(tied=False, depth=2)
@@ -71,7 +71,7 @@ class BlocksByHand(TinyLM):
 
 
 def weight_normed() -> nn.Module:
-    """A model with a hook of its own, older than the engine's, that reads weights."""
+    """A model with weight norm: its hooks, older than the engine's, read weights."""
     model = TinyLM(tied=False, depth=2)
     del model.unused
     model.embed = nn.utils.weight_norm(model.embed)
@@ -153,7 +153,7 @@ def test_a_graph_older_than_the_step_fails_as_it_does_in_torch(device: str) -> N
 
 
 class ByModuleOrByHand(nn.Module):
-    """Uses a parameter through its module, without it, or as an extension in C++ does: Python never sees that."""
+    """Uses a parameter through its module, without its module, or like a C++ extension, unseen by Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def test_updates_that_are_waited_for_say_nothing_of_those_beside_a_forward(
     with OffloadEngine(TinyLM(), OffloadConfig(on_nonfinite="skip"), device=device) as engine:
 
         def num_after(waits: Callable[[], object], factor: float = 1.0) -> int:
-            """How often it is called after two steps and `waits`."""
+            """Number of calls of `disregard_newest` after two steps and `waits`."""
             disregarded.clear()
             for batch in batches[:2]:
                 engine.backward(engine(batch) * factor)
@@ -230,7 +230,7 @@ def test_updates_that_are_waited_for_say_nothing_of_those_beside_a_forward(
 
 @pytest.fixture
 def hung_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Call it, and the stepping thread hangs from the next update on, and waits end soon."""
+    """Call it to make the stepping thread hang from the next update on, and waits give up soon."""
     goes_on = threading.Event()
 
     def hang() -> None:
@@ -243,7 +243,7 @@ def hung_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     goes_on.set()
     ends = time.monotonic() + 10
     while watchdog.state.progress == watchdog.state.hung_at and time.monotonic() < ends:
-        time.sleep(0.01)  # until the thread that hung has moved: later tests' waits would be given up at once
+        time.sleep(0.01)  # until the hung thread has moved, or waits of later tests would give up at once
 
 
 WAITS: dict[str, Callable[[OffloadEngine, torch.Tensor], object]] = {
@@ -281,7 +281,7 @@ def test_an_update_that_hangs_is_an_error_with_stacks_and_the_last_checkpoint(
 def test_only_a_wait_in_which_nothing_moves_is_given_up(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LIMIT_SECONDS", 10.0)
     monkeypatch.setattr(watchdog, "SLICE_SECONDS", 1.0)
-    monkeypatch.setattr(watchdog, "state", type(watchdog.state)())  # no earlier test's
+    monkeypatch.setattr(watchdog, "state", type(watchdog.state)())  # no state of earlier tests
     asked = []
 
     def arrives(seconds: float) -> bool:
@@ -326,7 +326,7 @@ def test_watching_such_calls_leaves_no_thread_that_a_program_counts() -> None:
 
 
 BEFORE_TRAINING = {"device/measure.py", "distributed/machine.py", "engine/python_time.py", "doors/engines/engine.py"}
-"""Modules that time the GPU before training, or another library's engine."""
+"""Modules that time the GPU before training, or run another library's engine."""
 
 
 def test_a_wait_for_the_whole_gpu_is_watched() -> None:

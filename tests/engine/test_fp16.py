@@ -1,4 +1,4 @@
-"""fp16 working weights: a loss scale that follows the overflows, and steps that leave everything as it was."""
+"""fp16 working weights: a loss scale that follows overflows, and skipped steps that change nothing."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_loaded_scale_goes_on_as_the_saved_one(before: list[bool]) -> None:
 
 
 def test_a_scale_with_numbers_of_its_own() -> None:
-    """Equal to DeepSpeed's `DynamicLossScaler`, whose rule is written out in `expected`."""
+    """Equal to DeepSpeed's `DynamicLossScaler`, whose rule `expected` writes out."""
     how = DynamicLossScale(start=64.0, window=3, hysteresis=3, minimum=16.0)
     pattern = [False] * 5 + [True] * 4 + [False] * 9 + [True] * 3 + [False, True] * 3
     for consecutive in (False, True):
@@ -148,7 +148,7 @@ def test_an_overflow_leaves_everything_equal_and_lowers_the_scale(device: str, p
 
 
 def test_no_scale_changes_a_gradient_that_fits(device: str) -> None:
-    """Powers of two change the exponent only, so with clipping off and on the weights are the same bits."""
+    """Powers of two change only the exponent, so the weights have the same bits with and without clipping."""
 
     def weights(scale: float) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -173,7 +173,7 @@ def test_overflow_under_a_fixed_scale_is_an_error(device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [t5_config, t5_v1_1_config])
 def test_t5_learns_as_in_fp32(device: str, config: Any) -> None:
-    """150 steps: no NaN, and the last losses within 5 % of fp32's; `wo` stays fp32."""
+    """150 steps without NaN; the last losses are within 5 % of fp32's, and `wo` stays fp32."""
     from transformers import T5ForConditionalGeneration
 
     def losses(dtype: Any) -> list[float]:

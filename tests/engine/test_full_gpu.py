@@ -1,4 +1,4 @@
-"""A full GPU in mid-training: `finetune` goes on by a leaner plan, and the weights are those of a run that had room."""
+"""A full GPU in mid-training: `finetune` continues with a leaner plan and the weights of a run that had room."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _a_small_card(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is planned for: a card that fits the run, on which the process itself takes nothing: beside that, what of
-    so small a run can be leaner would not count."""
+    """Plan for a card that fits the run, without a context or allocator reserve, which would dwarf what so small a run
+    can save."""
     card = replace(
         planning.ASSUMED_CARD,
         vram_total_bytes=24 * MIB,
@@ -45,7 +45,7 @@ def handed_over() -> Any:
 
 
 def finetune(model: Any, **options: Any) -> offloadkit.FinetuneResult:
-    """5 micro-batches and 3 updates an epoch, the last of one micro-batch; 7 updates in all."""
+    """5 micro-batches and 3 updates an epoch, the last one with a single micro-batch; 7 updates in total."""
     defaults: dict[str, Any] = {"tokenizer": "byte", "max_steps": 7, "batch_size": 2, "gradient_accumulation": 2}
     defaults |= {"bf16": True, "use_cpu": True, "learning_rate": 1e-2, "save_strategy": "no", "logging_steps": 1}
     defaults |= {"max_input_length": 64, "max_target_length": 16}
@@ -55,7 +55,7 @@ def finetune(model: Any, **options: Any) -> offloadkit.FinetuneResult:
 
 @pytest.fixture
 def full_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Has the numbered training forwards, or their backwards, fail as on a full GPU; returns the forwards so far."""
+    """Makes the numbered training forwards, or their backwards, run out of memory; returns the list of forwards."""
     forward = T5ForConditionalGeneration.forward
     seen: list[int] = []
 

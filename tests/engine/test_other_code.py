@@ -1,4 +1,4 @@
-"""What other code does to a model whose engine is open: it saves, copies, converts, compiles, forks and interrupts."""
+"""Other code acts on a model with an open engine: it saves, copies, converts, compiles, forks and interrupts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def step(engine: OffloadEngine) -> None:
-    """One that is under way when this returns."""
+    """A step that is still in progress on return."""
     engine.backward(engine(tokens(1)[0]))
     engine.step()
 
@@ -52,7 +52,7 @@ def step(engine: OffloadEngine) -> None:
 
 
 def attributes(model: nn.Module) -> dict[str, Any]:
-    """Each module's attributes, and how many hooks it has."""
+    """Attributes of each module, and the number of its hooks."""
     return {
         name: {key: len(value) if "_hooks" in key else type(value) for key, value in vars(module).items()}
         for name, module in model.named_modules()
@@ -77,7 +77,7 @@ def test_a_copy_of_a_model_in_training_is_a_plain_model(how: Callable[[Any], Any
         assert attributes(copied) == plain
         assert copied.blocks[1].forward is doubled
         before = engine.master_weights()["embed.weight"]
-        copied(tokens(1)[0]).backward()  # by itself
+        copied(tokens(1)[0]).backward()  # without the engine
         assert torch.equal(before, engine.master_weights()["embed.weight"])
         step(engine)
     assert attributes(model) == plain
@@ -99,7 +99,7 @@ def test_what_is_pickled_needs_no_engine() -> None:
 
 
 def test_what_shares_the_memory_of_weights_is_found() -> None:
-    """Sending a model to a process that is spawned moves its memory to where both see it."""
+    """Sending a model to a spawned process moves its weights to shared memory."""
     model = small()
     with OffloadEngine(model, config(), device="cpu") as engine:
         ForkingPickler.dumps(model)
@@ -135,7 +135,7 @@ def test_a_conversion_in_mid_run_is_refused_and_changes_nothing(placement: Place
 
 
 def test_a_model_that_is_brought_to_where_it_computes_stays_as_it_is(device: str) -> None:
-    """A loop may do so in every epoch. Nothing is rounded: the master weights keep what they hold beyond bf16."""
+    """A loop may call `to` in every epoch. Master weights keep their bits beyond bf16."""
     masters = []
     for moves in (True, False):
         model = small(torch.bfloat16)
@@ -161,7 +161,7 @@ def exchange(model: Any) -> None:
 
 
 def adapt(model: Any) -> None:
-    model.head = nn.Linear(9, 61, device="meta")  # as a new head, or an adapter, that nobody has brought to the device
+    model.head = nn.Linear(9, 61, device="meta")  # like a new head or an adapter that was never moved to the device
 
 
 @pytest.mark.parametrize(("change", "name"), [(exchange, r"blocks\.0\.up\.weight"), (adapt, r"head\.weight")])
@@ -222,12 +222,12 @@ def test_what_torch_compile_returns_is_refused_unless_it_is_frozen() -> None:
         train(engine, tokens(1))
 
 
-# ---- processes, interrupts and what is left behind -------------------------------------------------------------------
+# ---- processes, interrupts and leftovers -----------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_an_engine_refuses_every_call_in_a_forked_process(device: str) -> None:
-    """Threads and GPU stayed in the other process, and pinned memory is not mapped: to touch it would be a SIGSEGV."""
+    """The child has no threads and no GPU, and pinned memory is not mapped: touching it would be a SIGSEGV."""
     model = small()
     batch = tokens(1, device)[0]
     with OffloadEngine(model, config(IN_RAM), device=device) as engine:
@@ -235,21 +235,21 @@ def test_an_engine_refuses_every_call_in_a_forked_process(device: str) -> None:
         engine.backward(engine(batch))
         calls = [engine.step, engine.grad_norm, engine.drop_gradients, engine.optimizer.zero_grad, engine.state_dict]
         if (child := os.fork()) == 0:
-            signal.alarm(10)  # ends it
+            signal.alarm(10)  # ends a hanging child
             told = 0
             for call in calls:
                 try:
                     call()
                 except EngineStateError as error:
                     told += "the engine was used in a forked process" in str(error)
-            engine.close()  # as at the end of a `with`
+            engine.close()  # like the end of a `with`
             os._exit(int(told != len(calls)))
         assert os.waitpid(child, 0)[1] == 0
         engine.step()
 
 
 def test_the_model_moves_after_a_backward_that_was_interrupted_within_a_recomputed_block() -> None:
-    """The loss is kept, as a notebook keeps it, and with it the weights that the recomputation saved."""
+    """The loss is kept, as in a notebook, and holds the weights that the recomputation saved."""
     model = small()
 
     def interrupt(gradient: torch.Tensor) -> None:
@@ -273,8 +273,8 @@ def test_the_model_moves_after_a_backward_that_was_interrupted_within_a_recomput
 
 @pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
 def test_after_an_interrupt_weights_may_be_read_and_written_at_once(where: str) -> None:
-    """torch runs no forward hook then: a use of a tied weight would stay with its module, and a block's parameters
-    would be those in VRAM, which the next block overwrites."""
+    """torch runs no forward hook after an interrupt: a tied weight's use would stay in its module, and a block's
+    parameters would point into VRAM that the next block overwrites."""
     found = []
     for interrupted in (False, True):
         torch.manual_seed(0)
@@ -284,7 +284,7 @@ def test_after_an_interrupt_weights_may_be_read_and_written_at_once(where: str) 
 
         def interrupt(*_: Any, runs: list[int] = runs) -> None:
             runs.append(1)
-            if where != "backward" or len(runs) == 2:  # the first one is forward's
+            if where != "backward" or len(runs) == 2:  # the first run belongs to forward
                 raise KeyboardInterrupt
 
         with OffloadEngine(model, config(IN_RAM), device="cpu") as engine:

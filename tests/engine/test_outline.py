@@ -1,4 +1,4 @@
-"""The bare engine plans too: for an example, or for what its first window brought; and it keeps its budgets."""
+"""The bare engine plans too, from an example or from its first window, and keeps its budgets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model() -> TinyLM:
 
 
 def window(seed: int) -> list[torch.Tensor]:
-    """Two micro-batches; the second one is the larger."""
+    """Two micro-batches; the second one is larger."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, 61, (rows, 9), generator=generator) for rows in (2, 3)]
 
@@ -48,7 +48,7 @@ def trained(engine: OffloadEngine, steps: int = 3) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are made for a GPU; what they say is done on the CPU."""
+    """Plan for an H200; the plan runs on the CPU."""
     monkeypatch.setattr(outline, "measured_by", lambda *_, **__: H200)
 
 
@@ -112,7 +112,7 @@ def test_training_goes_on_as_it_began_where_the_first_windows_plan_cannot_be(
 
 @pytest.mark.usefixtures("on_a_card")
 def test_a_first_window_that_is_not_finite_is_planned_for_too() -> None:
-    """The next step reports it, as any."""
+    """The next step reports the NaN, like any step."""
     with OffloadEngine(model(), replace(TIGHT, vram=4 * GIB, gradient_accumulation=1), device="cpu") as engine:
         engine.backward(engine(window(0)[0]) * torch.inf)
         assert engine.step()
@@ -123,7 +123,7 @@ def test_a_first_window_that_is_not_finite_is_planned_for_too() -> None:
 
 
 class Reads(TinyLM):
-    """Asks for values, which a model without memory does not have."""
+    """Reads tensor values, which the meta device does not have."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         assert len(tokens.tolist()) == len(tokens)
@@ -140,7 +140,7 @@ def test_a_model_that_cannot_be_traced_is_trained_as_it_began(caplog: pytest.Log
 
 
 class DropsLayers(TinyLM):
-    """Draws numbers by itself, as models that drop whole layers do."""
+    """Draws random numbers in Python, like models that drop whole layers."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = super().forward(tokens)
@@ -159,7 +159,7 @@ def test_a_plan_draws_no_random_number_of_the_run() -> None:
 
 
 class Logits(nn.Module):
-    """Its loss is computed outside."""
+    """A model whose loss is computed by the caller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_a_loss_outside_the_model_is_stood_in_for() -> None:
     for rows in (4, 4096):
         with OffloadEngine(Logits(), config, device="cpu", example=torch.zeros(rows, 16)) as engine:
             held.append(engine.plan.tiers["vram"]["activations"])
-    assert held[1] - held[0] >= 2 * 4092 * 512 * 4  # the logits, and what a softmax of them holds
+    assert held[1] - held[0] >= 2 * 4092 * 512 * 4  # the logits, and a softmax's copy of them
 
 
 @pytest.mark.usefixtures("on_a_card")

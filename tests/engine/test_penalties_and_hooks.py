@@ -1,4 +1,4 @@
-"""Penalties on weights and hooks on gradients train as under torch's AdamW, wherever weights live."""
+"""Penalties on weights and hooks on gradients train as under torch's AdamW, under every placement."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def trained(
     accumulation: int = 1,
     device: str = "cpu",
 ) -> list[torch.Tensor]:
-    """The weights after three steps; without a placement by torch's AdamW."""
+    """The weights after three steps; without a placement, torch's AdamW trains."""
     model, x = blocks(), X.to(device)
     if placement is None:
         model.to(device)
@@ -202,7 +202,7 @@ def test_hooks_see_gradients_and_what_they_return_counts(
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
             for _ in range(3):
                 optimizer.zero_grad()
-                # A micro-batch's gradient is hooked by itself, as the engine gathers it.
+                # A micro-batch's gradient is hooked alone, as the engine gathers it.
                 whole = [torch.zeros_like(p) for p in model.parameters()]
                 for _ in range(accumulation):
                     optimizer.zero_grad()
@@ -231,7 +231,7 @@ def test_a_hook_registered_after_the_forward_sees_the_sum_of_a_tied_weights_uses
             engine.backward(loss)
             engine.drop_gradients()
             handle.remove()
-            engine.backward(F.cross_entropy(engine(x), x))  # a hook that was removed is called no more
+            engine.backward(F.cross_entropy(engine(x), x))  # a removed hook is not called
             engine.drop_gradients()
             assert len(seen) == times
             torch.testing.assert_close(seen[-1], expected)

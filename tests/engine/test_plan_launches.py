@@ -1,4 +1,4 @@
-"""The plan's constants of Python's time to start operations, held to what was timed on an H200."""
+"""The plan's constants of Python's launch time, checked against measurements on an H200."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offloadkit.planner.seconds import weighed
 
 
 def timed_by(commit: str) -> dict[tuple[str, bool, str], dict[str, Any]]:
-    """Figures by (model, compiled, placement) of the cases "launches, MODEL"."""
+    """Figures of the cases "launches, MODEL" by (model, compiled, placement)."""
     found = {}
     for row in table.read():
         if row["case"].startswith("launches, ") and row["commit"] == commit:
@@ -26,12 +26,13 @@ def timed_by(commit: str) -> dict[tuple[str, bool, str], dict[str, Any]]:
 
 
 def test_the_plans_constants_are_those_of_the_table() -> None:
-    """Means of T5 and Llama; of recomputation and of streaming, each also beside the other, eager and compiled too."""
+    """Means of T5 and Llama, eager and compiled. Recomputation and streaming are each measured with and without the
+    other."""
     timed = timed_by("c40b67e")
     num_blocks = {"t5": 32, "llama": 16}
 
     def more(model: str, compiled: bool, part: str, where: str, than: str) -> Any:
-        """Bare launches that `where` takes beyond `than`."""
+        """The time of `where` beyond `than`, in bare launches."""
         one, other = timed[model, compiled, where], timed[model, compiled, than]
         return (one[f"{part}_seconds"] - other[f"{part}_seconds"]) / one["launch_seconds"]
 
@@ -61,8 +62,8 @@ def test_the_plans_constants_are_those_of_the_table() -> None:
 
 
 def test_what_our_attention_takes_is_that_of_its_rows() -> None:
-    """T5's operations beyond its attention take Python as long as Llama's. Recomputation adds no more to an attention
-    than to an operation."""
+    """Outside attention, T5's operations take Python as long as Llama's. Recomputation adds to an attention no more
+    than to any other operation."""
     timed = timed_by("e70d484")
     t5, llama = timed["t5", False, "kept"], timed["llama", False, "kept"]
     num_attentions = 16 + 2 * 16
@@ -83,7 +84,7 @@ def test_what_our_attention_takes_is_that_of_its_rows() -> None:
 
 
 def test_what_is_the_engines_own_is_what_loops_without_one_leave() -> None:
-    """In backward it is known, and not added."""
+    """In backward the difference is measured, but the plan does not add it."""
     rows = {
         (row["case"], row["engine"]): row
         for row in table.read()
@@ -105,7 +106,7 @@ def test_what_is_the_engines_own_is_what_loops_without_one_leave() -> None:
 
 
 def test_rows_whose_blocks_were_timed_take_about_as_long_as_planned_in_the_median() -> None:
-    """Those of one GPU with few tokens: Python bounds them."""
+    """Rows of one GPU with few tokens: Python bounds them."""
     steps, backwards = [], []
     for row in table.read():
         timed = row["status"] == "measured" and "operation_launches" in (row["figures"] or {}) and row["rates"]

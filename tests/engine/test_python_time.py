@@ -1,4 +1,4 @@
-"""Python's time for the blocks of a model, timed on the CPU, and what a plan makes of it."""
+"""Python's time for a model's blocks, measured on the CPU, and the plan made from it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def traced(model: nn.Module, rows: int = 8) -> tuple[Blocks, MicroBatch]:
 def test_the_most_frequent_kinds_are_timed_with_few_rows(
     make: Any, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three Llama blocks are of one kind. A T5's first blocks, which compute the position bias, are of their own."""
+    """Three Llama blocks are of one kind. T5's first blocks compute the position bias and form kinds for themselves."""
     model = make()
     blocks, work = traced(model)
     timed: list[tuple[str, int]] = []
@@ -115,7 +115,7 @@ def test_a_trace_counts_the_same_beside_it() -> None:
 
 
 class NeedsItsModel(nn.Module):
-    """A block that cannot run by itself."""
+    """A block that cannot run alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class NeedsItsModel(nn.Module):
 
 
 class Disturbed(nn.Linear):
-    """A block beside which other work of the host takes the core, in its first calls."""
+    """A block whose first calls are slow, as if another process took the core."""
 
     slow = 0
 
@@ -140,7 +140,7 @@ class Disturbed(nn.Linear):
 
 
 def test_what_other_work_takes_is_not_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With eight of the first calls slow, one quick burst is enough."""
+    """Eight of the first calls are slow; one quick burst is enough."""
     with torch.device("meta"):
         model = nn.Sequential(*(Disturbed(8, 8) for _ in range(3)))
     with blocks_called(model) as blocks:

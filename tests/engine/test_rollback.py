@@ -1,4 +1,4 @@
-"""`on_nonfinite="rollback"`: where gradients hold NaN, training goes on from the last checkpoint, three times."""
+"""`on_nonfinite="rollback"`: after NaN gradients, training resumes from the last checkpoint, up to three times."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def schedule(engine: OffloadEngine) -> Any:
 def loop(
     engine: OffloadEngine, folder: Path, scheduler: Any, *, begin: int = 0, faults: dict[int, int] | None = None
 ) -> list[RolledBackError]:
-    """Train to `STEPS`, saving after `SAVED`. The window at each position of `faults` holds NaN so many times."""
+    """Train to `STEPS` and save after `SAVED`. `faults` maps a position to the number of times its window has NaN."""
     accumulation, left, backs, position = engine.config.gradient_accumulation, Counter(faults), [], begin
     batches = tokens(STEPS * accumulation)
     while position < STEPS:
@@ -78,7 +78,7 @@ def numbers(engine: OffloadEngine) -> dict[str, torch.Tensor]:
     ids=["step on the CPU", "accumulated, unclipped", "all in VRAM", "step on the GPU", "weights in RAM", "disk"],
 )
 def test_the_run_goes_on_as_one_resumed_by_hand_from_that_checkpoint(config: dict[str, Any], tmp_path: Path) -> None:
-    """NaN in two steps after the checkpoint, once each. Dropout, a schedule."""
+    """Two steps after the checkpoint have NaN once. The model has dropout, the run a schedule."""
     folder = tmp_path / "saved"
     with engine_of(**config) as engine:
         backs = loop(engine, folder, schedule(engine), faults={3: 1, 5: 1})
@@ -137,7 +137,7 @@ def test_three_times_are_counted_anew_past_the_step(tmp_path: Path) -> None:
 
 
 def test_nan_in_two_steps_in_turn_does_not_go_on_for_ever(tmp_path: Path) -> None:
-    """As it would if each step counted its own, or the newest one alone."""
+    """It would, if every step had a separate counter, or only the newest step were counted."""
     updates = [4, 3, 4, 3]
 
     with engine_of() as engine:
@@ -160,11 +160,11 @@ def test_without_a_checkpoint_the_error_says_so(tmp_path: Path) -> None:
             NonFiniteGradientError, match=r"step 1 .*no checkpoint to go back to\. No checkpoint was saved"
         ):
             loop(engine, tmp_path, schedule(engine), faults={0: 1})
-        loop(engine, tmp_path, schedule(engine))  # the step was not applied, and training may go on
+        loop(engine, tmp_path, schedule(engine))  # the step was not applied, and training may continue
 
 
 def test_a_step_that_an_fp16_loss_scale_overflows_in_does_not_go_back(tmp_path: Path) -> None:
-    """At a scale that cannot fall, NaN goes back."""
+    """With a scale that cannot fall, NaN rolls back."""
     with engine_of(working_dtype="fp16", loss_scale=DynamicLossScale(start=8.0)) as engine:
         assert loop(engine, tmp_path, schedule(engine), faults={3: 1}) == []
         engine.synchronize()
@@ -174,7 +174,7 @@ def test_a_step_that_an_fp16_loss_scale_overflows_in_does_not_go_back(tmp_path: 
 
 
 def test_a_loss_scale_goes_back_too(tmp_path: Path) -> None:
-    """It fell to its minimum in an overflow after the checkpoint; there NaN is no overflow."""
+    """After the checkpoint an overflow lowered the scale to its minimum, where NaN is no longer an overflow."""
     scale = DynamicLossScale(start=4.0, hysteresis=1, minimum=2.0)
     with engine_of(working_dtype="fp16", loss_scale=scale) as engine:
         (back,) = loop(engine, tmp_path, schedule(engine), faults={2: 1, 3: 1})
@@ -196,7 +196,7 @@ def test_a_checkpoint_that_is_broken_since_is_named_beside_the_nan(tmp_path: Pat
 
 
 def test_a_step_that_fails_is_no_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norm of an update that failed was never computed, and whoever waits for it finds the error."""
+    """The norm of a failed update was never computed; a thread that waits for it gets the error."""
 
     start, found = update.StepThread.start, list[Any]()
 

@@ -1,4 +1,4 @@
-"""In the steady state no call on the caller's threads waits for the device, whatever lies where."""
+"""In the steady state no call on the caller's threads waits for the device, under any placement."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.offload.test_placements import PLACEMENTS
 from tests.synchronisations import Synchronisation, of_the_callers, synchronisations
 
 NUM_WARM, NUM_COUNTED = 3, 3
-"""Steps: in the first ones memory is pinned, and what runs after what is learnt."""
+"""Steps. During the first ones memory is pinned and the order of layers is learned."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,7 +49,7 @@ def lm(depth: int = 3) -> TinyLM:
 def in_steady_state(
     device: str, accumulation: int, plan: Plan | None = None, depth: int = 3, **options: Any
 ) -> list[Synchronisation]:
-    """What waited, on all threads, in steps after the first ones."""
+    """Calls that waited, on all threads, in steps after the first ones."""
     config = OffloadConfig(learning_rate=1e-3, gradient_accumulation=accumulation, loss_scale=1024.0, **options)
     warm, counted = NUM_WARM * accumulation, NUM_COUNTED * accumulation
     with OffloadEngine(lm(depth), config, device=device, plan=plan) as engine:
@@ -104,9 +104,9 @@ def test_nor_where_every_layer_lies_elsewhere_and_changes_the_processor(
 
 @pytest.fixture
 def compiles(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if device == "cpu":  # traced, cut into forward and backward, and run as it is
+    if device == "cpu":  # traced, cut into forward and backward, and run uncompiled
         monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "level", logging.WARNING)  # pytest would keep all of it
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "level", logging.WARNING)  # pytest would keep all messages
     yield
     torch.compiler.reset()
 
@@ -125,11 +125,11 @@ def test_nor_with_compiled_blocks(placement: Placement, accumulation: int, devic
     assert of_the_callers(in_steady_state(device, accumulation, **options)) == []
 
 
-# -- what these tests would see
+# -- checks of the check
 
 
 def test_a_wait_in_backward_is_seen(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a bucket were written again only when the host had seen its copy to RAM end."""
+    """As if the host waited for a bucket's copy to RAM before writing the bucket again."""
     give_back = BucketPool.give_back
 
     def waits(pool: BucketPool, buffer: torch.Tensor, busy: Event | None) -> None:

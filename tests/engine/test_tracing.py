@@ -1,4 +1,4 @@
-"""What is found out about a micro-batch on the meta device: by hand, and against a real run."""
+"""Facts about a micro-batch found on the meta device, compared with hand counts and a real run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_block_by_hand() -> None:
     hidden, output, matrix = 4 * BATCH * HIDDEN, 4 * BATCH * WIDTH, 4 * WIDTH * HIDDEN
     assert second.kept_bytes == hidden + output  # tanh's result, which `down` saves too; x + down(...)
     assert second.output_bytes == second.input_bytes == output
-    assert second.forward_peak_bytes == 2 * hidden  # what goes into tanh and what comes out
+    assert second.forward_peak_bytes == 2 * hidden  # tanh's input and output
     assert second.forward.flops == 2 * 2 * BATCH * WIDTH * HIDDEN
     assert second.backward.flops == 2 * second.forward.flops
     assert second.forward.num_operations == 4  # two products with bias, tanh, addition
@@ -63,7 +63,7 @@ def test_a_block_by_hand() -> None:
     assert second.shared_bytes == 0
     assert third.kept_bytes == second.kept_bytes
     assert first.backward == second.backward
-    assert mean.kept_bytes == 512 - output  # the loss, as torch's allocator rounds it; its input is gone
+    assert mean.kept_bytes == 512 - output  # the loss, as torch's allocator rounds it; its input is freed
 
 
 def test_the_first_block_has_no_gradient_to_hand_on_where_inputs_have_none() -> None:
@@ -98,7 +98,7 @@ def tokens(rows: int, length: int, **others: int) -> dict[str, torch.Tensor]:
 
 
 def saved_in_a_real_run(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
-    """Bytes of the distinct storages that autograd saves on the CPU; weights and inputs do not count."""
+    """Bytes of the distinct storages that autograd saves on the CPU, without weights and inputs."""
     own = {tensor.untyped_storage().data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
     own |= {tensor.untyped_storage().data_ptr() for tensor in batch.values()}
     saved: dict[int, int] = {}
@@ -123,7 +123,7 @@ def test_what_t5_keeps_is_what_autograd_saves() -> None:
     saved = saved_in_a_real_run(model, batch)
     work = trace_micro_batch(on_meta(model), batch)
     kept = sum(stage.kept_bytes for stage in work.stages)
-    assert saved <= kept <= 1.02 * saved + 4 * 4 * 32 * 512  # the logits are there too, as long as the output is
+    assert saved <= kept <= 1.02 * saved + 4 * 4 * 32 * 512  # the logits count too, while the output lives
     assert work.num_tokens == 4 * (64 + 32)
 
 
@@ -143,7 +143,7 @@ def bart_classifier() -> nn.Module:
 
 @pytest.mark.parametrize("make", [t5_classifier, bart_classifier])
 def test_what_a_classifier_of_the_end_tokens_state_keeps_is_what_autograd_saves(make: Callable[[], Any]) -> None:
-    """It asks whether all rows have equally many end tokens, and takes the states at these."""
+    """The model checks that all rows have equally many end tokens, and takes the states at these."""
     model = make()
     batch = {"input_ids": torch.full((4, 64), 5), "labels": torch.zeros(4, dtype=torch.int64)}
     batch["input_ids"][:, -1] = model.config.eos_token_id
@@ -151,7 +151,7 @@ def test_what_a_classifier_of_the_end_tokens_state_keeps_is_what_autograd_saves(
     work = trace_micro_batch(on_meta(model), batch)
     assert saved <= sum(stage.kept_bytes for stage in work.stages) <= 1.02 * saved
     states = 4 * 4 * 64 * 128
-    assert work.stages[-1].kept_bytes < 1.1 * states  # T5's last norm keeps these; what is taken is a state a row
+    assert work.stages[-1].kept_bytes < 1.1 * states  # T5's last norm keeps these; one state a row is taken
 
 
 def test_llama_keeps_no_attention_weights() -> None:
@@ -163,7 +163,7 @@ def test_llama_keeps_no_attention_weights() -> None:
 
 
 def test_queries_that_share_keys_are_counted_by_torch_2_11_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its formulas take no fewer heads of keys than of queries."""
+    """torch 2.11's formulas require as many heads of keys as of queries."""
     asked = []
 
     def strict(formula: Callable[..., int], first: int) -> Callable[..., int]:
@@ -183,7 +183,7 @@ def test_queries_that_share_keys_are_counted_by_torch_2_11_too(monkeypatch: pyte
         monkeypatch.setitem(flop_registry, operation, strict(flop_registry[operation], first))
     with_half = trace_micro_batch(shared, tokens(2, 64)).stages[1]
     assert asked == [(2, 4, 64, 32)] * 2
-    products = 2 * (2 * (2 * 64) * 128 * 64)  # that make the keys and values which are not there
+    products = 2 * (2 * (2 * 64) * 128 * 64)  # for the other half of keys and values
     assert with_all.forward.flops - with_half.forward.flops == products
     assert with_all.backward.flops - with_half.backward.flops == 2 * products
 
@@ -229,11 +229,11 @@ def test_dropout_saves_a_mask_of_bytes_as_on_a_gpu() -> None:
         trace_micro_batch(nn.Sequential(block, _Mean()), {"input": torch.empty(BATCH, WIDTH)}) for block in model
     )
     kept = [sum(stage.kept_bytes for stage in work.stages) for work in (without, with_dropout)]
-    assert kept[1] - kept[0] == 4 * BATCH * HIDDEN + BATCH * HIDDEN  # what goes into `down`, and the mask
+    assert kept[1] - kept[0] == 4 * BATCH * HIDDEN + BATCH * HIDDEN  # the input of `down`, and the mask
 
 
 def test_numbers_that_are_known_are_read() -> None:
-    """transformers draws whether to leave out a layer, on the CPU."""
+    """transformers draws on the CPU whether to leave out a layer."""
 
     class Drops(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

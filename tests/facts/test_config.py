@@ -1,4 +1,4 @@
-"""What a run may be told: values without a meaning are refused by name."""
+"""OffloadConfig's values: meaningless ones are refused by name."""
 
 from __future__ import annotations
 

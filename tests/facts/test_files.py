@@ -1,4 +1,4 @@
-"""Names that no file can have, files without an end, JSON without a bottom."""
+"""Impossible file names, endless files, bottomless JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process may use, read from made-up cgroup trees of both versions."""
+"""Resources of this process, read from made-up cgroup trees of both versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Tree = Callable[[str, dict[str, str]], None]
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
-    """Call it with the text of /proc/self/cgroup and the files under /sys/fs/cgroup; 64 cores, 512 GiB, 400 free."""
+    """Sets the text of /proc/self/cgroup and the files under /sys/fs/cgroup; 64 cores, 512 GiB RAM, 400 GiB
+    available."""
 
     def make(own_cgroups: str, files: dict[str, str]) -> None:
         (tmp_path / "own").write_text(own_cgroups)
@@ -103,7 +104,7 @@ def test_v1_reads_the_tree_of_each_controller(tree: Tree, folder: str) -> None:
 
 
 def test_v1_in_a_container_that_shows_the_hosts_path(tree: Tree) -> None:
-    """The mount begins at the container's own group; its path, as the host names it, is not in it."""
+    """The mount begins at the container's own group and does not contain the path that the host names."""
     tree("9:memory:/docker/x\n4:cpu,cpuacct:/docker/x", v1(8 * GIB, 3, own_cache=0, all_cache=0, prefix="memory/"))
     assert read() == (64, 8, 5)
 

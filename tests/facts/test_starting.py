@@ -1,4 +1,4 @@
-"""The first seconds of a run: a line before libraries load, and no garbage collections while they do."""
+"""The first seconds of a run: a line before libraries load, and no garbage collection while they load."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ sys.meta_path.insert(0, Stop())
     ],
 )
 def test_a_line_comes_before_torch(code: str) -> None:
-    """On stderr: what is printed on stdout may be JSON."""
+    """On stderr, because stdout may be JSON."""
     done = subprocess.run([sys.executable, "-c", STOPS_AT_TORCH + code], capture_output=True, text=True, check=False)
     first, last = done.stderr.splitlines()
     assert first.startswith("offloadkit: loading torch")
@@ -43,7 +43,7 @@ def test_a_line_comes_before_torch(code: str) -> None:
 
 
 def test_the_end_of_a_command_looks_through_no_objects() -> None:
-    """What is registered first at exit runs last."""
+    """The first function registered with atexit runs last."""
     code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); import offloadkit.doors.cli"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
 

@@ -1,4 +1,4 @@
-"""Records of steps: who hears of them, how they are summed up."""
+"""Step records: subscribers and summaries."""
 
 from __future__ import annotations
 

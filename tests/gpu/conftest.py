@@ -1,4 +1,4 @@
-"""What tests on a GPU ask for by name."""
+"""Fixtures of GPU tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def card() -> tuple[Any, Any]:
-    """NVML, and its handle of the card."""
+    """pynvml, and its handle of the GPU."""
     pynvml = pytest.importorskip("pynvml")
     pynvml.nvmlInit()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
@@ -18,7 +18,7 @@ def card() -> tuple[Any, Any]:
 
 @pytest.fixture
 def alone() -> None:
-    """The test is skipped where others take the card's time, or memory that comes and goes."""
+    """Skip the test if another process uses the GPU."""
     pynvml, handle = card()
     if {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)} - {os.getpid()}:
         pytest.skip("another process uses this GPU: run this test alone")

@@ -28,7 +28,7 @@ LENGTHS = (1, 255, 256, 70_001, 1_000_003, 513, 1_500_000)
 
 
 def ragged_segments(number: int) -> list[Segment]:
-    """Views of LENGTHS elements, each padded to 256, with scalars that take turns, for step `number`."""
+    """Views of LENGTHS elements, each padded to 256, with alternating scalars, for step `number`."""
     segments, start = [], 256
     for index, length in enumerate(LENGTHS):
         betas = ((0.9, 0.999), (0.8, 0.99))[index % 2]

@@ -1,4 +1,4 @@
-"""Checkpoints on a GPU: arrays in VRAM pass through pinned pieces, and the GPU's random state goes with them."""
+"""Checkpoints on a GPU: arrays in VRAM pass through pinned pieces, and the GPU's random state is saved."""
 
 from __future__ import annotations
 

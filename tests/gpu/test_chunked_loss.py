@@ -1,4 +1,4 @@
-"""The loss in chunks on the GPU: its memory, its numbers, and that it waits for nothing."""
+"""The chunked loss on the GPU: its memory, its numbers, and no synchronisation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_TOKENS, WIDTH, VOCAB = 2048, 1024, 128_256
 def measured(
     make_logits: Callable[..., torch.Tensor], inputs: list[torch.Tensor], target: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], int]:
-    """Loss, gradients, and the bytes that were allocated at the peak beyond those of the gradients."""
+    """Loss, gradients, and peak bytes allocated beyond the gradients."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""Limits and figures of `compare` on a real GPU."""
+"""Limits and figures of `compare` on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a real GPU: scripts for DeepSpeed run with the import changed alone."""
+"""DeepSpeed scripts on a GPU with only the import changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def no_group_is_left() -> Iterator[None]:
 
 
 def test_the_config_that_people_copy_with_fp32_data(caplog: pytest.LogCaptureFixture) -> None:
-    """fp16 on the GPU; neither the states' place nor a plan after the first window changes a bit."""
+    """fp16 on the GPU; neither the states' placement nor a plan after the first window changes a bit."""
     found = []
     for own in (*({"placement": each} for each in (CPU_STEP, GPU_STEP, RESIDENT)), {"vram": "2GiB"}):
         torch.manual_seed(0)
@@ -60,8 +60,8 @@ def test_the_config_that_people_copy_with_fp32_data(caplog: pytest.LogCaptureFix
 
 
 def twenty_updates(package: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Of `FULL`, with a steeper warmup, by either package: counts, and the weights before and after. The micro-batches
-    40 and 49 overflow."""
+    """(counters, weights before, weights after) of 20 updates with `FULL` and a steeper warmup, by either package.
+    Micro-batches 40 and 49 overflow."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
     before = {name: each.detach().clone() for name, each in model.state_dict().items()}
@@ -86,9 +86,9 @@ def twenty_updates(package: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor
 
 
 def test_the_config_that_people_copy_by_deepspeed_itself() -> None:
-    """Updates left out, rates and the loss scale are equal; weights within 0.05 of the way that they have gone.
+    """Skipped updates, learning rates and the loss scale are equal; weights differ by at most 0.05 of their movement.
 
-    On a CPU they were within 0.013. DeepSpeed rounds the gradients of a window otherwise.
+    On a CPU the difference was 0.013. DeepSpeed rounds the gradients of a window differently.
     """
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     own, before, ours = twenty_updates(deepspeed)

@@ -1,4 +1,4 @@
-"""On a real GPU: a bare loop and the Trainer plan, stay inside the budget and leave nothing behind."""
+"""On a GPU a bare loop and the Trainer plan, stay within the budget and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ def test_a_bare_loop_keeps_its_budget(has_example: bool) -> None:
 
 
 def reserve_all(device: torch.device) -> None:
-    """Have torch reserve about all that it may."""
+    """Make torch reserve about as much as it may."""
     for share in (0.98, 0.9, 0.8):
         try:
             torch.empty(int(share * hardware.vram_bytes(device)[0]), dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:  # what is free lies in pieces
+        except torch.OutOfMemoryError:  # free memory is fragmented
             continue
         return
 
 
 def test_a_budget_is_kept_while_kernels_load_and_torch_reserves_all_it_may() -> None:
-    """The loss is outside the model. Memory that was freed stays reserved, so there is no slack in the budget."""
+    """The loss is outside the model. Freed memory stays reserved, so there is no slack in the budget."""
     batch = {name: torch.stack([row[name] for row in rows(4)]).cuda() for name in rows(1)[0]}
     labels = batch.pop("labels")
     batch["decoder_input_ids"] = labels
@@ -99,7 +99,7 @@ def test_a_budget_is_kept_while_kernels_load_and_torch_reserves_all_it_may() -> 
 def test_what_else_the_process_has_in_vram_counts() -> None:
     batch = {name: torch.stack([row[name] for row in rows(1)]).cuda() for name in rows(1)[0]}
     framework = []
-    for size in (1, 1, GIB):  # the first engine of a process loads kernels, too
+    for size in (1, 1, GIB):  # the first engine of a process also loads kernels
         held = torch.empty(size, dtype=torch.uint8, device="cuda")
         with OffloadEngine(t5(), OffloadConfig(vram=4 * GIB), example=batch) as engine:
             framework.append(engine.plan.tiers["vram"]["framework"])
@@ -122,7 +122,7 @@ def test_the_trainer_plans_for_its_rows(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_weights_are_read_from_their_files_into_place(evaluates: bool, tmp_path: Path) -> None:
-    """At a learning rate of 0 training leaves the numbers that were read."""
+    """With a learning rate of 0, training leaves the weights as read."""
     t5().save_pretrained(tmp_path / "model")
     model = from_pretrained(tmp_path / "model")
     args = arguments(tmp_path, use_cpu=False, bf16=True, max_steps=2, learning_rate=0.0)

@@ -1,4 +1,4 @@
-"""A GPU that is really full in mid-training: `finetune` goes on by a leaner plan with the same numbers."""
+"""A GPU that really fills up in mid-training: `finetune` continues with a leaner plan and the same numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def finetune(folder: str, output: Path, **options: Any) -> offloadkit.FinetuneRe
 def test_the_weights_are_those_of_a_run_with_enough_memory(
     folder: str, tmp_path: Path, whole_card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure()  # takes more VRAM for a moment than this model
+    measure()  # briefly takes more VRAM than this model
     torch.cuda.reset_peak_memory_stats()
     whole = finetune(folder, tmp_path / "whole")
     expected = {name: weight.cpu().clone() for name, weight in whole.model.state_dict().items()}
@@ -57,7 +57,7 @@ def test_the_weights_are_those_of_a_run_with_enough_memory(
     forward = offloadkit.OffloadEngine.__call__
 
     def after_the_plan(engine: offloadkit.OffloadEngine, *args: Any, **kwargs: Any) -> Any:
-        torch.cuda.set_per_process_memory_fraction(share)  # the card is fuller now than when the plan was made
+        torch.cuda.set_per_process_memory_fraction(share)  # the GPU is fuller now than during planning
         return forward(engine, *args, **kwargs)
 
     monkeypatch.setattr(offloadkit.OffloadEngine, "__call__", after_the_plan)

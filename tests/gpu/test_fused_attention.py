@@ -1,4 +1,4 @@
-"""T5's attention by our kernels on the GPU: its numbers, that they are always the same, and under every placement."""
+"""T5's attention by offloadkit's kernels on the GPU: accurate, deterministic, and the same under every placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms as one kernel on the GPU: which kernel, its numbers, and that they are the same every time."""
+"""Norms as one kernel on the GPU: the chosen kernel, accurate and deterministic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS, WIDTH = 4096, 3072
 
 
 class Called(TorchDispatchMode):
-    """Names of the operations that torch is asked for while it is open."""
+    """Names of torch operations called while it is open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def tensor(*shape: int, seed: int) -> torch.Tensor:
 
 
 def gradients(norm: Any, weight: torch.Tensor, x: torch.Tensor, into: torch.Tensor) -> list[torch.Tensor]:
-    """Output, and the gradients of input and weight."""
+    """Output, and gradients of the input and the weight."""
     x = x.detach().requires_grad_()
     y = norm(x)
     return [y.detach(), *torch.autograd.grad(y, [x, weight], into)]

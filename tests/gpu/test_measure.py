@@ -1,4 +1,4 @@
-"""`device.measure.measure` on a GPU: in time, within what such a card can do, and with nothing left behind."""
+"""`device.measure.measure` on a GPU: quick, plausible for the GPU, and without leftovers."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_the_second_time_takes_no_time(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_python_is_timed_with_a_models_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation takes longer to start than a bare launch, within what hosts were seen to differ by."""
+    """An operation takes longer than a bare launch, by a factor in the range observed on hosts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(
         python_time, "kept", lambda device, what, names, measured: timed.append(measured()) or timed[-1]
     )
     timed: list[dict[str, float]] = []
     size: dict[str, Any] = {"batch_size": 8, "max_input_length": 512, "max_target_length": 128}
-    offloadkit.plan("t5-small", **size)  # kernels are compiled, and the machine is measured
+    offloadkit.plan("t5-small", **size)  # compiles kernels and measures the machine
     timed.clear()
     torch.cuda.synchronize()
     reserved, states = torch.cuda.memory_reserved(), (torch.get_rng_state(), torch.cuda.get_rng_state())

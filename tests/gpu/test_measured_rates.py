@@ -1,4 +1,4 @@
-"""Rates of a real GPU beside the plan's: a plan made with wrong ones moves, one made with right ones expects them."""
+"""Measured rates of a GPU against the plan's: a plan with wrong rates moves, a plan with right rates stays."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _config(**options: Any) -> OffloadConfig:
 
 
 def _budgets(machine: Hardware) -> dict[str, int]:
-    """Room for a third of what the model takes."""
+    """Budgets for a third of the model."""
     gc.collect()
     torch.cuda.empty_cache()
     return {"vram": machine.vram_context_bytes + torch.cuda.memory_allocated() + 22 * GIB // 10, "ram": 30 * GIB}
@@ -65,7 +65,7 @@ def test_a_plan_that_takes_the_bus_for_ten_times_slower_moves_and_no_bit_changes
     slow: dict[str, Any] = {name: getattr(machine, name) / 10 for name in names}
     monkeypatch.setattr(outline, "measured_by", lambda *_, **__: replace(measure(), **slow))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # that the plan has moved
+        warnings.simplefilter("ignore", RuntimeWarning)  # about the move
         found, moves = _trained(_config(**_budgets(machine)))
     print(*moves, sep="\n")
     assert moves
@@ -74,7 +74,7 @@ def test_a_plan_that_takes_the_bus_for_ten_times_slower_moves_and_no_bit_changes
 
 
 def test_the_measured_rates_of_copies_and_steps_are_those_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward are left out: Python bounds them here, and its time is the host's."""
+    """Without forward and backward, which Python bounds here, at the host's speed."""
     found: list[dict[str, Rate]] = []
     real = rate_watch.compared_rates
     monkeypatch.setattr(rate_watch, "compared_rates", lambda *args: found.append(real(*args)) or found[-1])

@@ -1,4 +1,4 @@
-"""The monitor on a GPU: its figures against NVML, /proc and the wall clock, and what ten runs of a cell leave."""
+"""The monitor on a GPU: its figures against NVML, /proc and the wall clock, and the leftovers of ten cell runs."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ MIB = 1 << 20
 
 
 def device_bytes() -> int:
-    """In use on the whole card, by NVML."""
+    """Bytes in use on the whole GPU, by NVML."""
     pynvml, handle = card()
     return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
 def others_bytes() -> int:
-    """What NVML counts and `mem_get_info` leaves out: the driver's own."""
+    """Bytes that NVML counts and `mem_get_info` does not: the driver's own."""
     free, total = torch.cuda.mem_get_info()
     return device_bytes() - (total - free)
 
 
 @pytest.mark.usefixtures("alone")
 def test_its_figures_are_what_nvml_proc_and_the_clock_say() -> None:
-    reserved = others_bytes()  # the driver's own, which mem_get_info leaves out
+    reserved = others_bytes()  # the driver's own, which mem_get_info does not count
     shape = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 384}
     config = T5Config(**shape, decoder_start_token_id=0)
     tokens = torch.randint(3, 384, (8, 256), device="cuda")
@@ -64,12 +64,12 @@ def test_its_figures_are_what_nvml_proc_and_the_clock_say() -> None:
     assert figures.step_seconds == pytest.approx(wall, rel=0.1)
     assert figures.tokens_per_second == pytest.approx(2 * tokens.numel() / wall, rel=0.1)
     assert figures.steps_done == 40
-    assert figures.eta_seconds == pytest.approx(20 * wall, rel=0.5)  # at the mean of all, the slow first ones too
+    assert figures.eta_seconds == pytest.approx(20 * wall, rel=0.5)  # at the mean of all steps, the slow first ones too
 
 
 @pytest.mark.usefixtures("alone")  # rates are measured
 def test_a_loop_of_ones_own_is_set_against_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing was measured before
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # an empty cache of measurements
     config = T5Config(d_model=256, d_ff=1024, num_layers=2, vocab_size=384, decoder_start_token_id=0)
     tokens = torch.randint(3, 384, (8, 64), device="cuda")
     with offloadkit.OffloadEngine(T5ForConditionalGeneration(config)) as engine:
@@ -133,7 +133,7 @@ def test_ten_runs_of_a_cell_end_with_the_memory_of_the_first(
         try:
             finetune(tmp_path)
         except _BrokenError as error:
-            kept = error  # as a notebook keeps the last one
+            kept = error  # like a notebook, which keeps the last error
         gc.collect()
         torch.cuda.synchronize()
         after.append((torch.cuda.memory_allocated(), device_bytes(), psutil.Process().memory_info().rss))

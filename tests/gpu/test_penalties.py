@@ -1,4 +1,4 @@
-"""On a GPU: a penalty on weights that are in RAM counts as in torch, wherever it is taken."""
+"""On a GPU a penalty on weights in RAM counts as in torch, on whichever device it is computed."""
 
 from __future__ import annotations
 

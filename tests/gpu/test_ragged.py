@@ -22,7 +22,7 @@ NUM_WARM, NUM_STEPS = 10, 60
 
 
 class Compilations(TrainerCallback):
-    """Notes after each step what Triton and torch have compiled so far, and what torch has reserved."""
+    """After each step, records the kernels compiled so far by Triton and torch, and the bytes reserved by torch."""
 
     def __init__(self, by_triton: list[str]) -> None:
         self._by_triton = by_triton
@@ -36,7 +36,7 @@ class Compilations(TrainerCallback):
 
 @pytest.fixture
 def by_triton(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that Triton makes a variant of, also those that it finds on disk."""
+    """Kernel variants made by Triton, including those found on disk."""
     import triton
 
     found: list[str] = []
@@ -46,7 +46,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
     for name in ("forward", "of_queries", "of_keys_and_values"):
-        getattr(attention.KERNELS, name).device_caches.clear()  # what earlier tests compiled
+        getattr(attention.KERNELS, name).device_caches.clear()  # compiled in earlier tests
     attention.available.cache_clear()
     attention.compiled_kinds.clear()
     return found
@@ -57,7 +57,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_nothing_is_compiled_after_the_first_steps(
     widths: str, compiled: bool, by_triton: list[str], tmp_path: Path
 ) -> None:
-    """Whether 16 divides the widths or not."""
+    """Widths that are multiples of 16, and any widths."""
     torch.compiler.reset()
     counters.clear()
     draw, rows = random.Random(0), []

@@ -1,6 +1,6 @@
 """Two ranks train as one, bit for bit, over NCCL and through shared RAM; they measure and plan together.
 
-Each has a GPU of its own where there are two. Else they share one, and how fast they exchange is not looked at.
+With two GPUs, each rank gets one. Otherwise the ranks share a GPU, and the speed of the exchange is not checked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.models import tokens
 
 
 def two_equal_one(micro_batches: int, runs: list[dict[str, Any]], **of_one: Any) -> None:
-    """Each of `runs` is the same on two ranks, and on one with twice the micro-batches, in VRAM."""
+    """Each of `runs` is the same on two ranks as in VRAM on one rank with twice the micro-batches."""
     pool = RankPool("nccl")
     try:
         for run in runs:
@@ -57,7 +57,7 @@ def test_sums_that_are_exchanged_once_a_step_are_added_rank_by_rank() -> None:
 
 
 def test_shared_weights_are_written_between_steps_and_move() -> None:
-    """A layer that was written is unpinned until the next step, and pinned again then."""
+    """A layer that was written stays unpinned until the next step."""
     runs: list[dict[str, Any]] = [{"placement": STREAMED, "halves": True}]
     runs.append({"placement": STREAMED_TO_GPU, "halves": True, "move_to": RESIDENT})
     runs.append({"placement": RESIDENT, "halves": True, "move_to": STREAMED})
@@ -65,7 +65,7 @@ def test_shared_weights_are_written_between_steps_and_move() -> None:
 
 
 def test_where_one_gpu_is_full_both_repeat_the_window() -> None:
-    """What is left of a backward is exchanged over NCCL; nothing hangs, and numbers are those of a run with room."""
+    """The rest of the backward is exchanged over NCCL; nothing hangs, and the numbers equal a run with room."""
     pool = RankPool("nccl")
     each: dict[str, Any] = {"micro_batches": 2, "exchange": "micro_batch"}
     try:
@@ -96,8 +96,7 @@ def test_finetune_on_two_ranks_is_that_on_one(tmp_path: Path, name: str) -> None
 
 
 def measured() -> tuple[Hardware, int, int]:
-    """The machine as both GPUs measure it together, and the VRAM that NCCL has taken afterwards: with as many thread
-    blocks as it likes, and with few."""
+    """(the machine as both GPUs measure it, VRAM of NCCL with its own number of thread blocks, VRAM with few)."""
     device = hardware.default_device()
     group = Group(device)
     try:
@@ -113,8 +112,8 @@ def measured() -> tuple[Hardware, int, int]:
 
 
 def counted(micro_batches: int) -> tuple[Any, dict[str, int], list[dict[str, int]], int, int]:
-    """The placements planned for an example, what a GPU receives by the plan, what it received, how many plan, and the
-    process's VRAM."""
+    """(placements planned for an example, bytes to receive, bytes received by step, number of GPUs, peak VRAM of the
+    process)."""
     device, telemetry = hardware.default_device(), Telemetry()
     memory = DeviceMemory(device)
     options: dict[str, Any] = {"gradient_accumulation": micro_batches, "exchange": "micro_batch"}
@@ -138,7 +137,7 @@ def test_two_ranks_measure_and_plan_together() -> None:
         assert first.num_ranks == 2
         rates = [rate / 1e9 for rate in (first.link_bytes_per_second, first.few_ctas_link_bytes_per_second)]
         print("link {:.1f} GB/s, {:.1f} by few".format(*rates), f"NCCL took {own >> 20} MiB, {few >> 20} by few")
-        if torch.cuda.device_count() > 1:  # what ranks take of one GPU cannot be told apart
+        if torch.cuda.device_count() > 1:  # on one GPU, the VRAM of the two ranks cannot be told apart
             assert first.link_bytes_per_second > first.few_ctas_link_bytes_per_second > 2e9
             assert own <= NCCL_BYTES
             assert few <= NCCL_FEW_BYTES

@@ -1,4 +1,4 @@
-"""Ranks that are started together, and come down together, over NCCL. They share a GPU where there is one."""
+"""Ranks are started together and end together over NCCL. With one GPU they share it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.distributed.test_launch import fail, kill
 from tests.models import tokens
 
 LIMIT = 60
-"""Seconds from the end of one rank to that of all."""
+"""Seconds from the end of one rank to the end of all ranks."""
 
 
 def test_finetune_on_two_gpus_hands_the_model_back(tmp_path: Path) -> None:
@@ -47,10 +47,10 @@ def test_finetune_on_two_gpus_hands_the_model_back(tmp_path: Path) -> None:
 
 
 def one_ends(how: Any, placement: Placement, late: bool = False) -> str:
-    """Rank 1 ends in the third step, while rank 0 goes on and waits on its GPU.
+    """Rank 1 ends in the third step, while rank 0 continues and waits on its GPU.
 
     Args:
-        late: whether it ends after the step, while rank 0 waits in an operation of the script's own.
+        late: whether rank 1 ends after the step, while rank 0 waits in the script's own all-reduce.
     """
 
     def end(number: int) -> None:
@@ -95,7 +95,7 @@ def test_a_rank_that_ends_brings_all_down(tmp_path: Path, how: Any, error: Any, 
 
 
 def the_other_learns_of_it(placement: Placement, late: bool) -> str:
-    """Rank 1 raises an error; rank 0 gets one without a launcher that would kill it."""
+    """Rank 1 raises an error; rank 0 must get an error although no launcher kills it."""
     try:
         return one_ends(fail, placement, late)
     except RankError:

@@ -1,4 +1,4 @@
-"""Another process takes VRAM at random times, and micro-batches grow: training goes on, with the same bits."""
+"""Another process takes VRAM at random times, and micro-batches grow: training continues with the same bits."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ while True:
     torch.cuda.empty_cache()
     time.sleep(draw.uniform(0.05, 0.6))
 """
-"""Takes up to so many bytes of VRAM, and gives them back."""
+"""Takes up to the given bytes of VRAM, and releases them."""
 
 
 def _rows(number: int, short: int) -> list[dict[str, Any]]:
-    """The first half has `short` tokens, the second three times as many."""
+    """The first half has `short` tokens, the second half three times as many."""
     draw = random.Random(0)
     lengths = [short if at < number // 2 else 3 * short for at in range(number)]
     return [
@@ -65,11 +65,11 @@ def _trained(folder: Path, rows: list[dict[str, Any]], config: OffloadConfig) ->
     trainer = OffloadSeq2SeqTrainer(
         model=_model(),
         args=arguments(folder, **options),
-        train_dataset=Dataset.from_list(rows).to_iterable_dataset(),  # nobody knows the longest row before it comes
+        train_dataset=Dataset.from_list(rows).to_iterable_dataset(),  # a stream does not reveal its longest row
         offload=config,
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # that the plan has moved
+        warnings.simplefilter("ignore", RuntimeWarning)  # about the move
         trainer.train()
     moves = len(trainer.telemetry.moves)
     trainer.close()
@@ -79,14 +79,14 @@ def _trained(folder: Path, rows: list[dict[str, Any]], config: OffloadConfig) ->
 def test_a_neighbour_that_takes_half_of_the_gpu_changes_no_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "needs_plan", outline.needs_plan)  # the run begins as a user's
+    monkeypatch.setattr(engine, "needs_plan", outline.needs_plan)  # plan as outside of tests
     device = hardware.default_device()
     rows = _rows(16 * 30, 96)
     lean = Placement(weights="ram", activations="checkpoint")
     expected, _ = _trained(tmp_path / "lean", rows, OffloadConfig(placement=lean))
     torch.cuda.empty_cache()
     half = hardware.vram_bytes(device)[0] // 2
-    spare = 2 * GIB  # what training may have beside the neighbour
+    spare = 2 * GIB  # VRAM left to training by the other process
     blocker = torch.empty(hardware.vram_bytes(device)[0] - half - spare, dtype=torch.uint8, device=device)
     command = [sys.executable, "-c", _NEIGHBOUR, str(half), "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as neighbour:

@@ -1,4 +1,4 @@
-"""States that pass through VRAM leave the bus to others in between."""
+"""Streamed states leave gaps on the bus for other copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHUNK, NUM_CHUNKS = 1 << 22, 64
 
 
 def test_another_copy_to_vram_goes_between_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gigabytes of states are queued; what is queued after it does not wait for its end."""
+    """Gigabytes of states are queued; a copy queued later starts before they all have arrived."""
     device = torch.device("cuda")
     numel = CHUNK * NUM_CHUNKS
     monkeypatch.setattr(state_ring, "chunk_numel", lambda total: CHUNK)
@@ -33,7 +33,7 @@ def test_another_copy_to_vram_goes_between_two_chunks(monkeypatch: pytest.Monkey
     ring, kernels = StateRing(device, 10 * CHUNK + 4096, 3), CopyStream(device, "step on the GPU", urgent=True)
     other, source = CopyStream(device, "H2D"), torch.zeros(10 * CHUNK, dtype=torch.uint8, pin_memory=True)
     into = torch.empty_like(source, device=device)
-    ring.step(layer, gradient, segments, 1.0, kernels)  # compiles
+    ring.step(layer, gradient, segments, 1.0, kernels)  # compiles the step
     torch.cuda.synchronize()
 
     began = other.record(timing=True)

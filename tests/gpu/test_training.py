@@ -1,4 +1,4 @@
-"""The Trainer and `finetune` on a GPU: the same as on the CPU, up to the GPU's arithmetic."""
+"""The Trainer and `finetune` on a GPU equal the CPU up to the GPU's arithmetic."""
 
 from __future__ import annotations
 

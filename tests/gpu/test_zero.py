@@ -1,4 +1,4 @@
-"""On real GPUs: `finetune` by DeepSpeed, beside the same by offloadkit."""
+"""On GPUs: `finetune` by DeepSpeed equals `finetune` by offloadkit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("deepspeed", reason="deepspeed is not installed")
 
 
 def trained(folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], offloadkit.FinetuneResult]:
-    """Weights on the CPU. A few small steps in fp32, in which both are nearly equal."""
+    """Weights on the CPU after a few small steps in fp32, which differ little between the engines."""
     usual: dict[str, Any] = {"eval_dataset": PAIRS[:2], "tokenizer": "byte", "batch_size": 2, "max_steps": 4}
     usual |= {"max_grad_norm": 0.0, "adam_epsilon": 1e-3, "learning_rate": 1e-2, "bf16": False}
     usual |= {"train_sampling_strategy": "sequential", "overwrite": True}

@@ -1,4 +1,4 @@
-"""Tasks in this process instead of fresh ones, where a test is not about processes."""
+"""Run tasks in this process instead of fresh ones, for tests that are not about processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Answer = Callable[[dict[str, Any]], Row]
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[dict[str, Any]]]:
-    """Have `answer` give the row of each task that is not kept; the list that comes back fills with the tasks."""
+    """Makes `answer` supply the row of each task that is not cached; the returned list collects the tasks."""
     asked: list[dict[str, Any]] = []
 
     def install(answer: Answer) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[dict[str
 
 
 def here(task: dict[str, Any]) -> Row:
-    """What worker.py does, but in this process."""
+    """worker.py's work, in this process."""
     try:
         return {"status": "measured"} | worker.do(task)
     except Exception as error:
@@ -39,5 +39,5 @@ def here(task: dict[str, Any]) -> Row:
 
 @pytest.fixture
 def in_this_process(answers: Callable[[Answer], list[dict[str, Any]]], one_thread: None) -> list[dict[str, Any]]:
-    """The tasks that were done, all of them here."""
+    """Runs all tasks here and collects them."""
     return answers(here)

@@ -1,4 +1,4 @@
-"""Forecasts and rows of machines that are not here."""
+"""Forecasts and rows of imaginary machines."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def no_bar(model: str, engine: str, reason: str, status: str = "does not fit", v
 
 
 def comparison(rows: list[dict[str, Any]]) -> Comparison:
-    """Rows as measured within 11 GiB and 64 GiB."""
+    """Rows measured within 11 GiB of VRAM and 64 GiB of RAM."""
     work = {"batch_size": 8, "max_input_length": 512, "max_target_length": 128, "gradient_accumulation": 1}
     return Comparison(rows, 1000, work, 11 * GIB, 64 * GIB, ENVIRONMENT, Path())

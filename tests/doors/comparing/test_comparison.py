@@ -1,4 +1,4 @@
-"""`compare`: bars, reasons where there is none, rows that are kept, and the chart."""
+"""`compare`: bars, reasons for missing bars, cached rows, and the chart."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_each_engine_runs_in_a_process_of_its_own_and_its_row_is_kept(
         assert row["seconds"] == pytest.approx(row["step_seconds"] * 32)
         assert row["peak_ram_bytes"] > 100 << 20
         assert row["num_parameters"] == 189_440
-    assert baseline["last_loss"] == pytest.approx(ours["last_loss"], rel=0.01)  # of weights drawn from one distribution
+    assert baseline["last_loss"] == pytest.approx(ours["last_loss"], rel=0.01)  # weights from one distribution
     assert deepspeed["reason"] == "deepspeed is not installed: pip install 'offloadkit[deepspeed]'"
     assert {path.name for path in tmp_path.glob("comparison.*")} == {
         "comparison.json",

@@ -1,4 +1,4 @@
-"""The knee's arithmetic on steps made by hand, and what is said of it."""
+"""The knee computed from hand-made steps, and its description."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 @pytest.mark.parametrize(
     ("step", "size"),
     [
-        (lambda b: max(1.6, 0.1 * b), 16.0),  # all of the computing hidden under the optimizer
-        (lambda b: max(1.6, 0.1 * b / 3) + 0.1 * b * 2 / 3, 15.8),  # forward alone
-        (lambda b: 1.6 + 0.1 * b, 13.6),  # none of it
+        (lambda b: max(1.6, 0.1 * b), 16.0),  # all computing is hidden under the optimizer
+        (lambda b: max(1.6, 0.1 * b / 3) + 0.1 * b * 2 / 3, 15.8),  # only forward is hidden
+        (lambda b: 1.6 + 0.1 * b, 13.6),  # nothing is hidden
         (lambda b: max(0.8, 0.1 * b), 8.0),
     ],
 )

@@ -1,4 +1,4 @@
-"""The slowdown against plain training: measured where that fits, predicted elsewhere, and it says which."""
+"""The slowdown against plain training: measured if plain training fits, otherwise predicted, and labelled as such."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sweep`: sizes timed and trained, sizes that fail, rows that are kept."""
+"""`sweep`: sizes timed and trained, sizes that fail, cached rows."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_rows_that_cannot_be_written_down_are_an_error(tmp_path: Path, monkeypat
 
 
 def timed(seconds: dict[int, float], ram: float = 4.0) -> Sweep:
-    """A sweep on a CPU of steps that took so long, by rows; RAM in GiB grows by a hundredth each."""
+    """A sweep on a CPU with these seconds by number of rows; every size takes 0.01 GiB more RAM than the one before."""
     rows = [
         {"batch_size": size, "accumulation": 1, "scaling": "none", "status": "measured", "step_seconds": each}
         | {"sample_seconds": each / size, "epoch_seconds": each / size, "tokens_per_second": 1.0, "vram_bytes": 0}

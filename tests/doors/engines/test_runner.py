@@ -1,4 +1,4 @@
-"""Fresh processes: limits of time and RAM, crashes, errors, and what is kept of them."""
+"""Fresh processes: limits of time and RAM, crashes, errors, and cached rows."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def test_a_task_ends_with_the_process_that_started_it(how: signal.Signals, tmp_p
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
+    """Whether the process exists and has not ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def within(seconds: float, done: Callable[[], bool]) -> bool:
-    """Whether it comes true in so many seconds."""
+    """Whether `done` becomes true within `seconds`."""
     end = time.monotonic() + seconds
     while not done() and time.monotonic() < end:
         time.sleep(0.05)
@@ -130,7 +130,7 @@ def test_a_row_that_was_written_by_halves_is_made_again(tmp_path: Path, monkeypa
 
 
 def test_rows_that_users_saved_are_found_again() -> None:
-    """A row's file is named by its task, so a task of the first release must stay as it was."""
+    """A row's file is named by its task, so tasks of the first release keep their fields and order."""
     first = ["model", "batch_size", "input_length", "target_length", "accumulation", "precision", "dtype", "recomputed"]
     first += ["our_compute", "vram", "ram", "steps", "warmup", "seed"]
     assert list(TINY.to_dict()) == first
@@ -166,7 +166,7 @@ def test_a_process_is_bound_to_as_many_cores_as_it_is_told(tmp_path: Path, monke
 
 
 class Steps:
-    """An engine whose steps take four milliseconds on a clock of its own, the first ones more."""
+    """An engine with a simulated clock: steps take 4 ms, the first four 20 ms."""
 
     def __init__(self) -> None:
         self.taken, self.now = 0, 0.0
@@ -195,7 +195,7 @@ def test_as_many_steps_are_timed_as_it_takes_for_two_runs_to_agree(monkeypatch: 
         return steps.timed_steps(engine, [[{"input_ids": torch.zeros(1, 1)}]], work, CPU, memory.DeviceMemory(CPU))
 
     row = timed(replace(TINY, steps=None))
-    assert 0.2 < sum(row["all_step_seconds"]) <= 0.3  # as many as were expected to take 0.3 s, when steps took longer
+    assert 0.2 < sum(row["all_step_seconds"]) <= 0.3  # enough for 0.3 s at the first steps' speed
     assert row["step_seconds"] == pytest.approx(0.004)
     assert row["first_step_seconds"] == pytest.approx(0.02)
     assert len(timed(replace(TINY, steps=3))["all_step_seconds"]) == 3
@@ -224,7 +224,7 @@ def test_steps_of_several_widths_come_in_turn_and_count_equally() -> None:
 
 def test_a_plan_that_was_too_large_is_left_as_finetune_leaves_it_and_the_next_one_is_timed() -> None:
     class Moves(Steps):
-        """The GPU is full in the second and in the fourth step."""
+        """The GPU is full in steps two and four."""
 
         def backward(self, loss: torch.Tensor) -> None:
             super().backward(loss)
@@ -291,7 +291,7 @@ def test_the_baseline_s_parts_step_as_the_whole(one_thread: None, monkeypatch: p
     ((batch,),) = random_steps(work, CPU)
 
     def trained() -> Baseline:
-        torch.manual_seed(0)  # of dropout
+        torch.manual_seed(0)  # for dropout
         engine = Baseline(work, "bf16", CPU)
         for _ in range(2):
             engine.backward(engine.forward(batch))

@@ -1,4 +1,5 @@
-"""Our options as DeepSpeed's: stages, configuration and memory. Where it is installed, it trains what we train."""
+"""Options translated to DeepSpeed: stages, configuration and memory. If it is installed, it trains to the same
+weights."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results.csv"
 
 
 def a_plan(num_parameters: int, *, vram: float = 0.0, ram: float = 0.0, on_cpu: bool = False) -> Any:
-    """What the arithmetic reads of a plan; budgets in GiB, 0 for none."""
+    """The fields of a plan that the arithmetic reads; budgets in GiB, 0 for none."""
     budgets = {tier: int(gib * GIB) for tier, gib in (("vram", vram), ("ram", ram)) if gib}
     return SimpleNamespace(
         num_parameters=num_parameters,
@@ -70,7 +71,7 @@ def test_what_deepspeed_has_not_is_refused_by_name(options: dict[str, Any], mess
 
 
 def test_the_config_says_to_deepspeed_what_ours_says() -> None:
-    """Read back by our own reader of ds_config.json, which knows every key."""
+    """Read back by offloadkit's ds_config.json reader, which knows every key."""
     own = OffloadConfig(
         max_grad_norm=0.5,
         gradient_accumulation=4,
@@ -94,7 +95,7 @@ def test_the_config_says_to_deepspeed_what_ours_says() -> None:
 
 
 def test_the_ram_of_zero_is_what_was_measured() -> None:
-    """Runs on one H200 in bf16 that loaded nothing beside: within 1.5 %."""
+    """Single-GPU runs on an H200 in bf16: within 1.5 %."""
     with RESULTS.open() as file:
         rows = [row for row in csv.DictReader(file) if row["status"] == "measured" and row["ram_peak_bytes"]]
     found = set()
@@ -120,7 +121,8 @@ def test_the_ram_of_zero_is_what_was_measured() -> None:
 def test_the_vram_of_zero_is_what_was_measured(
     size: int, activations: int, logits: int, recomputed: bool, allocated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W1, W6 and W7 of benchmarks/results.csv, which had DeepSpeed's own buckets; activations as planned there."""
+    """W1, W6 and W7 of benchmarks/results.csv with DeepSpeed's default buckets; activations as planned for these
+    rows."""
     monkeypatch.setattr(zero_module, "activation_bytes", lambda *_, **__: activations)
     monkeypatch.setattr(zero_module, "BUCKET_ELEMENTS", 500_000_000)
     needs = zero_needs(Zero(recomputed=recomputed), a_plan(size), logits=logits)
@@ -160,7 +162,7 @@ def test_ranks_of_a_host_are_bound_to_cores_of_their_own(monkeypatch: pytest.Mon
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for rank, threads in (("0", "1"), ("1", "1"), ("1", "16")):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        monkeypatch.setenv("OMP_NUM_THREADS", threads)  # 16: bound by a launcher
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)  # 16: set by a launcher
         deepspeed_process.bind_cores()
     assert bound == [[2, 3, 4], [5, 6, 7]]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -182,7 +184,7 @@ def test_a_process_keeps_no_variable_of_its_group_of_one(monkeypatch: pytest.Mon
 
 
 def trained(folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], offloadkit.FinetuneResult]:
-    """Weights, unclipped: AdamW alone would hide a wrong factor of the gradients."""
+    """Weights without clipping, because AdamW alone would hide a wrong factor of the gradients."""
     model = t5(dropout=0.0)
     usual: dict[str, Any] = {"eval_dataset": PAIRS[:2], "tokenizer": "byte", "batch_size": 2, "use_cpu": True}
     usual |= {"gradient_accumulation": 2, "max_steps": 4, "max_grad_norm": 0.0, "adam_epsilon": 1e-3}
@@ -194,7 +196,8 @@ def trained(folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], offl
 
 @pytest.mark.slow
 def test_deepspeed_trains_what_offloadkit_trains(tmp_path: Path, one_thread: None) -> None:
-    """Its stages within 1e-6 of our weights, of one model under one config; a resumed run as one that went through."""
+    """DeepSpeed's stages end within 1e-6 of offloadkit's weights for one model and config; a resumed run equals a run
+    without interruption."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     before = dict(os.environ)
     expected, own = trained(tmp_path / "own")
@@ -226,8 +229,8 @@ def test_deepspeed_trains_what_offloadkit_trains(tmp_path: Path, one_thread: Non
 def test_a_run_with_all_in_vram_compiles_nothing(
     tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's AdamW steps: within 1e-6 of our weights. A run that is resumed in the middle of its second epoch has the
-    rows of one that went through, in an order by length too, with accumulation."""
+    """torch's AdamW steps: within 1e-6 of offloadkit's weights. A run resumed in mid-epoch reads the same rows as an
+    uninterrupted run, also in an order by length with accumulation."""
     theirs = pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     monkeypatch.setitem(theirs.ops.__compatible_ops__, "deepspeed_shm_comm", False)
     monkeypatch.setattr("torch.utils.cpp_extension.load", lambda *args, **options: pytest.fail("it compiles"))
