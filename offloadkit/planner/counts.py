@@ -160,7 +160,8 @@ class Spread:
         self._summed = np.array([layer.gradient_bytes(accumulation) * summed for layer in layers], dtype=np.int64)
         self._weights = np.array([layer.weight_bytes() for layer in layers], dtype=np.int64)
         self._from_ram = np.array([handed_over_bytes(layer, "ram") for layer in layers], dtype=np.int64)
-        self._same_name = np.array([[one.name == other.name for other in layers] for one in layers], dtype=np.int64)
+        self._by_block = np.argsort(self.block_of, kind="stable")
+        self._first_of_block = np.unique(self.block_of[self._by_block], return_index=True)[1]
 
     # -- placements
 
@@ -236,10 +237,11 @@ class Spread:
         if self._exchanges:
             received = np.where(through_ram & self._sums_whole, 0, self._received).max(1)
             gradients = gradients + received + np.where(through_ram, self._summed, 0).max(1)
-        streamed = np.where(each(codes, lambda where: where.weights == "ram"), self._weights, 0) @ self._same_name
+        streamed = np.where(each(codes, lambda where: where.weights == "ram"), self._weights, 0)
+        of_block = np.add.reduceat(streamed[:, self._by_block], self._first_of_block, axis=1)
         passes = _any(codes, lambda where: where.states == "ram" and where.step == "gpu")
         passing = self._passing[self._columns, codes].max(1) * passes
-        vram = gradients + NUM_WEIGHT_BUFFERS * streamed.max(1) + NUM_STEP_BUFFERS * passing + self._workspace
+        vram = gradients + NUM_WEIGHT_BUFFERS * of_block.max(1) + NUM_STEP_BUFFERS * passing + self._workspace
         adds = NUM_STAGING * (self._accumulation > 1)
         ram = adds * np.where(through_ram, self._on_the_way, 0).max(1)
         return vram, ram + NUM_STATE_BUFFERS * self._disk[self._columns, codes].max(1), gradients

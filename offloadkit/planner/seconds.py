@@ -19,7 +19,7 @@ The constants are in `fitted`. docs/results.md compares planned and measured ste
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -52,6 +52,7 @@ from offloadkit.facts.fitted import (
     THREAD_SLOWS,
 )
 from offloadkit.facts.hardware import CPU_STEP_RATES, Hardware
+from offloadkit.optim.table import Dtype
 from offloadkit.planner.layout import (
     NUM_GRADIENT_BUCKETS,
     NUM_STAGING,
@@ -141,7 +142,9 @@ class StepModel:
         own = ENGINE_LAUNCHES * launch if work.operation_launches else 0.0
         self.cpu_rate = cpu_step_rate(layers[0].kind.precision, hardware)
         self.slowed_beside_cpu = RANKS_SLOW if hardware.num_ranks > 1 else THREAD_SLOWS
-        sizes = {layer.dtype: sum(other.numel for other in layers if other.dtype == layer.dtype) for layer in layers}
+        sizes: Counter[Dtype] = Counter()
+        for layer in layers:
+            sizes[layer.dtype] += layer.numel
         dtype = max(sizes, key=lambda name: sizes[name])
         members: list[list[LayerCost]] = [[] for _ in work.stages]
         for index, (layer, stage) in enumerate(zip(layers, place_in_stages(layers, work.stages), strict=True)):
