@@ -104,6 +104,7 @@ ENGINES = {
     ),
     "offloadkit": EngineSetup("offloadkit", "offloadkit"),
     "offloadkit-compiled": EngineSetup("offloadkit, compiled", "offloadkit", (("compiled", True),)),
+    "offloadkit-muon": EngineSetup("offloadkit, Muon", "offloadkit", (("optimizer", "muon"),)),
     "torchao": EngineSetup(
         "torchao, bf16 (no clipping, no master weights, bf16 moments)", "torchao", package="torchao"
     ),
@@ -139,6 +140,7 @@ OURS = ("offloadkit", "offloadkit-compiled")
 ZERO2 = ("zero2", "zero2-50m", "zero2-200m")
 DOORS = ("offloadkit-finetune", "offloadkit-trainer", "offloadkit-loop")
 WHOLE_RUN = ("offloadkit-whole-run",)
+MUON = ("offloadkit", "offloadkit-muon")
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class Case:
     """One piece of work within one budget. Sizes are those of a micro-batch; budgets are in GiB."""
 
     claim: str
-    """What it is measured for: "W1" to "W7", "doors", "growth", "plan", "fit", "blog" or "try"."""
+    """What it is measured for: "W1" to "W7", "muon", "doors", "growth", "plan", "fit", "blog" or "try"."""
     model: str
     batch_size: int
     input_length: int
@@ -235,6 +237,8 @@ CASES: dict[str, Case] = {
     "w6-ragged": _llama("W6", 8, 1024, 24, mask="ragged", engines=(*_PEERS, "roundpipe")),
     "w6-48": _llama("W6", 8, 1024, 48),
     "w7": _llama("W7", 32, 1024, 24, engines=(*_PEERS, "roundpipe")),
+    "muon-t5-3b": _t5("muon", "t5-3b", 8, 24, engines=MUON),
+    "muon-llama-3b": _llama("muon", 4, 2048, 24, engines=MUON),
     "doors-t5-3b-24": _t5("doors", "t5-3b", 8, 24, engines=DOORS),
     "doors-t5-3b-6": _t5("doors", "t5-3b", 1, 6, engines=DOORS),
     "doors-llama-3b-24": _llama("doors", 8, 1024, 24, engines=(*DOORS, "offloadkit-sft")),
@@ -290,4 +294,5 @@ CASES: dict[str, Case] = {
     "tiny-ragged": Case("try", "t5-tiny", 2, 16, 8, vram=2, mask="ragged", engines=("hf", "ours-on-gpu", "offloadkit")),
     "tiny-doors": Case("try", "t5-tiny", 2, 16, 8, engines=(*DOORS, *WHOLE_RUN)),
     "tiny-llama": Case("try", "llama-tiny", 2, 16, vram=2, engines=("hf", "offloadkit")),
+    "tiny-muon": Case("try", "t5-tiny", 2, 16, 8, vram=2, engines=MUON),
 }

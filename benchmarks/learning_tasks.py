@@ -39,6 +39,7 @@ class Trial(NamedTuple):
     steps: int | None = None
     """None: the task's own number."""
     tiny: bool = False
+    optimizer: str = "adamw"
 
 
 class Recipe(NamedTuple):
@@ -72,10 +73,11 @@ def train(recipe: Recipe, trial: Trial) -> Row:
     from offloadkit.facts.config import OffloadConfig, Placement
 
     offload = OffloadConfig(
+        optimizer=trial.optimizer,
         precision=trial.precision,  # type: ignore[arg-type]
         working_dtype=trial.dtype,  # type: ignore[arg-type]
         seed=trial.seed,
-        placement=Placement(),
+        placement=Placement(step="gpu" if trial.optimizer == "muon" else "cpu"),
         on_nonfinite="skip",  # counted here
     )
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):

@@ -95,6 +95,7 @@ def planned(model: PreTrainedModel, work: Work, device: torch.device) -> tuple[O
         learning_rate=LEARNING_RATE,
         max_grad_norm=MAX_GRAD_NORM,
         gradient_accumulation=work.accumulation,
+        optimizer=work.optimizer,
         precision=work.precision,
         working_dtype=work.dtype_on(device),
         vram=None if device.type == "cpu" else work.vram,

@@ -75,12 +75,14 @@ class Work:
     """Folder for offloadkit's optimizer states that do not fit in RAM."""
     bucket_elements: int | None = None
     """Elements of DeepSpeed's buckets for gradients and gathered weights; None: DeepSpeed's default."""
+    optimizer: str = "adamw"
+    """Optimizer of offloadkit; other engines use AdamW."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields for JSON. Fields after `seed` are left out at their defaults, so that older saved rows
         still match.
         """
-        later = ("mask", "compiled", "disk", "bucket_elements")
+        later = ("mask", "compiled", "disk", "bucket_elements", "optimizer")
         return {
             field.name: getattr(self, field.name)
             for field in fields(self)
