@@ -1,4 +1,4 @@
-"""Compare Muon with AdamW: seconds and memory of steps, seconds of Newton-Schulz, learning, and one update on CPU and GPU.
+"""Compare Muon with AdamW: cost of a step, seconds of Newton-Schulz, learning, and one update on CPU and GPU.
 
     python -m benchmarks.muon                              # everything: about three minutes on an H100
     python -m benchmarks.muon --parts steps --cases muon-t5-3b --steps 12
