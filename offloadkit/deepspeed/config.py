@@ -1,6 +1,6 @@
-"""Read a ds_config.json, and say for each of DeepSpeed's keys what it becomes or why it is not needed.
+"""Reads a ds_config.json by the table `KEYS`, which says for each key what it becomes or why it is not needed.
 
-The table `KEYS` defines the behaviour. `read_deepspeed` follows it, and docs/from-deepspeed.md shows it.
+docs/from-deepspeed.md shows the table.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosi
 
 @dataclass(frozen=True)
 class Key:
-    """How one key is treated."""
-
     kind: Literal["read", "ignored", "refused"]
-    """"refused" raises an error unless the value is false, null, 0, 1 or a section that is not enabled."""
+    """ "refused" raises an error unless the value is false, null, 0, 1 or a section that is not enabled."""
     what: str
     """The result, the reason for ignoring the key, or advice."""
 
@@ -215,7 +213,7 @@ KEYS: dict[str, Key] = {
 """Keys by dotted name. A section without keys in this table, such as "tensorboard", is treated as a whole."""
 
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion"}
-"""Our optimizer names by DeepSpeed's names in lower case."""
+"""Optimizer names by DeepSpeed's names in lower case."""
 _SECTIONS = {name[:at] for name in KEYS for at, letter in enumerate(name) if letter == "."}
 _OTHER_NAMES = {"bfloat16": "bf16"}
 _COUNTS = (
@@ -255,7 +253,7 @@ class DeepSpeedConfig:
     """A parsed ds_config.json."""
 
     options: dict[str, Any]
-    """Fields of `OffloadConfig`, without a dynamic loss scale. Keys missing from the file have DeepSpeed's defaults."""
+    """Fields of `OffloadConfig`, without a dynamic loss scale. Missing keys have DeepSpeed's defaults."""
     written: dict[str, Any]
     """Raw values of the keys that have an effect, by dotted name, without "auto"."""
     dynamic_loss_scale: dict[str, Any] | None
@@ -284,18 +282,14 @@ class DeepSpeedConfig:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether the config names an optimizer."""
         return "optimizer.type" in self.written
 
     def check_decay(self, weight_decay: float, by: str) -> None:
-        """Check that the kind of weight decay agrees.
+        """Raise `ConfigError` if the config asks for coupled decay: decay is decoupled here.
 
         Args:
             weight_decay: the value to train with.
             by: who set the value, for the message.
-
-        Raises:
-            ConfigError: decay is decoupled here, and the config asks for coupled decay.
         """
         if self.decay_is_coupled and weight_decay:
             raise ConfigError(
@@ -427,11 +421,7 @@ def _warn(message: str) -> None:
 
 
 def _warn_of_weights(device: str | None, stage: int, where: str) -> None:
-    """Warn if `offload_param` has a different effect here than in DeepSpeed.
-
-    Raises:
-        ConfigError: the device is unknown.
-    """
+    """Warn if `offload_param` has another effect here than in DeepSpeed; raise `ConfigError` for an unknown device."""
     name = "zero_optimization.offload_param.device"
     if device not in (None, "none", "cpu", "nvme"):
         raise ConfigError(f"{where}: {name} must be 'none', 'cpu' or 'nvme', got {shown(device)}")
@@ -448,11 +438,7 @@ def _warn_of_weights(device: str | None, stage: int, where: str) -> None:
 
 
 def _check_optimizer(content: dict[str, Any], where: str) -> None:
-    """Check the optimizer before its parameters, because those depend on the optimizer.
-
-    Raises:
-        ConfigError: the optimizer is not supported.
-    """
+    """Raise `ConfigError` for an unsupported optimizer, before its parameters are read."""
     section = content.get("optimizer")
     name = section.get("type") if isinstance(section, dict) else None
     if name not in (None, "auto") and str(name).lower() not in _OPTIMIZERS:
@@ -528,11 +514,7 @@ def _asks(value: Any) -> bool:
 
 
 def _checked(name: str, value: Any, where: str) -> Any:
-    """Return the value with the key's type. A float such as 1e3 is accepted as an integer.
-
-    Raises:
-        ConfigError: the type or range is wrong.
-    """
+    """The value with the key's type (1e3 is an integer). Raises `ConfigError` for a wrong type or range."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
     if name == "steps_per_print" and value == math.inf:
         return value
@@ -560,12 +542,10 @@ _LARGEST_POWER = 127
 def _batch_sizes(
     said: dict[str, Any], auto: list[str], num_gpus: int, where: str
 ) -> tuple[int | None, int | None, int | None]:
-    """Return rows per update, rows per micro-batch and micro-batches per GPU, None if unknown.
+    """Rows per update, rows per micro-batch and micro-batches per GPU, None if unknown.
 
-    Two of them determine the third; accumulation defaults to 1 (DeepSpeed's `_set_batch_related_parameters`).
-
-    Raises:
-        ConfigError: they do not multiply.
+    Two of them determine the third; accumulation defaults to 1 (DeepSpeed's `_set_batch_related_parameters`). Raises
+    `ConfigError` if they do not multiply.
     """
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     train, micro, accumulation = (said.get(name) for name in names)

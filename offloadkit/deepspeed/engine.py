@@ -1,14 +1,14 @@
-"""DeepSpeed's API for existing scripts: `initialize`, and an engine with DeepSpeed's methods.
+"""DeepSpeed's API for existing scripts: `initialize`, and an engine with DeepSpeed's methods over an `OffloadEngine`.
 
-import offloadkit as deepspeed
+    import offloadkit as deepspeed
 
-engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json", training_data=data)
-for inputs, labels in loader:
-    loss = criterion(engine(inputs.to(engine.device)), labels.to(engine.device))
-    engine.backward(loss)
-    engine.step()
+    engine, optimizer, loader, schedule = deepspeed.initialize(model=model, config="ds_config.json", training_data=data)
+    for inputs, labels in loader:
+        loss = criterion(engine(inputs.to(engine.device)), labels.to(engine.device))
+        engine.backward(loss)
+        engine.step()
 
-The engine wraps an `OffloadEngine`. `config.py` maps the keys of the config.
+`config.py` maps the keys of the config.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ logger = logging.getLogger(__name__)
 _NUM_WORKERS = 2
 """DataLoader workers for `training_data`: DeepSpeed's number for one GPU, since random states depend on it."""
 _LATEST = "latest"
-"""Name of the file that holds the newest checkpoint's tag."""
+"""Name of the file with the newest checkpoint's tag."""
 _OTHER_DTYPE = re.compile("dtype|scalar type|[Ii]nput type")
-"""Matches torch's errors about inputs whose dtype differs from the weights'."""
+"""torch's errors about inputs whose dtype differs from the weights'."""
 
 
 def initialize(
@@ -187,7 +187,7 @@ def init_distributed(
         dist_backend: None: NCCL for GPUs, gloo for the CPU.
         distributed_port: port of rank 0, if MASTER_PORT is not set.
         timeout, init_method: see `torch.distributed.init_process_group`.
-        auto_mpi_discovery, verbose: accepted for compatibility and ignored.
+        auto_mpi_discovery, verbose: ignored.
     """
     if dist.is_initialized():
         return
@@ -213,7 +213,6 @@ class DeepSpeedEngine:
         optimizer: a `torch.optim.Optimizer`.
         lr_scheduler: the schedule, or None.
         training_dataloader: the DataLoader, or None.
-        local_rank, global_rank, world_size: of this process.
         device: where the model computes.
         micro_steps: calls of `step`.
         global_samples: rows of all updates so far.
@@ -330,8 +329,7 @@ class DeepSpeedEngine:
 
         Raises:
             EngineStateError, NonFiniteGradientError, ...: see `OffloadEngine.step`. The `position` of a
-            `RolledBackError`
-                is the checkpoint's `client_state`.
+                `RolledBackError` is the checkpoint's `client_state`.
         """
         is_boundary = self.is_gradient_accumulation_boundary()
         try:
@@ -349,7 +347,7 @@ class DeepSpeedEngine:
         if self._waits_for_the_norm and not math.isfinite(self.offload.grad_norm() or 0.0):
             self.skipped_steps += 1
             self._schedule_ahead += 1
-        if self._schedule_ahead:  # the schedule counts applied updates only
+        if self._schedule_ahead:  # the schedule counts only applied updates
             self._schedule_ahead -= 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
@@ -362,9 +360,9 @@ class DeepSpeedEngine:
 
     @property
     def _waits_for_the_norm(self) -> bool:
-        """Whether `step` waits for the gradient norm. It does in fp16, where overflows are common, so that the schedule
-        can skip them. In other dtypes, after a skipped update the schedule runs one step ahead until the next
-        update."""
+        """Whether `step` waits for the gradient norm, as in fp16, where overflows are common, so that the schedule
+        skips them. Otherwise, after a skipped update, the schedule runs one step ahead until the next update.
+        """
         return self.offload.loss_scale is not None
 
     def _saw(self, record: StepRecord) -> None:
@@ -380,7 +378,7 @@ class DeepSpeedEngine:
         return self._ended_a_window and math.isfinite(self.offload.grad_norm() or 0.0)
 
     def zero_grad(self) -> None:
-        """Do nothing, as with DeepSpeed's ZeRO: each update frees the gradients, and a window's gradients are kept."""
+        """Do nothing, as with DeepSpeed's ZeRO: each update frees the gradients."""
 
     # ---- what scripts ask --------------------------------------------------------------------------------------------
 
@@ -406,27 +404,23 @@ class DeepSpeedEngine:
         return self._read.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
-        """Whether each update's phases are printed."""
         return self._read.wall_clock_breakdown
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale is dynamic."""
         return self._read.dynamic_loss_scale is not None
 
     def zero_optimization(self) -> bool:
-        """Whether the config has a stage above 0."""
+        """Whether the stage is above 0."""
         return self._read.stage > 0
 
     def zero_optimization_stage(self) -> int:
-        """The config's stage, which has no effect on the plan."""
+        """The stage, which has no effect on the plan."""
         return self._read.stage
 
     def fp16_enabled(self) -> bool:
-        """Whether the config enables fp16."""
         return self._dtype == torch.float16
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the config enables bf16."""
         return self._dtype == torch.bfloat16
 
     def gradient_clipping(self) -> float:
@@ -451,7 +445,7 @@ class DeepSpeedEngine:
         return self.offload.num_updates
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # __init__ has not set it yet
+        if name == "module":  # before `__init__` has set it
             raise AttributeError(name)
         try:
             return getattr(self.module, name)
@@ -465,12 +459,10 @@ class DeepSpeedEngine:
             ) from error
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
-        """Set the module's training mode."""
         self.module.train(mode)
         return self
 
     def eval(self) -> DeepSpeedEngine:
-        """Set the module's evaluation mode."""
         return self.train(False)
 
     # ---- saving ------------------------------------------------------------------------------------------------------
@@ -489,7 +481,7 @@ class DeepSpeedEngine:
             tag: None: "global_step" and the number of updates.
             client_state: numbers, strings, lists, dicts and tensors, which `load_checkpoint` returns.
             save_latest: record the tag, so that `load_checkpoint` finds it without a tag.
-            exclude_frozen_parameters: accepted for compatibility and ignored; a checkpoint has all weights.
+            exclude_frozen_parameters: ignored; a checkpoint has all weights.
 
         Returns:
             True.
@@ -579,10 +571,7 @@ class DeepSpeedEngine:
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the model's `state_dict()` in its working dtype for `torch.load`. A collective call.
-
-        Returns:
-            True.
+        """Write the model's `state_dict()` in its working dtype for `torch.load`; returns True. A collective call.
 
         Raises:
             OutputError: the file cannot be written.
@@ -625,7 +614,7 @@ def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _kind(client: Optimizer) -> str:
-    """Return offloadkit's name for a client's optimizer.
+    """offloadkit's name for a client's optimizer.
 
     Raises:
         ConfigError: it is not supported, its weight decay is coupled, or it has been stepped.
@@ -666,7 +655,7 @@ def _freeze_others(model: nn.Module, groups: list[dict[str, Any]]) -> None:
 
 
 def _local_rank() -> int:
-    """Index of this process and its GPU on the host. Without LOCAL_RANK, ranks are assigned to GPUs in turn."""
+    """Without LOCAL_RANK, ranks are assigned to GPUs in turn."""
     return int(os.environ.get("LOCAL_RANK") or _rank() % max(torch.cuda.device_count(), 1))
 
 

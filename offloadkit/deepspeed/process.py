@@ -22,15 +22,12 @@ NOT_INSTALLED = "deepspeed is not installed: pip install 'offloadkit[deepspeed]'
 
 
 def is_installed() -> bool:
-    """Whether DeepSpeed can be imported. Does not import it."""
+    """Whether DeepSpeed is installed. Does not import it."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
 def check_installed() -> None:
-    """
-    Raises:
-        ConfigError: DeepSpeed is not installed; the message has the install command.
-    """
+    """Raise `ConfigError` with the install command if DeepSpeed is not installed."""
     if not is_installed():
         raise ConfigError(NOT_INSTALLED)
 
@@ -39,10 +36,6 @@ def prepare(*, on_cpu_steps: bool, to_disk: bool = False) -> None:
     """Set DeepSpeed's environment variables, bind this rank to its cores, and compile extensions.
 
     Without a launcher the process forms a group of world size 1.
-
-    Args:
-        on_cpu_steps: whether the CPU steps the optimizer.
-        to_disk: whether states are on disk.
 
     Raises:
         ConfigError: DeepSpeed is not installed, or an extension cannot be compiled.
@@ -74,7 +67,6 @@ def prepare(*, on_cpu_steps: bool, to_disk: bool = False) -> None:
 
 
 def set_group_variables() -> None:
-    """Set torch.distributed's environment variables for world size 1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -85,8 +77,8 @@ def set_group_variables() -> None:
 def bind_cores() -> None:
     """Give each rank of a host its share of the cores for the CPU step; otherwise all ranks would share all cores.
 
-    Does nothing for a single rank per host, or if OMP_NUM_THREADS is not torchrun's 1: the `deepspeed` launcher or the
-    user has then bound the ranks.
+    Does nothing for a single rank per host, or if OMP_NUM_THREADS is not torchrun's 1, because the `deepspeed` launcher
+    or the user has then bound the ranks.
     """
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
     cores = sorted(hardware.own_cores())
@@ -130,8 +122,8 @@ def restored_globals() -> Iterator[None]:
 def building(extension: str) -> Iterator[None]:
     """Build a torch extension with ninja on PATH, and with a lock against concurrent builds.
 
-    torch's own lock is a file that a killed build leaves behind, so that the next build waits forever. This lock ends
-    with its process.
+    torch's own lock is a file that a killed build leaves behind, so the next build waits forever. This lock ends with
+    its process.
     """
     from torch.utils.cpp_extension import _get_build_directory
 

@@ -34,7 +34,6 @@ from offloadkit.planner import Dtype, Plan
 _Arguments = TypeVar("_Arguments", bound=TrainingArguments)
 _NAMES = {field.name for field in fields(TrainingArguments)}
 _RECOMPUTATION = "activation_checkpointing" if "activation_checkpointing" in _NAMES else "gradient_checkpointing"
-"""Name of the argument, which changed in transformers 5.17."""
 
 
 def deepspeed_arguments(
@@ -95,7 +94,7 @@ def _dtype(args: TrainingArguments) -> Dtype:
 
 
 class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
-    """HuggingFace's Trainer for a model that nobody else uses. `close` destroys DeepSpeed's engine.
+    """HuggingFace's Trainer for a model that nobody else uses.
 
     A micro-batch's loss is weighted by its share of the update's targets on all ranks, as in offloadkit's Trainer.
     HuggingFace's Trainer instead sums the losses of models that ignore `num_items_in_batch`, such as T5.
@@ -106,7 +105,7 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
     """Mean number of targets per update and rank."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """As in the Trainer, but an order by length is determined by the seed. (Private: no public hook exists.)"""
+        """Like the Trainer's, but the seed determines an order by length. No public hook exists."""
         sampler = super()._get_train_sampler(train_dataset)
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
@@ -114,13 +113,13 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
         return OrderOfSeed(sampler, self.args)
 
     def get_train_dataloader(self) -> Any:
-        """As in the Trainer, but tells samplers which epoch begins."""
+        """Like the Trainer's, but tells samplers which epoch begins."""
         loader = super().get_train_dataloader()
         forward_epochs(loader)
         return loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the Trainer, and counts the targets."""
+        """Like the Trainer's, and counts the targets."""
         samples = super().get_batch_samples(*args, **kwargs)
         total = sum(int(num_targets(self.model, batch)) for batch in samples[0])
         self._mean_targets = max(1, self._sum_over_ranks(total)) / world.size()
@@ -129,7 +128,7 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As in the Trainer for evaluation; in training the micro-batch's mean loss times its share of targets."""
+        """Like the Trainer's in evaluation; in training the micro-batch's mean loss times its share of targets."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs, count = with_dummy_target(inputs, num_targets(self.model, inputs))
@@ -139,10 +138,8 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
         return (found[0] * share, found[1]) if return_outputs else found * share
 
     def save_whole(self, folder: Path, tokenizer: Any) -> None:
-        """Write the trained model for `from_pretrained`. A collective call.
-
-        Raises:
-            OutputError: the model cannot be written.
+        """Write the trained model for `from_pretrained`. A collective call. Raises `OutputError` if it cannot be
+        written.
         """
         model: Any = self.model
         state = self.accelerator.get_state_dict(self.deepspeed) if self.is_at_stage_3 else None
@@ -160,7 +157,6 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
         return bool(self.accelerator.state.deepspeed_plugin.zero_stage == 3)
 
     def any_rank(self, here: bool) -> bool:
-        """Whether `here` is True on any rank."""
         return self._sum_over_ranks(int(here)) > 0
 
     def any_flag(self, flags: int) -> int:
@@ -219,11 +215,7 @@ def give_weights(trained: torch.nn.Module, model: torch.nn.Module) -> torch.nn.M
 
 
 def newest_of_deepspeed(folder: Path) -> Path:
-    """Return the newest checkpoint of a DeepSpeed run.
-
-    Raises:
-        ConfigError: none exists.
-    """
+    """The newest checkpoint of a DeepSpeed run. Raises `ConfigError` if none exists."""
     found = [each for each in folder.glob("checkpoint-*") if (each / "trainer_state.json").is_file()]
     whole = [each for each in found if (each / "latest").is_file()]
     if not whole:

@@ -17,20 +17,22 @@ from offloadkit.planner.words import does_not_fit
 BUCKET_ELEMENTS = 200_000_000
 """Elements per gradient bucket. DeepSpeed's default of 500 million takes 2 GB of VRAM for any model size."""
 NEVER = 10**9
-"""Value of steps_per_print that disables DeepSpeed's lines."""
+"""steps_per_print that disables DeepSpeed's lines."""
 
 _LIVE_ELEMENTS = 10**9
 """DeepSpeed's defaults of `stage3_max_live_parameters` and `sub_group_size`."""
 _PROCESS_BYTES = 2_350_000_000
-"""RAM of a process with torch, CUDA and DeepSpeed. With it, forecast RAM is within 1.5 % of the measured RAM of ZeRO-2
-in five runs on an H200, from T5-small to Llama-3.2-3B (benchmarks/results.csv)."""
+"""RAM of a process with torch, CUDA and DeepSpeed. Forecast RAM is then within 1.5 % of the RAM of ZeRO-2 in five runs
+on an H200, from T5-small to Llama-3.2-3B (benchmarks/results.csv).
+"""
 _CPU_PROCESS_BYTES = 600_000_000
 """RAM of a process without CUDA: a T5 with 12,000 parameters took 570 MB in all (CPU torch 2.13, DeepSpeed 0.19)."""
 _LOSS_BYTES = 8
 """Bytes per logit beyond the logit itself: its fp32 copy and that copy's gradient."""
 _OTHER_KERNELS = 1.3
-"""Activations kept by HuggingFace's attention and norms relative to ours: 1.29 for T5-3B, 1.11 for Llama-3.2-3B. With
-it, forecast VRAM was -0 to +10 % of torch's allocation (H200, ZeRO-2)."""
+"""Activations kept by HuggingFace's attention and norms relative to ours: 1.29 for T5-3B, 1.11 for Llama-3.2-3B.
+Forecast VRAM was then -0 to +10 % of torch's allocation (H200, ZeRO-2).
+"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,6 @@ class Zero:
     weights: Literal["vram", "ram"] = "vram"
     """Location of working weights; "ram" needs stage 3."""
     recomputed: bool = False
-    """Whether backward recomputes the blocks' activations."""
 
     def __str__(self) -> str:
         where = {"vram": "states in VRAM", "ram": "states in RAM", "disk": "states on disk"}[self.states]
@@ -94,11 +95,7 @@ def zero_for(config: OffloadConfig, plan: Plan | None, *, logits: int = 0, num_r
 
 
 def check(config: OffloadConfig) -> None:
-    """Check that DeepSpeed supports all options.
-
-    Raises:
-        ConfigError: lists unsupported options and what to do about each.
-    """
+    """Raise a `ConfigError` that lists options unsupported by DeepSpeed, with advice."""
     scale = config.loss_scale
     refused = {
         f"optimizer={config.optimizer!r}": (config.optimizer != "adamw", "DeepSpeed uses its own AdamW here"),
@@ -136,13 +133,13 @@ def _as_placed(placed: Placement, config: OffloadConfig) -> Zero:
 def ds_config(
     zero: Zero, config: OffloadConfig, dtype: Dtype, *, batch_size: int, bucket_elements: int | None, pinned: bool
 ) -> dict[str, Any]:
-    """Return a DeepSpeed config without an optimizer, because HuggingFace's Trainer makes the no-decay groups.
+    """A DeepSpeed config without an optimizer, because HuggingFace's Trainer makes the no-decay groups.
 
     Args:
         dtype: of the working weights.
         batch_size: rows of a micro-batch of one GPU.
         bucket_elements: elements per gradient bucket; None: DeepSpeed's default.
-        pinned: whether to pin RAM for copies.
+        pinned: pin RAM for copies.
     """
     section: dict[str, Any] = {"stage": zero.stage, "contiguous_gradients": True, "overlap_comm": True}
     in_ram = {"device": "cpu", "pin_memory": pinned}
@@ -169,7 +166,7 @@ def ds_config(
 
 
 def _loss_scale(config: OffloadConfig) -> dict[str, Any]:
-    """Return the loss-scale keys of section fp16, whose rules equal `DynamicLossScale`'s."""
+    """The loss-scale keys of section fp16; their rules equal those in `DynamicLossScale`."""
     scale = config.loss_scale
     if not isinstance(scale, DynamicLossScale) and scale != "dynamic":
         return {"loss_scale": scale}
@@ -191,11 +188,7 @@ def zero_needs(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1) -
     """Forecast the bytes of training: "vram" per GPU, "ram" over all ranks of one host.
 
     torch pins memory in powers of two, which accounts for a third of ZeRO's RAM for some models. Reserved but unused
-    memory is not included.
-
-    Args:
-        plan: offloadkit's plan for the same work.
-        logits: number of logits in a micro-batch.
+    memory is not included. `plan` is offloadkit's for the same work; `logits`: logits in a micro-batch.
     """
     weight = 4 if _dtype(plan) == "fp32" else 2
     size, share = plan.num_parameters, -(-plan.num_parameters // num_ranks)
@@ -213,7 +206,7 @@ def zero_needs(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1) -
     if zero.stage == 3:
         vram += weight * min(size, _LIVE_ELEMENTS) if zero.weights == "vram" else 0
     if zero.states == "vram":
-        vram += (weight + 16) * share  # gradients, and in fp32 master weights, two moments and the stepped gradients
+        vram += (weight + 16) * share  # gradients; for fp32 master weights, two moments and the stepped gradients
     elif zero.states == "ram":
         masters = _in_groups(share, pinned) if zero.stage == 3 else pinned(4 * share)
         ram += masters + pinned(4 * share) + 8 * share + (pinned(weight * share) if zero.stage < 3 else 0)
@@ -226,7 +219,7 @@ def zero_needs(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1) -
 
 
 def forecast_line(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1) -> str:
-    """Format the forecast of `zero_needs` next to offloadkit's plan."""
+    """The forecast of `zero_needs` next to offloadkit's plan."""
     needs, own = zero_needs(zero, plan, logits=logits, num_ranks=num_ranks), plan.needs()
     if plan.on_cpu:
         said = f"about {format_bytes(sum(needs.values()))} of RAM"

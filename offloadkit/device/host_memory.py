@@ -2,8 +2,7 @@
 
 torch's pinned allocator rounds sizes up to powers of two and pins with one thread. A `HostSlab` is an anonymous mapping
 of exactly the requested bytes, populated by all cores and registered with CUDA. Forked DataLoader workers do not
-inherit it. It is freed with the last tensor cut from it, or becomes ordinary memory earlier (`make_ordinary`). Several
-processes of a host can map one `SharedSlab`.
+inherit it. It is freed with the last tensor cut from it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from offloadkit.facts.units import format_bytes
 from offloadkit.kernels import cpu
 from offloadkit.optim.table import aligned
 
-_cuda: Any = torch.cuda  # typed in some releases of torch only
+_cuda: Any = torch.cuda  # typed only in some releases of torch
 _NUM_PINNING_THREADS = 8
 _MAP_FIXED = 0x10
 
@@ -80,14 +79,11 @@ class HostSlab:
         self._advise("MADV_DOFORK")
 
     def clear(self) -> None:
-        """Start cutting from the beginning again."""
         self._used = 0
 
     def cut(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next `numel` elements of the slab as a 1-D tensor with its own storage.
-
-        Raises:
-            ValueError: the slab is full.
+        """The next `numel` elements of the slab as a 1-D tensor with its own storage. Raises `ValueError` if the slab
+        is full.
         """
         offset = self._used
         self._used += aligned(numel * dtype.itemsize)
@@ -102,12 +98,12 @@ class SharedSlab(HostSlab):
     """A slab that several processes map and write.
 
     Attributes:
-        parted: whether this process now has a copy-on-write mapping at the same address, which is not pinned and takes
-            RAM for pages that it writes.
+        is_private: whether this process now has a copy-on-write mapping at the same address, which is not pinned and
+            takes RAM for pages that it writes.
     """
 
     def __init__(self, file: int, num_bytes: int) -> None:
-        """file: descriptor of a `file_in_ram` of this size; the slab closes it."""
+        """`file`: descriptor of a `file_in_ram` of this size; the slab closes it."""
         super().__init__(num_bytes)
         self.is_private, self._pins_again = False, False
         self._file, self._closing = file, weakref.finalize(self.buffer, os.close, file)
@@ -150,7 +146,7 @@ class SharedSlab(HostSlab):
                 self.pin()
 
     def make_ordinary(self) -> None:
-        """As for `HostSlab`; the memory becomes private to this process."""
+        """Like `HostSlab`'s; the memory becomes private to this process."""
         if not self.is_private:
             self._let_go()
         self._advise("MADV_DOFORK")
@@ -191,7 +187,7 @@ def allocate(sizes: Sequence[int], device: torch.device, what: str) -> list[Host
 def allocate_shared(
     files: Sequence[int], sizes: Sequence[int], device: torch.device, what: str, part: tuple[int, int]
 ) -> list[SharedSlab]:
-    """As `allocate`, in `files` that other processes map too; the slabs close the files.
+    """Like `allocate`, in `files` that other processes map too; the slabs close the files.
 
     Args:
         part: (index, number of parts): the part of every slab that this process populates, near its cores if possible.

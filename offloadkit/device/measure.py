@@ -1,7 +1,7 @@
 """Measures the speed of this machine: `measure` returns a `Hardware`. Rates are cached; sizes are read every time.
 
 The cache is `$XDG_CACHE_HOME/offloadkit/hardware.json`, by default below ~/.cache. Its keys contain host name,
-processor, cores, GPU, driver and versions. Rates that other processes disturbed are used in this process only.
+processor, cores, GPU, driver and versions.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def measure(
         folder: measure the disk of this folder, with at most 64 MiB. None: skip the disk.
         fresh: ignore cached rates.
         num_ranks: number of processes of this host that measure at the same time; rates are cached per number.
-        meet: barrier of the ranks, called between groups of rates, so that all ranks measure the same rate at once.
-            Rates of RAM and bus are then medians instead of maxima.
+        meet: barrier of the ranks between groups of rates, so that all ranks measure the same rate at once. Rates of
+            RAM and bus are then medians instead of maxima.
 
     Raises:
         OutputError: `folder` is not a folder, or cannot be written.
@@ -100,7 +100,7 @@ def measure(
 
 
 def is_measured(device: torch.device, num_ranks: int) -> bool:
-    """Whether `measure` would find cached rates for `num_ranks` ranks. If so, this process keeps them."""
+    """Whether rates for `num_ranks` ranks are cached. If so, this process keeps them."""
     key = _machine_key(device, num_ranks)
     rates: dict[str, Any] = _known().get(key, {})
     if rates.keys() == RATES:
@@ -116,7 +116,7 @@ def kept(
     Args:
         what: part of the cache key.
         names: names of the figures.
-        measured: returns the figures, or {} (not cached) without any.
+        measured: returns the figures, or {}, which is not cached.
         num_ranks: as for `measure`.
     """
     key = f"{_machine_key(device, num_cores=os.cpu_count())} | {what}"  # ranks may be bound to fewer cores for now
@@ -136,7 +136,7 @@ def _found(key: str, measured: Callable[[], dict[str, Any]], num_ranks: int = 1)
 
 
 def vram_rate(device: torch.device) -> float | None:
-    """Bytes per second of `device`'s memory, cached or measured within a few hundredths of a second; None if it is too
+    """Bytes per second of `device`'s memory, cached or measured in a few hundredths of a second; None if it is too
     full.
     """
     device = hardware.indexed(device)
@@ -237,7 +237,7 @@ def _store(key: str, rates: dict[str, Any]) -> None:
 
 # ---- rates of processor, RAM, bus and GPU ------------------------------------------------------------------------
 
-_cuda: Any = torch.cuda  # typed in some releases of torch only
+_cuda: Any = torch.cuda  # typed only in some releases of torch
 _NUM_REPETITIONS = 3
 _ENOUGH_SECONDS = 0.02
 """Total seconds of the three or more repetitions, long enough for one undisturbed run."""
@@ -384,7 +384,7 @@ def _step(state: FlatState, gradient: Tensor) -> None:
 
 
 def _copy_rates(host: Tensor, device: torch.device, seconds: _Timing) -> dict[str, float]:
-    """host: uint8; its length is the bytes of one copy."""
+    """`host`: uint8; its length is the bytes of one copy."""
     there, back = CopyStream(device, "H2D"), CopyStream(device, "D2H")
     half, num_bytes = host.numel() // 2, host.numel()
     buffer = torch.zeros_like(host, device=device)
@@ -406,7 +406,7 @@ def step_beside_copies(
     """Combined bytes per second of the CPU step and concurrent copies, per repetition; [0] without pinned RAM.
 
     The copies read and write the step's arrays, so they reach DRAM instead of a cache. Ranks synchronize before every
-    repetition. Otherwise a rank's step would soon overlap only the longer copies of the other ranks.
+    repetition; otherwise a rank's step would soon overlap only the longer copies of the other ranks.
     """
     if not rates["can_pin"]:
         for _ in range(_NUM_REPETITIONS):
@@ -441,7 +441,6 @@ def step_beside_copies(
 
 
 def _done_bytes(ends: list[tuple[Event, int]]) -> int:
-    """Copies finish in order."""
     return sum(num_bytes for _, num_bytes in takewhile(lambda end: end[0].done(), ends))
 
 
@@ -471,7 +470,7 @@ def _launch_seconds(device: torch.device) -> float:
     """Seconds to launch one small operation, with too few launches to fill the device's queue.
 
     Repeats for `_SLOW_SECONDS`, because other work of the host takes the core for milliseconds. Over only a few
-    milliseconds, an H200 host measured 1.7 times the seconds of a host that is really slower.
+    milliseconds, an H200 host measured 1.7 times the seconds of a slower host.
     """
     array = torch.zeros(1, device=device)
     array.add_(1.0)
@@ -510,7 +509,7 @@ _MAX_PASS_SECONDS = 0.15
 def disk_rates(folder: Path) -> dict[str, float]:
     """Bytes per second of overwriting a file of at most 64 MiB and reading it back, in four parallel pieces of 4 MiB.
 
-    Uses O_DIRECT if supported; otherwise fsync after writes, and dropping pages from the page cache before reads.
+    Uses O_DIRECT if supported; otherwise fsync after writes, and drops pages from the page cache before reads.
 
     Raises:
         OutputError: the folder cannot be written or is full.

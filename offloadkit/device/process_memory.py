@@ -16,7 +16,7 @@ from offloadkit.facts import hardware
 from offloadkit.facts.fitted import LOADED_LATER_BYTES
 from offloadkit.facts.telemetry import Peaks
 
-_cuda: Any = torch.cuda  # typed in some releases of torch only
+_cuda: Any = torch.cuda  # typed only in some releases of torch
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -24,7 +24,7 @@ def let_segments_grow(device: torch.device) -> None:
     """Turn on `expandable_segments` of torch's allocator, unless the user configures it or the system is not Linux.
 
     Freed memory then serves allocations of other sizes: on an H200 torch reserves 0.02 to 0.37 GiB beyond the allocated
-    bytes; without expandable segments up to 0.67 GiB.
+    bytes, without expandable segments up to 0.67 GiB.
     """
     if device.type != "cuda" or sys.platform != "linux" or any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
@@ -61,7 +61,6 @@ class DeviceMemory:
             self.source += f"; no NVML: {error!r}"
 
     def sample(self) -> None:
-        """Update the peak with the bytes in use now."""
         if self.source != "none":
             self.peak_bytes = max(self.peak_bytes, self._used_bytes())
 
@@ -88,7 +87,7 @@ class VramCap:
     """Allowed fraction of memory by device and cap; the key None holds the fraction before the first cap."""
 
     def __init__(self, limit_bytes: int | None, device: torch.device) -> None:
-        """Cap the process at `limit_bytes`; None is no limit."""
+        """`limit_bytes`: None is no limit."""
         self._limit = limit_bytes if device.type == "cuda" else None
         self._seen: dict[str, int] = {}
         """Context bytes at the last `renew` of every kind of work."""
@@ -140,7 +139,7 @@ class VramCap:
 
 
 def load_libraries(device: torch.device) -> None:
-    """Load the libraries that every training needs into the context."""
+    """Load the libraries that every training needs into the CUDA context."""
     square = torch.zeros(16, 16, device=device)
     torch.mm(square, square)
     del square

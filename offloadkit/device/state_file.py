@@ -64,7 +64,7 @@ class StateFile:
     """
 
     def __init__(self, folder: str | os.PathLike[str], sizes: Sequence[int]) -> None:
-        """sizes: bytes of every region.
+        """`sizes`: bytes of every region.
 
         Raises:
             OutputError: the folder is on a network mount or in RAM, it cannot be written, or the disk is too small.
@@ -79,11 +79,7 @@ class StateFile:
         self._pool = ThreadPool(_NUM_THREADS, "offloadkit-disk")
 
     def add(self, sizes: Sequence[int]) -> list[int]:
-        """Append zeroed regions and return their indices.
-
-        Raises:
-            OutputError: the disk is too small. The file is unchanged.
-        """
+        """Append zeroed regions and return their indices. Raises `OutputError` if the disk is too small."""
         total = sum(map(_whole_pages, sizes))
         if (free := shutil.disk_usage(self._folder).free) < total:
             raise _too_small(self._folder, total, free)
@@ -106,7 +102,7 @@ class StateFile:
     def mapped(
         self, index: int, offset: int = 0, numel: int | None = None, dtype: torch.dtype = torch.uint8
     ) -> torch.Tensor:
-        """Return a 1-D view of a region, through the page cache. Do not use it during I/O on the region.
+        """A 1-D view of a region, through the page cache. Do not use it during I/O on the region.
 
         Every view has a separate storage, because torch cannot save a storage that is viewed as several dtypes.
 
@@ -121,7 +117,7 @@ class StateFile:
         return torch.frombuffer(mapping.memory, dtype=dtype, count=count, offset=start + offset)
 
     def forget_pages(self, index: int | None = None) -> None:
-        """Flush a mapped region to disk and drop its pages from RAM. None: all regions."""
+        """Flush a mapped region (None: all regions) to disk and drop its pages from RAM."""
         for num_bytes, at, mapping, start in self._regions if index is None else [self._regions[index]]:
             mapping.forget_pages(start, _whole_pages(num_bytes))
             os.posix_fadvise(self._file, at, _whole_pages(num_bytes), os.POSIX_FADV_DONTNEED)
@@ -200,7 +196,7 @@ class DiskStates:
             _finish(jobs)
 
     def _read(self, index: int) -> None:
-        if not self._free:  # all buffers hold prefetched regions, because this region's write was not done
+        if not self._free:  # all buffers hold prefetched regions
             self._free.append(self._here.popitem()[1])
         ready = [item for item in self._free if _done(item[1])]
         slab, jobs = ready[0] if ready else self._free[0]
@@ -228,16 +224,14 @@ class Region:
         return cut
 
     def forget_pages(self) -> None:
-        """Flush writes to mapped views and drop the pages from RAM."""
         self._states.file.forget_pages(self._index)
 
     def prefetch(self) -> None:
-        """Start reading, if a buffer is free."""
         self._states.prefetch(self._index)
 
     @contextmanager
     def in_ram(self) -> Iterator[HostSlab]:
-        """Provide the states in a slab, to be cut from its start, and start writing them to disk at exit, also after an
+        """Provide the states in a slab, to be cut from its start; writing them to disk starts at exit, also after an
         error.
         """
         slab = self._states.take(self._index)
@@ -265,10 +259,8 @@ def _finish(jobs: list[Future[None]]) -> None:
 
 
 def unnamed_file(folder: Path, num_bytes: int) -> tuple[int, bool]:
-    """Create a fully allocated file of `num_bytes` that disappears when closed.
-
-    Returns:
-        Its descriptor, and whether it bypasses the page cache.
+    """A fully allocated file of `num_bytes` that disappears when closed: descriptor, and whether it bypasses the page
+    cache.
 
     Raises:
         OSError: the folder cannot be written or is full.

@@ -16,7 +16,7 @@ import torch
 
 from offloadkit.device import trace, watchdog
 
-_cuda: Any = torch.cuda  # typed in some releases of torch only
+_cuda: Any = torch.cuda  # typed only in some releases of torch
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(destination, source): contiguous tensors of one dtype and size."""
@@ -44,8 +44,8 @@ class Stream:
     """A queue of device work. This base class, for the CPU, does the work at once on the calling thread."""
 
     def copy(self, pairs: Pairs) -> None:
-        """Copy without torch, because a torch operation on a second thread starts another OpenMP team, which slows the
-        main thread's forward and backward by a third.
+        """Copy without torch: a torch operation on a second thread starts another OpenMP team, which slows the main
+        thread's forward and backward by a third.
         """
         for into, source in pairs:
             ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
@@ -66,8 +66,6 @@ class Stream:
 
 
 class CudaEvent(Event):
-    """An event on a CUDA stream."""
-
     def __init__(self, stream: torch.cuda.Stream, timing: bool) -> None:
         self.event: Any = _cuda.Event(enable_timing=timing)
         self.event.record(stream)
@@ -110,13 +108,11 @@ class _CudaStream(Stream):
 
 
 class Backend(Protocol):
-    """Creates the streams of one device type."""
-
     def stream(self, device: torch.device, urgent: bool) -> Stream:
         """Create a stream; an `urgent` stream has the higher CUDA priority."""
 
     def compute(self, device: torch.device) -> Stream:
-        """Return the stream on which the calling thread's model code runs."""
+        """The stream on which the calling thread's model code runs."""
 
 
 class _Immediate:
@@ -170,12 +166,10 @@ class BusyTime:
         return not self._pairs or self._pairs[-1][1].done()
 
     def synchronize(self) -> None:
-        """Block the calling thread until all pairs are finished."""
         if self._pairs:
             self._pairs[-1][1].synchronize()
 
     def seconds(self) -> float:
-        """Sum of the finished pairs."""
         return sum(seconds for _, seconds in self.spans())
 
     def spans(self) -> list[tuple[float, float]]:
@@ -193,7 +187,7 @@ class BusyTime:
 def seconds_of_any(times: Iterable[BusyTime]) -> float:
     """Device seconds in which any of several streams was busy. All work must be finished.
 
-    Streams that copy in one direction share a copy engine, so one copy may wait between its own events while another
+    Streams that copy in one direction share a copy engine, so a copy may wait between its own events while another copy
     runs; a sum would count those seconds twice.
     """
     used = [(time.first, time.spans()) for time in times if time.first is not None]
@@ -213,17 +207,15 @@ class CopyStream:
 
     Attributes:
         track: the stream's name in a trace.
-        device_stream: the backend's stream.
     """
 
     def __init__(self, device: torch.device, track: str, *, urgent: bool = False) -> None:
-        """urgent: use a stream of higher CUDA priority."""
+        """`urgent`: use a stream of higher CUDA priority."""
         self.track = track
         self.device_stream = backends[device.type].stream(device, urgent)
         self._busy = BusyTime()
 
     def wait(self, event: Event) -> None:
-        """Start later copies after `event`."""
         self.device_stream.wait(event)
 
     def synchronize(self) -> None:
@@ -231,11 +223,9 @@ class CopyStream:
         self.device_stream.synchronize()
 
     def record(self, timing: bool = False) -> Event:
-        """Record an event after the copies enqueued so far."""
         return self.device_stream.record(timing)
 
     def run(self, work: Callable[[], object]) -> None:
-        """Call `work` with this stream as the current stream."""
         self.device_stream.run(work)
 
     def take_busy(self) -> BusyTime:
@@ -315,7 +305,7 @@ class Waits:
         self._end(began, what)
 
     def take(self) -> dict[str, BusyTime]:
-        """Return the compute stream's waits since the last call."""
+        """The compute stream's waits since the last call."""
         busy, self._busy = self._busy, {}
         return busy
 

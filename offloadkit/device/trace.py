@@ -2,7 +2,6 @@
 
 Host ranges lie between two clock readings, device ranges between two events of one stream. Both share a time scale
 whose origin is recorded while the device is idle. A prepared trace begins later, in the steady state, without waiting.
-Without a running trace nothing is recorded.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ TRACKS = ("GPU", "step on the GPU", "H2D", "D2H", "norm", "CPU step")
 class Mark(Protocol):
     """A timed event in a stream's work."""
 
-    def seconds_since(self, earlier: Self) -> float:
-        """Seconds between `earlier` and this point."""
-        ...
+    def seconds_since(self, earlier: Self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,6 @@ class Range:
 
     @property
     def seconds(self) -> float:
-        """Duration."""
         return self.ended - self.began
 
 
@@ -51,7 +47,7 @@ class Trace:
     """Ranges of all work started on the host or enqueued between `begin` and `end`."""
 
     def __init__(self, device: torch.device, mark: Callable[[], Mark]) -> None:
-        """mark: records an event on the compute stream."""
+        """`mark`: records an event on the compute stream."""
         self._device, self._mark = device, mark
         if device.type == "cuda":
             with watchdog.uninterruptible("the GPU's work"):
@@ -115,12 +111,10 @@ _active: Trace | None = None
 
 
 def prepared() -> Trace | None:
-    """Return the prepared trace; at most one exists."""
     return _prepared
 
 
 def active() -> Trace | None:
-    """Return the running trace."""
     return _active
 
 
@@ -137,7 +131,7 @@ def prepare(device: torch.device, mark: Callable[[], Mark]) -> Trace:
 
 
 def begin() -> None:
-    """Start tracing work that is started or enqueued from now on."""
+    """Trace work that is started or enqueued from now on."""
     global _active
     _active = _prepared
 
@@ -149,7 +143,7 @@ def end() -> None:
 
 
 def forget() -> None:
-    """Stop tracing and drop the prepared trace, so that another trace can be prepared."""
+    """Stop tracing and drop the prepared trace."""
     global _prepared
     _prepared = None
     end()

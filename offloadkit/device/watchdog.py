@@ -52,10 +52,7 @@ def progressed() -> None:
 
 
 def wait(event: threading.Event, what: str) -> None:
-    """Wait until `event` is set.
-
-    Args:
-        what: description of `event` for the error message.
+    """Wait until `event` is set; `what` describes it in the error message.
 
     Raises:
         HangError: no progress for the time limit.
@@ -95,14 +92,14 @@ def uninterruptible(what: str) -> Iterator[None]:
 
 
 def in_words(last_checkpoint: Path | None) -> str:
-    """Return a sentence about the last checkpoint, for the end of an error message."""
+    """A sentence about the last checkpoint, for the end of an error message."""
     if last_checkpoint is None:
         return "No checkpoint was saved or loaded yet"
     return f"The last checkpoint is {str(last_checkpoint)!r}"
 
 
 def stacks() -> str:
-    """Return the stacks of all Python threads, newest call last."""
+    """The stacks of all Python threads, newest call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [
         f"thread {names.get(ident, ident)!r}:\n{''.join(traceback.format_stack(frame)).rstrip()}"

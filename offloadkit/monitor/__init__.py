@@ -1,5 +1,4 @@
 """Live view of a training run: `monitor.Monitor` shows what telemetry recorded.
 
-`figures` computes the numbers. `words` and `page` convert them to text and to HTML with charts. `notebook` and
-`terminal` display them. `monitor` runs the drawing thread and handles stop requests.
+`figures` computes the numbers, `words` and `page` turn them into text and HTML, `notebook` and `terminal` display them.
 """

@@ -1,4 +1,4 @@
-"""Figures that a monitor shows, computed from the plan and the step records. Pure arithmetic."""
+"""Figures that a monitor shows, computed from the plan and the step records."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from offloadkit.planner import Plan
 from offloadkit.planner.layout import CATEGORIES
 
 Point = tuple[int, float]
-"""A step and its loss."""
 
 NUM_RECENT = 20
-"""Steps that a typical step averages over."""
+"""Number of steps that a typical step averages."""
 MAX_POINTS = 300
 _MAX_WARM_UP = 5
 _PAUSE = 2.0
@@ -51,7 +50,7 @@ class LossCurve:
         self._width = 1
 
     def add(self, step: int, loss: float) -> None:
-        """Add the next step's loss; ignored if it is not finite."""
+        """Add the next step's loss, unless it is not finite."""
         if not math.isfinite(loss):
             return
         new = _Bucket((step, loss), (step, loss), 1, loss)
@@ -85,7 +84,7 @@ class LossCurve:
         return tuple(found)
 
     def newest(self) -> float | None:
-        """The newest bucket's mean; None if there is none."""
+        """The newest bucket's mean."""
         return self._buckets[-1].total / self._buckets[-1].number if self._buckets else None
 
 
@@ -101,7 +100,6 @@ class History:
         self._recent: deque[StepRecord] = deque(maxlen=NUM_RECENT)
 
     def add(self, record: StepRecord) -> None:
-        """Add the next record."""
         seconds = record.seconds.get("step", 0.0)
         if not self.num_steps:
             self._first_seconds = seconds
@@ -119,7 +117,7 @@ class History:
         return (self.elapsed_seconds - self._first_seconds) / (self.num_steps - 1)
 
     def typical(self) -> list[StepRecord]:
-        """The newest records, without the run's warm-up steps and without steps that contain a pause."""
+        """The newest records, without warm-up steps and steps that contain a pause."""
         records = list(self._recent)
         if not records:
             return []
@@ -144,7 +142,7 @@ class Machine:
 
     @classmethod
     def of(cls, plan: Plan | None) -> Self | None:
-        """The machine that `plan` was made for; None if it was made without one."""
+        """The machine that `plan` was made for, if it was made for one."""
         if plan is None or plan.basis.hardware is None:
             return None
         return cls(not plan.on_cpu, plan.basis.hardware.vram_bytes_per_second, plan.budgets)
@@ -170,7 +168,7 @@ Parts = tuple[tuple[str, float], ...]
 OTHER = "other"
 """Measured memory of no known category."""
 _LAST = ("framework", "activations")
-"""Estimated categories, which share the measured memory that the engine's own allocations do not account for."""
+"""Estimated categories; they share the measured memory that exceeds the engine's own allocations."""
 _TIERS = {"vram": "VRAM", "ram": "RAM"}
 
 
@@ -183,8 +181,8 @@ class Memory:
         parts: bytes by category; the sum is `used`, or `planned` before the first measurement.
         used: measured bytes of the process; None before the first measurement.
         budget: bytes the process may use; None if unknown.
-        planned_whole: whether `planned` includes activations and the framework's memory. Plans without a micro-batch do
-            not.
+        planned_whole: whether `planned` includes activations and the framework's memory; it needs a plan for a
+            micro-batch.
     """
 
     name: str
@@ -212,7 +210,6 @@ class RankFigures:
 
     @classmethod
     def of(cls, number: int, record: StepRecord) -> Self:
-        """Make the figures from a rank's newest record."""
         vram, ram = (record.bytes.get(tier, {}).get("process") for tier in ("vram", "ram"))
         return cls(f"{'rank' if vram is None else 'GPU'} {number}", record.seconds.get("step"), vram, ram)
 
@@ -223,8 +220,7 @@ class Slowdown:
 
     Attributes:
         step_seconds: measured in this run; planned before the first step (`is_planned`).
-        baseline: whether the step in VRAM was "measured", or "predicted" from the measured compute time and an
-            optimizer step in VRAM.
+        baseline: "measured", or "predicted" from the measured compute time and an optimizer step in VRAM.
         parts: the difference in seconds by cause; negative if offloading saves time.
     """
 
@@ -251,7 +247,6 @@ class Figures:
         eta_seconds: remaining time by the mean of all steps, including evaluations and checkpoints.
         why_no_slowdown: reason why the slowdown is unknown; "" if it is known.
         num_skipped: steps with non-finite gradients.
-        ranks: figures by rank, with several ranks.
         received: bytes from other ranks in the newest step, by kind; empty with one rank.
     """
 
@@ -299,7 +294,7 @@ def figures(
     measured = newest.bytes if newest else None
     machine = Machine.of(plan) or machine
     elsewhere = machine is not None and measured and machine.on_gpu is not _on_gpu(measured)
-    rated = None if elsewhere else machine  # the engine computes on another device than this process appeared to
+    rated = None if elsewhere else machine  # the engine uses another device than this process appeared to
     slow, why = slowdown(seconds, plan, rated, baseline_seconds)
     tokens = [record.num_tokens or 0 for record in typical]
     trend = history.loss.trend()
@@ -336,7 +331,7 @@ def mean(records: Sequence[StepRecord]) -> dict[str, float]:
 def split(seconds: Mapping[str, float]) -> Parts:
     """Compute, waits and the rest of a step, from its phases (see `StepRecord`).
 
-    A forward that begins before the last gradient is in RAM waits for the bus first, then for the CPU.
+    A forward that begins before the last gradient is in RAM waits first for the bus, then for the CPU.
     """
     if not seconds.get("step"):
         return ()
@@ -368,11 +363,7 @@ def _on_gpu(measured: Mapping[str, Mapping[str, int]]) -> bool:
 def memory(
     measured: Mapping[str, Mapping[str, int]] | None, plan: Plan | None, machine: Machine | None = None
 ) -> tuple[Memory, ...]:
-    """Memory of VRAM and RAM; without a GPU only RAM, which then includes the categories of VRAM.
-
-    Args:
-        measured: a record's bytes.
-    """
+    """Memory of VRAM and RAM from a record's bytes; without a GPU only RAM, with VRAM's categories."""
     tiers = measured or (plan.tiers if plan else {})
     known = {
         tier: {name: size for name, size in tiers.get(tier, {}).items() if not name.startswith("process") and size}
@@ -409,7 +400,7 @@ def divided(known: Mapping[str, int], used: int) -> dict[str, int]:
 def slowdown(
     seconds: Mapping[str, float], plan: Plan | None, machine: Machine | None, baseline_seconds: float | None
 ) -> tuple[Slowdown | None, str]:
-    """Return the slowdown, or the reason why it is unknown.
+    """The slowdown, or the reason why it is unknown.
 
     A predicted baseline is the measured compute time without recomputation, plus the rest of the step, plus AdamW at
     VRAM's rate.
@@ -428,7 +419,7 @@ def slowdown(
         "wait for bus": parts["wait for bus"],
         "wait for CPU step": parts["wait for CPU step"],
         "recomputed activations": recomputed,
-        "wait for GPU step": max(0.0, parts["step on the GPU"] - (gpu_step or 0.0)),  # a GPU step of states from RAM
+        "wait for GPU step": max(0.0, parts["step on the GPU"] - (gpu_step or 0.0)),  # states from RAM
         "AdamW in VRAM": min(0.0, parts["step on the GPU"] - (gpu_step or 0.0)),
     }
     total = step - sum(extra.values()) if baseline_seconds is None else baseline_seconds

@@ -31,7 +31,7 @@ class Display(Protocol):
     def open(self, figures: Figures) -> None: ...
 
     def update(self, figures: Figures, *, is_polled: bool) -> None:
-        """heeded: whether the training loop reads `stop_requested`."""
+        """`is_polled`: whether the training loop reads `stop_requested`."""
 
     def close(self, figures: Figures) -> None: ...
 
@@ -71,8 +71,7 @@ class Monitor:
         """
         Args:
             plan: the engine's plan, followed when the engine changes it. If it has no machine, the free memory is the
-                budget, and VRAM's rate predicts the step without offloading. `start` measures that rate if necessary,
-                in a few hundredths of a second.
+                budget, and VRAM's rate, measured if necessary, predicts the step without offloading.
             telemetry: the engine's telemetry; None creates one to pass to the engine.
             total_steps: number of steps, to predict the remaining time.
             baseline_seconds: a measured step with everything in VRAM; None predicts it from measurements of this run.
@@ -166,7 +165,6 @@ class Monitor:
     # ---- drawing -------------------------------------------------------------------------------------------------
 
     def figures(self) -> Figures:
-        """The current figures."""
         plan: Plan | None = self.telemetry.plan if self.telemetry.moves else self.plan
         with self._lock:
             while self._new:
@@ -246,10 +244,9 @@ def _check(plan: Any, telemetry: Any, total_steps: Any, baseline_seconds: Any, d
 
 
 def can_be_drawn() -> bool:
-    """Whether a notebook or a terminal is available."""
     return running_shell() is not None or sys.stdout.isatty()
 
 
 def _say(reason: str) -> None:
-    """Print to stderr. (Filters can turn a warning into an error, which would stop training.)"""
+    """Print to stderr: a filter can turn a warning into an error, which would stop training."""
     print(f"offloadkit.Monitor: {reason}. Training continues.", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
 """The monitor in a notebook: HTML that is redrawn in place, and an ipywidgets button if clicks can arrive.
 
-Every front end shows HTML, even without widgets, and the saved notebook keeps the last view. ipykernel handles widget
-messages between cells; during a cell a click arrives only with subshells (ipykernel 7, JupyterLab 4.4). Without
-subshells no button is shown, and the kernel's interrupt has the same effect.
+Every front end shows HTML, even without widgets, and the saved notebook keeps the last view. During a cell, clicks
+arrive only with subshells (ipykernel 7, JupyterLab 4.4). Without them no button is shown, and the kernel's interrupt
+has the same effect.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ class NotebookDisplay:
     """Shows figures in the running cell's output."""
 
     def __init__(self, shell: Any, stop: Callable[[], None]) -> None:
-        """
-        Args:
-            stop: called by the button.
-        """
+        """`stop` is called by the button."""
         self._ident = f"okm{uuid4().hex[:10]}"
         self._button = _button(shell.kernel, stop)
 
@@ -47,7 +44,6 @@ class NotebookDisplay:
         self._draw(figures, is_polled=True, update=False)
 
     def update(self, figures: Figures, *, is_polled: bool) -> None:
-        """Draw; thread-safe."""
         self._draw(figures, is_polled=is_polled, update=True)
 
     def close(self, figures: Figures) -> None:
@@ -75,12 +71,8 @@ class NotebookDisplay:
 
 class _Button:
     def __init__(self, threads: Any, stop: Callable[[], None]) -> None:
-        """
-        Args:
-            threads: the kernel's thread that manages subshells.
-
-        Raises:
-            ImportError: ipywidgets is not installed.
+        """Raises `ImportError` if ipywidgets is not installed. `threads`: the kernel's thread that manages
+        subshells.
         """
         import ipywidgets
 
@@ -118,7 +110,7 @@ class _Button:
 
 
 def _button(kernel: Any, stop: Callable[[], None]) -> _Button | None:
-    """Create a button if ipywidgets is installed and clicks can arrive while a cell runs."""
+    """A button, if ipywidgets is installed and clicks can arrive while a cell runs."""
     threads = getattr(kernel, "shell_channel_thread", None)
     try:
         return None if threads is None else _Button(threads, stop)

@@ -13,17 +13,13 @@ from offloadkit.monitor.words import BLUE, colour, ink_on
 
 WIDTH = 600
 _LEFT = 84
-"""x at which the step's bars begin, right of their names."""
+"""x of the step's bars, right of their names."""
 _FAR = 3.0
-"""A budget above this multiple of the used bytes is written at the edge, because it would squeeze the bar."""
+"""A budget above this multiple of the used bytes is written at the edge; drawn, it would squeeze the bar."""
 
 
 def chart(height: int, title: str, description: str, content: str, ident: str) -> str:
-    """Return an SVG element.
-
-    Args:
-        ident: unique on the page.
-    """
+    """An SVG element; `ident` is unique on the page."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" role="img" '
         f'aria-labelledby="{ident}-t {ident}-d" style="display:block;height:auto" font-size="12" '
@@ -33,12 +29,12 @@ def chart(height: int, title: str, description: str, content: str, ident: str) -
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", extra: str = "") -> str:
-    """Return one line of text with its baseline at `y`."""
+    """One line of text with its baseline at `y`."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{escape(words)}</text>'
 
 
 def stack(x: float, y: float, scale: float, height: float, parts: Sequence[tuple[str, float, str]], hatch: str) -> str:
-    """Return adjacent segments, numbered from 1 if the number fits.
+    """Adjacent segments, numbered from 1 if the number fits.
 
     Args:
         scale: SVG units per unit of the parts.
@@ -61,7 +57,7 @@ def stack(x: float, y: float, scale: float, height: float, parts: Sequence[tuple
 
 
 def memory_chart(tier: Memory, ident: str) -> str:
-    """Return a tier's stacked bar with the budget's line above and the plan's mark below."""
+    """A tier's stacked bar with the budget's line above and the plan's mark below."""
     most = max(tier.used or 0, tier.planned, 1) * 1.1
     far = tier.budget is not None and tier.budget > _FAR * most
     full = most if tier.budget is None or far else max(most, tier.budget * 1.02)
@@ -96,7 +92,7 @@ def _beside(x: float, foot: float, label: str) -> str:
 
 
 def step_chart(split: Parts, beside: Parts, ident: str) -> str:
-    """Return one step from left to right: the device's work and waits, with parallel work below."""
+    """One step from left to right: the device's work and waits, with parallel work below."""
     total = sum(seconds for _, seconds in split)
     scale = (WIDTH - _LEFT) / max(total, 1e-12)
     timed = [(name, seconds, format_seconds(seconds)) for name, seconds in split]
@@ -121,7 +117,7 @@ def step_chart(split: Parts, beside: Parts, ident: str) -> str:
 
 
 def loss_chart(figures: Figures, ident: str, height: int = 150) -> str:
-    """Return recorded losses by step as a thin line, and their running mean."""
+    """Recorded losses by step as a thin line, and their running mean."""
     points = figures.loss_curve
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     room = (high - low or abs(high) or 1.0) * 0.06
@@ -175,7 +171,7 @@ def _themed(themes: Iterable[str], colours: str) -> str:
     return ",".join(f"{theme} .okm" for theme in themes) + colours
 
 
-# JupyterLab, VS Code and Colab say which theme they have; elsewhere the system does.
+# JupyterLab, VS Code and Colab name their theme; elsewhere the system's theme applies.
 STYLE = (
     f".okm{_LIGHT}@media(prefers-color-scheme:dark){{.okm{_DARK}}}"
     f"{_themed(_IS_LIGHT, _LIGHT)}{_themed(_IS_DARK, _DARK)}"
@@ -206,11 +202,11 @@ STYLE = (
 
 
 def page(figures: Figures, ident: str, note: str = "") -> str:
-    """Everything, as one HTML element with its style in it.
+    """All figures as one HTML element that contains its style.
 
     Args:
-        ident: unique among the monitors on the page: letters and digits.
-        note: plain text below all else.
+        ident: letters and digits, unique among the monitors on the page.
+        note: plain text at the end.
     """
     sections = [_head(figures), _tiles(figures)]
     sections += [_memory(tier, f"{ident}-m{number}") for number, tier in enumerate(figures.memory)]

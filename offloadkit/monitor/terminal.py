@@ -33,7 +33,6 @@ class TerminalDisplay:
         self.update(figures, is_polled=True)
 
     def update(self, figures: Figures, *, is_polled: bool) -> None:
-        """Draw; thread-safe."""
         self._live.update(view(figures, self._console.width), refresh=True)
 
     def close(self, figures: Figures) -> None:
@@ -65,7 +64,7 @@ class LogLines:
 
 
 def view(figures: Figures, width: int) -> Group:
-    """Return about twenty lines of at most `width` columns."""
+    """About twenty lines of at most `width` columns."""
     room = max(20, min(width, 100) - _NAME)
     lines = [_head(figures), *_key_figures(figures, width)]
     for tier in figures.memory:
@@ -101,7 +100,7 @@ def _key_figures(figures: Figures, width: int) -> list[Text]:
 
 
 def _memory(tier: Memory, room: int) -> list[Text]:
-    """Return the bar with the budget's line, and the plan's mark below. A distant budget becomes an arrow."""
+    """The bar with the budget's line, and the plan's mark below. A distant budget becomes an arrow."""
     most = max(tier.used or 0, tier.planned, 1)
     far = tier.budget is not None and tier.budget > 3 * most
     full = most if tier.budget is None or far else max(most, tier.budget)
@@ -111,7 +110,7 @@ def _memory(tier: Memory, room: int) -> list[Text]:
     mark = _FAR if far else _BUDGET
     if tier.budget is not None:
         at = _column(full if far else tier.budget, full, room)
-        if at in marks:  # move the plan's mark, which fits then
+        if at in marks:  # move the plan's mark
             marks = {at - 1 if at else 1: _PLANNED}
         marks[at] = mark
         if not far and not bar.plain[at].isdigit():
@@ -165,7 +164,7 @@ def _in_lines(entries: Iterable[Text], room: int) -> list[Text]:
 
 
 def sparks(values: list[float], room: int) -> str:
-    """Return the values as one line of bars; the lowest value has the flattest bar."""
+    """One line of bars; the lowest value has the flattest bar."""
     values = values[:: max(1, -(-len(values) // room))]
     low, high = min(values), max(values)
     return "".join(_SPARKS[int(7 * (value - low) / (high - low or 1.0))] for value in values)

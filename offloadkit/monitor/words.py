@@ -40,7 +40,7 @@ def progress(figures: Figures) -> str:
 
 
 def tiles(figures: Figures) -> list[tuple[str, str, str]]:
-    """Return the key figures: name, value, and remark."""
+    """The key figures: name, value, and remark."""
     slow = figures.slowdown
     skipped = f"{figures.num_skipped} skipped" if figures.num_skipped else ""
     basis = "" if slow is None else "as planned" if slow.is_planned else f"{slow.baseline} baseline"
@@ -63,7 +63,7 @@ def tiles(figures: Figures) -> list[tuple[str, str, str]]:
 
 
 def slowdown(figures: Figures) -> str:
-    """Describe the slowdown against a step without offloading, its basis and its causes."""
+    """The slowdown against a step without offloading, its basis and its causes."""
     slow = figures.slowdown
     if slow is None:
         return f"Slowdown not known: {figures.why_no_slowdown}."
@@ -76,7 +76,7 @@ def slowdown(figures: Figures) -> str:
 
 
 def received(figures: Figures) -> str:
-    """List bytes received from other ranks in a step; "" with one rank."""
+    """Bytes received from other ranks in a step; "" with one rank."""
     parts = [f"{name} {format_bytes(size)}" for name, size in figures.received.items() if size]
     return f"From the other GPUs in a step: {', '.join(parts)}." if parts else ""
 
@@ -86,7 +86,7 @@ def _signed(seconds: float) -> str:
 
 
 def memory(tier: Memory, planned_mark: str = "", budget_mark: str = "") -> str:
-    """Return "5.87 GiB used, 5.61 GiB planned, budget 6 GiB", with marks of a chart before the numbers."""
+    """ "5.87 GiB used, 5.61 GiB planned, budget 6 GiB", with marks of a chart before the numbers."""
     words = [] if tier.used is None else [f"{format_bytes(tier.used)} used"]
     words.append(planned(tier, f"{planned_mark}{format_bytes(tier.planned)} planned"))
     if tier.budget is not None:
@@ -95,19 +95,18 @@ def memory(tier: Memory, planned_mark: str = "", budget_mark: str = "") -> str:
 
 
 def planned(tier: Memory, words: str) -> str:
-    """Add to planned memory which parts it excludes."""
+    """Say if planned memory excludes parts."""
     return words if tier.planned_whole else f"{words} without activations and framework"
 
 
 def rank(of: RankFigures) -> str:
-    """Return "GPU 1: 5.87 GiB VRAM, 12 GiB RAM, 0.42 s a step"."""
+    """For example "GPU 1: 5.87 GiB VRAM, 12 GiB RAM, 0.42 s a step"."""
     words = [f"{format_bytes(size)} {tier}" for size, tier in ((of.vram, "VRAM"), (of.ram, "RAM")) if size is not None]
     words += [] if of.step_seconds is None else [f"{format_seconds(of.step_seconds)} a step"]
     return f"{of.name}: {', '.join(words)}"
 
 
 def line(figures: Figures) -> str:
-    """Return one line for a log."""
     words = [progress(figures)]
     if figures.loss is not None:
         words.append(f"loss {figures.loss:.4g}")
@@ -124,7 +123,7 @@ def line(figures: Figures) -> str:
 
 
 def summary(figures: Figures) -> str:
-    """Return several lines of plain text, for outputs without graphics."""
+    """Several lines of plain text, for outputs without graphics."""
     ended = "closed at " if figures.state == "closed" else f"{STATES[figures.state]}: "
     lines = [ended + line(figures), slowdown(figures)]
     if figures.split:
