@@ -1,4 +1,4 @@
-"""The kernels of attention in torch's operations, called as Triton's are: what is around them runs without a GPU."""
+"""The attention kernels in torch operations, with the interface of Triton's kernels, for tests without a GPU."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Kernel:
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor, mask: Tensor, numbers: Any, has_mask: bool) -> Tensor:
-    assert all(one.stride(-1) == 1 for one in (query, key, bias, mask))  # the kernels take no other
+    assert all(one.stride(-1) == 1 for one in (query, key, bias, mask))  # required by the kernels
     scores = query.float() @ key.float().transpose(2, 3) * numbers[-3] + bias.float()
     return scores + mask.float() if has_mask else scores
 
 
 def _kept(seed: Tensor, weights: Tensor, numbers: Any, drops: bool) -> Tensor:
-    """What each weight is multiplied with."""
+    """The factor of each weight in dropout."""
     if not drops:
         return torch.ones(())
     return is_kept(int(seed), tuple(weights.shape), numbers[-2] / 2**32).float() * numbers[-1]

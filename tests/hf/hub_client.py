@@ -1,7 +1,7 @@
-"""Runs in a process of its own, so that HF_ENDPOINT is read at import as it is for a user.
+"""A separate process: HF_ENDPOINT is read at import, as for users.
 
-A line of JSON each way. Request: {"what": "model" | "lazy model" | "tokenizer" | "dataset", "name": ...}. Answer: what
-was read, or {"error": class, "message": ...}.
+One line of JSON per request and answer. Request: {"what": "model" | "lazy model" | "tokenizer" | "dataset",
+"name": ...}. Answer: a summary of the loaded object, or {"error": class, "message": ...}.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # progress bars and prints of the libraries are no answers
+    os.dup2(2, 1)  # progress bars and prints of libraries are not answers
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -1,4 +1,4 @@
-"""A hub on 127.0.0.1 that speaks as much of the protocol as `from_pretrained` and `load_dataset` ask for."""
+"""A hub on 127.0.0.1 with the part of the protocol that `from_pretrained` and `load_dataset` use."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Repository:
-    """The files of one repository, and what goes wrong with it."""
+    """The files of one repository, and its faults."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     refusal: tuple[int, str | None] | None = None
     """HTTP status and X-Error-Code of every answer."""
     breaks_at: dict[str, int] = field(default_factory=dict)
-    """By file: the connection closes after so many bytes, and at once when the rest is asked for."""
+    """The connection closes after this many bytes of a file, and at once when the client asks for the rest."""
 
 
 @dataclass
@@ -37,13 +37,13 @@ class Hub:
     """Connections are closed without an answer."""
 
     def add_folder(self, name: str, folder: Path) -> Repository:
-        """The files of a folder as a model repository."""
+        """Serve a folder's files as a model repository."""
         files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         self.models[name] = Repository(files)
         return self.models[name]
 
     def downloads(self, name: str) -> list[str]:
-        """The files of a repository that were fetched, one entry a request."""
+        """Files of a repository that were fetched, one entry per request."""
         return [
             path.rsplit("/", 1)[1] for method, path in self.requests if method == "GET" and f"/{name}/resolve/" in path
         ]
@@ -80,7 +80,7 @@ class _Answers(BaseHTTPRequestHandler):
         self._send(404, b"{}")
 
     def log_message(self, *args: object) -> None:
-        """Nothing on the terminal."""
+        """Keeps the terminal clean."""
 
     def _answer(self) -> None:
         hub: Hub = self.server.hub  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Checkpoints of the Trainer: data in the place of pickles, whole or refused, and those of earlier versions."""
+"""The Trainer's checkpoints: data instead of pickles, complete or refused, and checkpoints of earlier versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps
 
 
 class TrainerOfBefore(OffloadSeq2SeqTrainer):
-    """Writes what offloadkit wrote when its checkpoints were the Trainer's own."""
+    """Writes checkpoints as offloadkit did when they were the Trainer's own."""
 
     _save_checkpoint = Trainer._save_checkpoint
     _save = Trainer._save
@@ -44,7 +44,7 @@ def weights(trained: Any) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A run's folder with checkpoint-2 and checkpoint-3, and the weights at its end."""
+    """A run's folder with checkpoint-2 and checkpoint-3, and the final weights."""
     folder = tmp_path_factory.mktemp("whole")
     trained = trainer(folder)
     trained.train()
@@ -63,7 +63,7 @@ def test_a_checkpoint_holds_no_pickle_and_its_manifest_names_every_file(whole: A
 
 
 def test_each_file_of_ours_says_whose_it_is_and_one_of_another_step_or_run_is_named(tmp_path: Path) -> None:
-    """Rows ordered by length have a file of their own."""
+    """Rows in an order by length have a separate file."""
     for name in ("run", "other"):
         trainer(tmp_path / name, max_steps=2, train_sampling_strategy="group_by_length").train()
     newest = tmp_path / "run" / "checkpoint-2"
@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_keeps_its_name_and_counts_its_attempts(whole: Any, t
 def test_a_resumed_model_in_memory_gets_its_weights_in_pieces(
     size: str, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers would read all of a file at once. Of the two names of the tied weight, one is saved."""
+    """transformers would read a whole file at once. A tied weight is saved under one of its names."""
     expected, model = t5(), t5()
     with torch.no_grad():
         for parameter in expected.parameters():
@@ -202,7 +202,9 @@ def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monke
             again.train(resume_from_checkpoint=True)
     assert again.args.save_total_limit == 1
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-    (tmp_path / "checkpoint-1").rename(tmp_path / ".checkpoint-1-old")  # as a kill while it is written anew leaves it
+    (tmp_path / "checkpoint-1").rename(
+        tmp_path / ".checkpoint-1-old"
+    )  # as left by a kill while the checkpoint is written again
     (tmp_path / "checkpoint-1").mkdir()
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
     again.train(resume_from_checkpoint=True)
@@ -229,7 +231,7 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before_with_a_line(
     resumed = trainer(tmp_path, save_total_limit=1)
     resumed.train(resume_from_checkpoint=True)
     assert all(torch.equal(weight, whole[1][name]) for name, weight in weights(resumed).items())
-    if broken in ("missing", "manifest"):  # they do not count, without reading any file
+    if broken in ("missing", "manifest"):  # such a checkpoint is skipped without reading its files
         assert newest_checkpoint(tmp_path) == newest, "it was written anew"
     else:
         why = "was written as random.json" if broken == "added later" else "cannot be read"
@@ -290,14 +292,14 @@ def test_a_file_is_replaced_and_never_cut(tmp_path: Path) -> None:
 
 
 class _KilledError(BaseException):
-    """Stands in for a kill."""
+    """Simulates a kill."""
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step anew"])
 def test_a_save_stopped_at_each_of_its_renames_syncs_and_removals_leaves_the_newest_or_the_one_before(
     again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From one of them on all are left out. The limit is one checkpoint; those of before are removed among them."""
+    """All file operations from the n-th on are left out. The limit is one checkpoint, so older ones are removed too."""
     folder, left = tmp_path / "run", [10**9]
 
     def counted(real: Any) -> Any:
@@ -315,7 +317,7 @@ def test_a_save_stopped_at_each_of_its_renames_syncs_and_removals_leaves_the_new
     shutil.copytree(folder, tmp_path / "before")
     mine.state.global_step += not again
     if again:
-        torch.rand(1)  # the saved random states are others
+        torch.rand(1)  # changes the saved random states
     mine._save_checkpoint(mine.model, None)
     newest = f"checkpoint-{mine.state.global_step}"
     assert [path.name for path in folder.glob("checkpoint-*")] == [newest]

@@ -1,4 +1,4 @@
-"""The loss in chunks of the vocabulary: the numbers of the model's own loss, and no tensor of the logits' size."""
+"""The loss in chunks of the vocabulary: the model's own numbers, without a tensor of the logits' size."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def bart() -> BartForConditionalGeneration:
-    """Adds a bias of its own to the head's output."""
+    """A model that adds a bias to the output of its head."""
     names = (f"{stack}_{size}" for stack in ("encoder", "decoder") for size in ("layers", "attention_heads"))
     sizes: dict[str, Any] = dict.fromkeys(names, 2)
     model = BartForConditionalGeneration(
@@ -118,7 +118,7 @@ def assert_same(ours: dict[str, torch.Tensor], own: dict[str, torch.Tensor], tol
 
 @pytest.fixture
 def num_chunked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of logits of each loss that is taken in chunks."""
+    """Collects the number of logits of each chunked loss."""
     seen: list[int] = []
     losses = chunked_loss.token_losses
 
@@ -185,7 +185,7 @@ def test_rounding_of_the_heads_gradients(scale: float, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("shape", [(), (VOCAB,)], ids=["one number", "one a token"])
 def test_a_learned_scale_of_the_logits_gets_its_gradient(shape: tuple[int, ...]) -> None:
-    """As CLIP's logit_scale."""
+    """Like CLIP's logit_scale."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(36, 16, generator=generator), torch.randn(VOCAB, 16, generator=generator)
     target = torch.randint(0, VOCAB, (36,), generator=generator)
@@ -258,7 +258,7 @@ def test_under_autocast_the_head_computes_in_bf16() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest storage that any operation makes."""
+    """Records the number of elements of the largest storage made by any operation."""
 
     num_elements = 0
 
@@ -325,7 +325,7 @@ def test_generation_is_the_same() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["t5", "t5 v1.1", "tied llama"])
 def test_training_through_the_engine(name: str, checkpointing: bool, num_chunked: list[int]) -> None:
-    """With tied weights too, whose uses have gradients of their own."""
+    """Also with tied weights, whose uses have separate gradients."""
     masters = []
     for chunks in (False, True):
         model = make(name)
@@ -348,7 +348,7 @@ def test_training_through_the_engine(name: str, checkpointing: bool, num_chunked
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainers' logits are of more than one chunk, whatever the micro-batch."""
+    """Several chunks for the trainers' logits, whatever the micro-batch."""
     monkeypatch.setattr(patches, "compute_loss_in_chunks", partial(compute_loss_in_chunks, chunk_elements=64))
 
 

@@ -1,4 +1,5 @@
-"""What is learned from which column: of known names, of the user's own, and of a decoder's pairs the target alone."""
+"""The columns that training learns from: known names, names chosen by the user, and only the target of a decoder's
+pairs."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def prepared(rows: Any, tokenizer: Any = BYTES, config: Any = T5, **options: Any
 
 
 def learned(data: PreparedData, row: int = 0) -> list[int]:
-    """The labels with a loss; those before them are all -100."""
+    """The labels that count in the loss; all labels before them are -100."""
     ids, labels = data.dataset[row]["input_ids"], data.dataset[row]["labels"]
     first = next(index for index, label in enumerate(labels) if label != -100)
     assert labels == [-100] * first + ids[first:]
@@ -43,7 +44,7 @@ def texts(data: PreparedData) -> tuple[str, str]:
     return tuple(BYTES.decode(row[name], skip_special_tokens=True) for name in ("input_ids", "labels"))
 
 
-# -- a decoder's pairs
+# -- pairs for decoders
 
 
 @pytest.mark.parametrize("names", [("input", "target"), ("prompt", "completion")])
@@ -67,7 +68,7 @@ def test_a_target_whose_first_letters_would_merge_with_the_prompt_keeps_its_own_
 def test_with_a_chat_template_what_it_writes_for_the_answer_is_learned(
     template: str, answer: str, as_messages: bool, tmp_path: Path
 ) -> None:
-    """Its end token too; text and messages give the same, and a file what a list gives."""
+    """Including its end token. Text and messages give the same result, and so do a list and a file."""
     row = {"prompt": PROMPT, "completion": ANSWER} if as_messages else {"prompt": "hello", "completion": "the cat"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     for rows in ([row], tmp_path / "rows.jsonl"):
@@ -98,7 +99,7 @@ def test_a_prompt_that_leaves_no_room_for_its_target_is_left_out_and_named(caplo
         prepared(rows[1:3], BYTES, BYTE_LLAMA, max_input_length=9)
 
 
-# -- names that are known
+# -- known names
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_conversations_of_sharegpt_are_messages(in_a_file: bool, tmp_path: Path)
     assert WORDS.decode(data.dataset[0]["input_ids"]) == "user hello </s> assistant the cat </s>"
 
 
-# -- columns that the user names
+# -- columns named by the user
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_conversations_of_sharegpt_are_messages(in_a_file: bool, tmp_path: Path)
 def test_columns_that_are_named_make_the_pairs(
     wish: ColumnOptions, pair: tuple[str, str], suffix: str, tmp_path: Path
 ) -> None:
-    """Of a file too, where the values of other columns are not read; numbers are the text that was written."""
+    """Of a file only the named columns are read; numbers stay the text of the file."""
     row = {"thema": "sums", "frage": "7", "antwort": "2.50", "answer": "x"}
     path = tmp_path / f"rows{suffix}"
     lines = [",".join(row), ",".join(row.values())] if suffix == ".csv" else [json.dumps(row | {"more": {"a": 1}})]

@@ -1,4 +1,4 @@
-"""From whatever a user calls a dataset to padded batches, and what is said about data that cannot be used."""
+"""From any data source of a user to padded batches, with errors for unusable data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prepared(rows: Any, tokenizer: Any = BYTES, config: Any = T5, **options: Any
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """The rows as a file of the form that the extension says."""
+    """The rows as a file in the format of its extension."""
     frame = pd.DataFrame(rows)
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -371,7 +371,7 @@ def test_tokenising_writes_nothing_beside_the_users_files_and_leaves_caching_as_
 
 
 def test_batches_train_a_model() -> None:
-    """The collated columns are what the model's forward takes."""
+    """The collated columns match the arguments of the model's forward."""
     from transformers import T5ForConditionalGeneration
 
     data = prepared(PAIRS)

@@ -1,4 +1,4 @@
-"""One model through `finetune`, the Trainer and the bare loop: the same numbers, the same plan, the same budget."""
+"""One model through `finetune`, the Trainer and the bare loop: the same numbers, plan and budget."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OPTIONS |= {"train_sampling_strategy": "sequential"}
 
 @pytest.fixture
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are made for a GPU; what they say is done on the CPU."""
+    """Plan for a GPU; the plan runs on the CPU."""
     monkeypatch.setattr(outline, "measured_by", lambda *_, **__: H200)
     monkeypatch.setattr(planning, "measure", lambda *_, **__: H200)
 
@@ -88,7 +88,7 @@ def test_an_open_engine_changes_what_is_computed_and_a_closed_one_leaves_nothing
     names = [set(vars(module)) for module in model.modules()]
     with OffloadEngine(model, OffloadConfig(attention=attention), device="cpu"):
         assert attentions(model) == {"eager" if attention == "ours" else "sdpa"}
-        assert "forward" in vars(model.lm_head)  # takes the loss in chunks
+        assert "forward" in vars(model.lm_head)  # computes the loss in chunks
         assert model.lm_head._forward_hooks
     assert attentions(model) == {"sdpa"}
     assert [set(vars(module)) for module in model.modules()] == names
@@ -122,7 +122,7 @@ def test_the_trainer_plans_as_finetune_for_the_same_rows_and_budget(
 
 
 class PlannedError(Exception):
-    """Ends a `finetune` when its plan is made."""
+    """Ends `finetune` once its plan is made."""
 
 
 @pytest.mark.usefixtures("on_a_card")
@@ -130,7 +130,7 @@ class PlannedError(Exception):
 def test_evaluation_counts_with_the_rows_that_it_takes_at_once(
     size: int, strategy: str, rows: int | None, tmp_path: Path
 ) -> None:
-    """It has three rows, training's micro-batches two."""
+    """The evaluation set has three rows, a training micro-batch two."""
     args = arguments(tmp_path, eval_strategy=strategy, per_device_eval_batch_size=size)
     sets: dict[str, Any] = {"train_dataset": seq2seq_rows(4), "eval_dataset": seq2seq_rows(3)}
     config = OffloadConfig(vram="8GiB", ram="8GiB", placement=Placement())
@@ -164,7 +164,7 @@ def test_finetune_plans_for_the_rows_of_its_evaluation_too(tmp_path: Path, monke
 @pytest.mark.usefixtures("on_a_card")
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_a_model_that_others_have_changed_is_planned_too() -> None:
-    """It recomputes by itself, or TRL has given it a forward that calls the real model's."""
+    """A model that recomputes by itself, and a model whose forward TRL has replaced."""
     example = next(batches(causal_rows(4)))
     plans = []
     for how in ("plain", "recomputes", "another forward"):
@@ -204,7 +204,7 @@ def test_without_a_gpu_too_a_budget_is_kept_or_refused_where_rows_cannot_be_read
 ) -> None:
     rows: dict[str, Any] = {"train_dataset": seq2seq_rows(4), "eval_dataset": seq2seq_rows(4)}
     trainer = OwnLoss(t5(), arguments(tmp_path, **OPTIONS), offload=OffloadConfig(vram="96KiB"), **rows)
-    trainer.create_optimizer()  # as an evaluation does that needs more than half of the budget for weights
+    trainer.create_optimizer()  # as for an evaluation whose weights exceed half of the budget
     trainer.evaluate()
     assert "the first update" not in capsys.readouterr().out
     for _ in range(2):
@@ -221,7 +221,7 @@ def test_without_a_gpu_too_a_budget_is_kept_or_refused_where_rows_cannot_be_read
 def test_finetune_plans_for_the_whole_logits_of_label_smoothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """512 positions of 50,000 words, of which two fifths are a chunk."""
+    """512 positions x 50,000 tokens of vocabulary; a chunk is two fifths of the logits."""
     found: list[Any] = []
 
     def plan(source: Any, config: OffloadConfig, request: planning.PlanRequest, **how: Any) -> None:
@@ -337,7 +337,7 @@ def test_an_evaluation_before_training_keeps_the_budget_and_reads_the_weights_on
 
 
 class Counted(list[Any]):
-    """Rows that count how often they are read; each reading draws a number."""
+    """Counts reads of its rows; each read draws a random number."""
 
     reads = 0
 
@@ -348,7 +348,7 @@ class Counted(list[Any]):
 
 
 class Pads:
-    """Pads to the longest row. It draws numbers from a generator of its own."""
+    """Pads to the longest row and draws numbers from a private generator."""
 
     def __init__(self) -> None:
         self.generator, self.calls = torch.Generator().manual_seed(0), 0
@@ -369,7 +369,7 @@ def shapes(batch: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def test_the_longest_rows_are_read_without_a_trace(tmp_path: Path) -> None:
-    """The longest input and the longest target need not be of one row, nor of the rows that are trained on."""
+    """The longest input and target may come from different rows, also from the evaluation set."""
     rows, held_out = of_lengths([(3, 2), (9, 1), (4, 7), (5, 5)]), of_lengths([(2, 8)])
     collator = Pads()
     options: dict[str, Any] = {"model": t5(), "train_dataset": rows, "eval_dataset": held_out}
@@ -387,7 +387,7 @@ def test_the_longest_rows_are_read_without_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_labels_are_smoothed_in_is_not_planned_as_the_models_own(tmp_path: Path) -> None:
-    """It takes the logits whole."""
+    """Label smoothing needs the whole logits."""
     args = arguments(tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(NotReadableError, match="label_smoothing_factor"):
         longest_batch(OffloadTrainer(model=t5(), args=args, train_dataset=seq2seq_rows(2)))

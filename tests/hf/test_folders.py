@@ -1,4 +1,4 @@
-"""Output folders: which checkpoint is the newest, and what a disk that fills up leaves and says."""
+"""Output folders: the newest checkpoint, and the leftovers and messages of a full disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FULL = [OSError(28, "No space left on device"), RUST_ERROR, TORCH_ERROR]
 
 
 def checkpoint(folder: Path, step: int) -> Path:
-    """As a run writes it, but for what its files hold."""
+    """A run's checkpoint with dummy files."""
     path = folder / f"checkpoint-{step}"
     path.mkdir()
     for name in ("run.json", "trainer_state.json"):
@@ -82,7 +82,7 @@ def test_a_run_that_fell_back_is_newer_than_the_broken_one_and_what_is_broken_is
     assert re.match(says, capsys.readouterr().out)
     newest = checkpoint(tmp_path, 25)
     assert newest_checkpoint(tmp_path) == newest
-    (tmp_path / "checkpoint-10" / "states-00000-of-00001.safetensors").unlink()  # it was half removed
+    (tmp_path / "checkpoint-10" / "states-00000-of-00001.safetensors").unlink()  # as if half removed
     assert [(path.name, why) for path, why in skipped_checkpoints(tmp_path)] == [
         ("checkpoint-10", "lacks states-00000-of-00001.safetensors, so a part of it was removed")
     ]
@@ -108,7 +108,7 @@ def test_when_no_checkpoint_can_be_read_the_line_says_that_there_is_none_before(
 def test_the_limit_keeps_the_newest_and_the_best(
     limit: int | None, best: int | None, left: list[int], tmp_path: Path
 ) -> None:
-    """As transformers counts them."""
+    """As in transformers."""
     for step in (1, 2, 3, 4):
         checkpoint(tmp_path, step)
     rotate_checkpoints(tmp_path, limit, None if best is None else str(tmp_path / f"checkpoint-{best}"))
@@ -116,7 +116,7 @@ def test_the_limit_keeps_the_newest_and_the_best(
 
 
 def test_a_new_save_under_the_name_of_an_older_one_puts_back_what_a_kill_had_left_beside(tmp_path: Path) -> None:
-    """The old one was set aside, and the new one was begun."""
+    """A kill came after the old checkpoint was set aside and the new one begun."""
     path = checkpoint(tmp_path, 5)
     path.rename(tmp_path / ".checkpoint-5-old")
     path.mkdir()
@@ -173,7 +173,7 @@ def test_a_save_that_fails_in_its_last_moment_leaves_the_earlier_model(
 
 
 def test_a_pipe_is_not_replaced_by_a_model(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "model")  # as /dev/null, which root could rename
+    os.mkfifo(tmp_path / "model")  # like /dev/null, which root could rename
     with pytest.raises(OutputError, match="model exists and is not a folder"):
         replace_folder(tmp_path / "model", lambda new: (new / "weights").write_text("new") and None)
     assert (tmp_path / "model").is_fifo()
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
-        raise copy.copy(error)  # the parameter would keep the trainer by its traceback
+        raise copy.copy(error)  # the argument's traceback would keep the trainer alive
 
     trainer = one_step_trainer(tmp_path)
     monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", full)

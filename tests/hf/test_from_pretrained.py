@@ -1,4 +1,4 @@
-"""`offloadkit.from_pretrained`: every door reads the weights into place, and trains what transformers' own gives."""
+"""`offloadkit.from_pretrained`: every door reads weights into place, and trains as with transformers' own loading."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> dict[nn.Module, list[int]]:
-    """By a model that it is given: how many bytes of weights were in RAM and not in their place, when an engine took
-    each of its layers over."""
+    """Maps a model to the bytes of its real weights outside the engine, noted before every layer is taken over."""
     found: dict[nn.Module, list[int]] = {}
     taken: set[nn.Parameter] = set()
     real = LayerState.take_parameters
@@ -69,7 +68,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> dict[nn.Module, list[int]]:
 
 
 class Wrapped(nn.Module):
-    """A model of the user's own around one of transformers."""
+    """A user's module around a model of transformers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -107,7 +106,7 @@ def trainers(kind: type[Any], rows: Any) -> Callable[[nn.Module, Path], None]:
 
 
 class OfSomebodyElse(OffloadTrainerMixin, Trainer):  # type: ignore[misc, unused-ignore]
-    """As `class Mine(OffloadTrainerMixin, SFTTrainer)`."""
+    """Like `class Mine(OffloadTrainerMixin, SFTTrainer)`."""
 
     def __init__(self, *, model: Any, **options: Any) -> None:
         model.config.use_cache = False
@@ -230,7 +229,7 @@ def test_an_embedding_is_not_resized_before_it_is_read(llama: Path) -> None:
 
 
 def test_an_engine_that_could_not_be_built_leaves_all_numbers(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp32 on the disk, bf16 in the engine: what bf16 does not hold is there when another engine takes the model."""
+    """fp32 on disk, bf16 in the engine: the bits beyond bf16 survive until another engine takes the model."""
     config, found = OffloadConfig(working_dtype="bf16"), []
     for fails in (False, True):
         model = from_pretrained(llama)
@@ -264,7 +263,7 @@ def failing(real: Any, number: int) -> Any:
 def test_a_resumed_trainer_reads_the_checkpoints_weights_instead(
     renamed: bool, llama: Path, tmp_path: Path, beside: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of files with other names than the model's, transformers makes sense: then they are read before."""
+    """If tensors in the checkpoint have other names, transformers must map them, so the weights are read before."""
 
     def trained(checkpoint: str | None) -> Any:
         args = arguments(tmp_path, save_strategy="steps", save_steps=2, bf16=True)

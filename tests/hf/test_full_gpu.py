@@ -1,4 +1,4 @@
-"""A full GPU under a Trainer: the window is repeated on a leaner plan, and nothing shows in the numbers."""
+"""A full GPU under a Trainer: the window is repeated with a leaner plan, and the numbers do not change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAN = Placement("ram", activations="offload")
 
 
 def trained(folder: Path, model: Hungry, placement: Placement | None = None) -> Any:
-    """Three windows of two micro-batches, the last of an epoch of one."""
+    """Three windows of two micro-batches; the last window of an epoch has one."""
     given = [{"x": x, "labels": torch.zeros(1)} for batch in rows(3) for x in batch][:10]
     config = OffloadConfig(gradient_accumulation=2)
     more = {} if placement is None else {"plan": planned(model, config, placement)}
@@ -40,7 +40,7 @@ def lean(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_window_is_repeated_as_often_as_it_must(
     full_at: tuple[int, ...], in_backward: bool, lean: Any, tmp_path: Path
 ) -> None:
-    """Dropout, BatchNorm, accumulation, and numbers drawn by Python and numpy."""
+    """Dropout, BatchNorm, accumulation, and random numbers drawn by Python and numpy."""
     with pytest.warns(RuntimeWarning, match="the GPU's memory was full after step"):
         found = trained(tmp_path, model := Hungry(*full_at, in_backward=in_backward))
     assert len(found.telemetry.moves) == len(full_at)
@@ -53,7 +53,7 @@ def test_a_window_is_repeated_as_often_as_it_must(
 def test_a_window_is_repeated_where_its_step_finds_the_gpu_full(
     lean: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice in the second window: the step after the repetition too."""
+    """Twice in the second window: the step after the repetition fails too."""
     start, calls = StepThread.start, []
 
     def fails(self: StepThread, update: Any) -> None:
@@ -73,7 +73,7 @@ def test_a_window_is_repeated_where_its_step_finds_the_gpu_full(
 
 
 def test_an_evaluation_that_finds_the_gpu_full_is_repeated_on_a_leaner_plan(lean: Any, tmp_path: Path) -> None:
-    """Also where it is the Trainer's own work that fails, not the model's forward."""
+    """The model's forward fails, or the Trainer's own work does."""
     found, failed = trained(tmp_path, Hungry(), IN_VRAM), list[int]()
     evaluated = [{"x": x, "labels": torch.zeros(1)} for x in rows(1)[0]]
     compute_loss = found.compute_loss

@@ -1,4 +1,4 @@
-"""T5's attention by our kernels: where they run, what a plan counts of it, and that the model gets its own back."""
+"""T5's attention by offloadkit's kernels: conditions, planned memory, and restoring the model's own attention."""
 
 from __future__ import annotations
 
@@ -156,12 +156,14 @@ def test_a_plan_counts_fewer_operations_and_bytes() -> None:
         moved = [sum(getattr(stage, part).moved_bytes for stage in work.stages) for work in (own, fused)]
         assert moved[1] < 0.6 * moved[0]
     assert sum(stage.kept_bytes for stage in fused.stages) < 0.8 * sum(stage.kept_bytes for stage in own.stages)
-    for part, share in (("forward", 1), ("backward", 4 / 5)):  # where one of forward's products is taken again
+    for part, share in (("forward", 1), ("backward", 4 / 5)):  # backward computes one forward product again
         passes = [[getattr(stage, part) for stage in work.stages] for work in (own, fused)]
         products, others = (sum(one.flops for one in each) for each in passes)
         in_kernels = sum(one.fused_attention_flops for one in passes[1])
         assert in_kernels > 0
-        assert sum(one.num_attention for one in passes[1]) == 3 + 2 * 3  # encoder; decoder, to itself and across
+        assert (
+            sum(one.num_attention for one in passes[1]) == 3 + 2 * 3
+        )  # encoder; decoder self-attention and cross-attention
         assert not sum(one.num_attention for one in passes[0])
         assert products - others == share * in_kernels
 
@@ -192,7 +194,7 @@ def test_where_the_kernels_cannot_be_built_the_models_own_runs(monkeypatch: pyte
     attention_op.available.cache_clear()
     with pytest.warns(UserWarning, match=r"could not build T5's attention.*no compiler"):
         fuse_attention(model)
-    fuse_attention(model)  # says it once
+    fuse_attention(model)  # logs once
     attention_op.available.cache_clear()
     assert attentions(model) == {"eager"}
 
@@ -213,7 +215,7 @@ def test_gpus_that_were_not_measured_and_those_without_triton_are_left_alone(
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels run on the CPU, in torch's operations."""
+    """Runs the kernels on the CPU, in torch operations."""
     monkeypatch.setattr(attention_op, "KERNELS", emulated_attention.KERNELS)
     monkeypatch.setattr(fused_attention, "KINDS", ("cpu", "meta"))
     monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
@@ -237,7 +239,7 @@ def test_a_wider_bias_has_a_gradient_of_its_own_dtype() -> None:
     narrow, wider = (fused(given, mask, 0.0, into)[0][4] for given in (leaves, wide))
     assert wider.dtype == torch.float32
     assert torch.equal(wider.bfloat16(), narrow)
-    assert not torch.equal(wider, narrow.float())  # the sum was not rounded on the way
+    assert not torch.equal(wider, narrow.float())  # the sum was not rounded before
 
 
 @pytest.mark.usefixtures("emulated")
@@ -252,7 +254,7 @@ def test_what_compilers_see_as_an_operation_is_what_runs_without_them(dropout: f
 
 
 class Derived(T5Attention):
-    """Of a file that has no attention function."""
+    """A class from a file without an attention function."""
 
 
 @pytest.mark.usefixtures("emulated")
@@ -314,7 +316,7 @@ def test_one_graph_is_compiled_for_all_lengths(monkeypatch: pytest.MonkeyPatch) 
 
 def trained(placement: Placement, *, fused: bool = True, compiled: bool = False, dropout: float = 0.1) -> Any:
     """Losses of ten steps, and the weights."""
-    torch._dynamo.reset()  # it compiles a function a few times a process
+    torch._dynamo.reset()  # torch.compile limits recompilations per process
     torch.manual_seed(0)
     model: Any = T5ForConditionalGeneration(t5_config(**SHAPE, dropout_rate=dropout)).bfloat16().train()
     if fused:
@@ -348,7 +350,7 @@ PLACEMENTS = (
 @pytest.mark.parametrize("compiled", [False, True])
 def test_no_placement_changes_a_number_and_dropped_weights_are_found_again(compiled: bool) -> None:
     losses, weights = trained(Placement(), compiled=compiled)
-    for placement in PLACEMENTS[3:4] if compiled else PLACEMENTS:  # each is compiled, which takes its time
+    for placement in PLACEMENTS[3:4] if compiled else PLACEMENTS:  # compiling takes time for each placement
         others = trained(placement, compiled=compiled)
         assert torch.equal(losses, others[0]), placement
         assert all(torch.equal(one, other) for one, other in zip(weights, others[1], strict=True)), placement

@@ -1,4 +1,4 @@
-"""Norms as one kernel: which ones, what the plan counts of them, and that the model gets its own back."""
+"""Norms as one kernel: eligible norms, the plan's bytes, and restoring the model's own norms."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.hf.training import seq2seq_rows, t5, train
 
 
 class NoNormLayerNorm(nn.Module):
-    """Has the name and the attributes, and forgets the root."""
+    """A norm by name and attributes, without the square root."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_what_a_gpu_does_is_one_operation_forward_and_two_backward() -> None:
     with AsOnGpu(), OpCounter([x, norm.weight], mask_is_full=True) as counter:
         y = norm(x)
         assert counter.total == Pass(moved_bytes=2 * x.nbytes + norm.weight.nbytes, num_operations=1)
-        assert counter.live == y.nbytes + 512  # an fp32 number a row, in the least that the allocator gives
+        assert counter.live == y.nbytes + 512  # one fp32 number a row, rounded to the allocator's minimum
         counter.total = Pass()
         y.backward(torch.empty_like(y))
     assert counter.total == Pass(moved_bytes=4 * x.nbytes + 2 * norm.weight.nbytes, num_operations=2)

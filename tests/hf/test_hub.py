@@ -1,4 +1,4 @@
-"""Loading by hub name against a small server through HF_ENDPOINT: checkpoints, refusals, broken lines."""
+"""Loading by hub name from a small server through HF_ENDPOINT: checkpoints, refusals, broken connections."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def ask(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    """Has a process that knows the hub through HF_ENDPOINT read something, and returns its answer.
+    """Makes a process that reads HF_ENDPOINT load an object, and returns its answer.
 
-    The process has a cache of its own and no token.
+    The process has an empty cache and no token.
     """
     home = tmp_path_factory.mktemp("hf_home")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
@@ -214,7 +214,7 @@ def test_without_a_network_the_cache_serves_and_a_missing_model_is_told_at_once(
     assert answer["message"].endswith("or pass tokenizer='byte' (one token a byte) for random weights, or a folder")
     assert ask("model", "org/half-cached")["error"] == "DownloadError"
     assert ask("dataset", "org/never-seen")["error"] == "DataError"
-    assert time.monotonic() - start < 10  # the hub's client alone retries each of them for 20 s
+    assert time.monotonic() - start < 10  # the hub's client alone retries every request for 20 s
 
 
 # ---- pushing --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Training keeps no keys and values, in no part of a model, whatever the config it came with says."""
+"""Training keeps no keys and values in any part of a model, whatever its config says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights read, or drawn, when they are asked for: the same values as at once, and never a second copy in RAM."""
+"""Weights read or drawn on request have the values of eager loading, and never a second copy in RAM."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ CONFIGS: dict[str, Any] = {
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers under each of their names."""
+    """Parameters and buffers under every name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return parameters | dict(model.named_buffers(remove_duplicate=False))
 
 
 def assert_same(one: nn.Module, other: nn.Module) -> None:
-    """Names, values, dtypes, what is tied and what can be trained."""
+    """Equal names, values, dtypes, ties and `requires_grad`."""
     first, second = all_tensors(one), all_tensors(other)
     assert first.keys() == second.keys()
     for name, tensor in first.items():
@@ -57,7 +57,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 
 def written(config: Any, folder: Path, form: str = "one file") -> PreTrainedModel:
-    """A model with random weights, saved in `folder` as the hub has it."""
+    """Saves a model with random weights in `folder`, in a format of the hub."""
     torch.manual_seed(0)
     model = load_model(tiny.save_config(config, folder), init="random", progress=False)
     if form == "bin":
@@ -69,7 +69,7 @@ def written(config: Any, folder: Path, form: str = "one file") -> PreTrainedMode
 
 
 def built(folder: Path, **options: Any) -> PreTrainedModel:
-    """The model, read lazily, three parameters at a time, the last ones first."""
+    """The model, read lazily, three parameters at a time in reverse order."""
     model, materialise = build_model(folder, **options)
     assert materialise is not None
     parameters = list(reversed(list(model.parameters())))
@@ -150,7 +150,7 @@ def test_tied_weight_is_found_under_its_other_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strip", [True, False])
 def test_names_may_have_the_base_models_prefix_or_not(tmp_path: Path, strip: bool) -> None:
-    """A checkpoint of the base model in a model with a head, and the other way round."""
+    """A checkpoint of the base model in a model with a head, and vice versa."""
     model = written(tiny.bert_config(architectures=["BertForSequenceClassification"]), tmp_path)
     state = {name.removeprefix("bert.") if strip else name: value for name, value in model.state_dict().items()}
     (tmp_path / "model.safetensors").unlink()
@@ -160,7 +160,7 @@ def test_names_may_have_the_base_models_prefix_or_not(tmp_path: Path, strip: boo
 
 @pytest.mark.parametrize("num_labels", [2, 5])
 def test_head_that_is_not_in_the_file_is_initialised_and_mentioned(tmp_path: Path, num_labels: int) -> None:
-    """Missing in the file, and there with another number of labels."""
+    """The head is missing in the file, or has another number of labels."""
     model: Any = written(tiny.bert_config(architectures=["BertForSequenceClassification"], num_labels=2), tmp_path)
     if num_labels == 2:
         model.bert.save_pretrained(tmp_path)
@@ -180,7 +180,7 @@ def test_head_that_is_not_in_the_file_is_initialised_and_mentioned(tmp_path: Pat
 
 @contextmanager
 def warnings_of_transformers() -> Iterator[list[str]]:
-    """What its loader logs, which does not reach the root logger."""
+    """Log messages of transformers' loader, which do not reach the root logger."""
     messages: list[str] = []
     logger, handler = logging.getLogger("transformers"), logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -213,7 +213,7 @@ def test_bin_file_of_old_torch_is_read_at_once(tmp_path: Path, capsys: pytest.Ca
 
 
 def tiny_state(folder: Path) -> PreTrainedModel:
-    """A model whose config alone is in `folder`."""
+    """A model with only a config in `folder`."""
     model = written(CONFIGS["t5"], folder)
     (folder / "model.safetensors").unlink()
     return model
@@ -287,7 +287,7 @@ def test_initial_weights_do_not_depend_on_order_or_company(tmp_path: Path, name:
 
 @pytest.mark.parametrize("name", ["t5", "llama"])
 def test_no_two_drawn_weights_are_equal(tmp_path: Path, name: str) -> None:
-    """Those of q and k, and of one layer and the next, have the same shape: each is drawn from a seed of its own."""
+    """Weights of q and k, and of neighbouring layers, have equal shapes but different seeds."""
     model = load_model(tiny.save_config(CONFIGS[name], tmp_path), init="random", progress=False)
     drawn = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
     assert len(drawn) > 8
@@ -314,7 +314,7 @@ def test_drawing_leaves_what_is_drawn_already_and_torchs_generator_alone(tmp_pat
 
 
 def test_each_matrix_of_t5_is_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its `_init_weights` draws each one as that of any linear layer, and then as T5's."""
+    """T5's `_init_weights` first draws a matrix as for any linear layer, then again as for T5."""
     folder, drawn = tiny.save_config(CONFIGS["t5"], tmp_path), list[Any]()
     model, materialise = build_model(folder, init="random")
     assert materialise is not None
@@ -435,7 +435,7 @@ for layer in layers:
     excess = max(excess, status("VmHWM") - before - slabs)
 print(json.dumps({"excess": excess, "largest": largest, "slabs": slabs}))
 """
-"""Takes layers over as the engine does, into bf16; prints the bytes beside what is taken over, at worst."""
+"""Takes layers over in bf16 like the engine; prints the largest number of extra bytes."""
 
 
 @pytest.mark.slow
@@ -458,7 +458,7 @@ def test_peak_of_loading_half_a_billion_parameters_is_the_slabs_and_one_layer(tm
 
 
 def write_zeros(model: nn.Module, path: Path) -> None:
-    """A safetensors file with fp32 zeros for the model's parameters, of which the disk holds the header only."""
+    """A sparse safetensors file with fp32 zeros for the model's parameters: only its header takes disk space."""
     header, end = {}, 0
     for name, parameter in model.named_parameters():
         begin, end = end, end + 4 * parameter.numel()

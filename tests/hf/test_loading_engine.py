@@ -1,4 +1,4 @@
-"""An engine that reads its weights as it takes layers over has the numbers of one that takes a whole model over."""
+"""An engine that reads weights layer by layer has the numbers of an engine that takes over a loaded model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def freeze(model: PreTrainedModel) -> None:
 
 
 def numbers(engine: OffloadEngine) -> dict[str, torch.Tensor]:
-    """Weights, frozen ones too, buffers, remainders."""
+    """Weights (frozen ones too), buffers, remainders."""
     state = engine.state_dict()
     remainders = {f"{name} remainder": part["remainder"] for name, part in state["optimizer"].items()}
     return {name: value.clone() for name, value in (state["module"] | remainders).items()}
@@ -58,7 +58,7 @@ def numbers(engine: OffloadEngine) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("name", "placement"), list(zip(CONFIGS, PLACEMENTS, strict=True)))
 def test_engine_has_the_same_weights_and_remainders(tmp_path: Path, name: str, placement: str) -> None:
-    """fp32 on the disk, bf16 in the engine, some of it frozen."""
+    """fp32 on disk, bf16 in the engine, partly frozen."""
     folder = written(CONFIGS[name], tmp_path)
     config = OffloadConfig(working_dtype="bf16", placement=PLACEMENTS[placement])
     whole, lazy = load_model(folder, progress=False), from_pretrained(folder)
@@ -137,12 +137,12 @@ def test_layers_that_are_small_are_made_real_together() -> None:
 
     layers = [layer(number) for number in (1, 1, 3, 9, 1)]
     sizes = {at: len(some) for at, some in read_together(layers, 8 * 5).items()}
-    assert sizes == {0: 6, 3: 2, 4: 2}  # the fourth has more than may be real at once
+    assert sizes == {0: 6, 3: 2, 4: 2}  # the fourth layer exceeds the limit alone
     assert list(read_together(layers, 0)) == [0, 1, 2, 3, 4]
 
 
 def test_no_more_is_read_at_once_than_the_plan_has_ram_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook that has measured its machine, say, has the libraries in RAM that others load with the first step."""
+    """A process that has measured its machine already holds libraries that otherwise load with the first step."""
     gib = 1 << 30
 
     def read_ahead(device: str, categories: dict[str, int], present: int, shared: bool = False) -> int:
@@ -154,7 +154,7 @@ def test_no_more_is_read_at_once_than_the_plan_has_ram_for(monkeypatch: pytest.M
         )
         return read_ahead_bytes(plan, torch.device(device), shared=shared)
 
-    planned = {"moments": 2 * gib, "framework": 2 * gib}  # and a model of 1 GiB, in memory
+    planned = {"moments": 2 * gib, "framework": 2 * gib}  # the model takes 1 GiB more
     assert read_ahead("cuda", planned, 4 * gib) == READ_AHEAD_BYTES
     assert read_ahead("cuda", planned, 5 * gib - 1000) == 1000
     assert read_ahead("cuda", planned, 6 * gib) == read_ahead("cpu", planned, gib) == 0

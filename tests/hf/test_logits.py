@@ -1,4 +1,4 @@
-"""Logits that are computed when somebody reads them: the numbers and gradients of the head's own."""
+"""Logits computed on first read: numbers and gradients equal the head's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention masks: what the GPU is asked about them, and that they are the ones that transformers makes."""
+"""Attention masks equal those made by transformers, with fewer questions to the GPU."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.hf.training import arguments
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUESTIONS = ("fast_all", "_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
-"""transformers' functions that ask the GPU."""
+"""Functions of transformers that synchronise with the GPU."""
 
 
 @pytest.fixture(autouse=True)
 def _transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests' models, which nobody closed, use none of it."""
+    """Models of earlier tests that were never closed must not use the patched functions."""
     gc.collect()
     for name in QUESTIONS:
         monkeypatch.setattr(masking_utils, name, changes.unclaimed(masking_utils, name))
@@ -80,7 +80,7 @@ def rows(kind: str, lengths: list[int]) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The questions that reach transformers' own functions, by name."""
+    """Names of the functions in `QUESTIONS` that are called."""
     found: list[str] = []
     for name in QUESTIONS:
         own = getattr(masking_utils, name)
@@ -104,7 +104,7 @@ def test_a_trainer_asks_nothing_and_computes_the_same(
     options: dict[str, Any] = {"max_steps": 2, "train_sampling_strategy": "sequential"}
 
     class Asks(OffloadTrainer):
-        def compute_loss(self, *args: Any, **more: Any) -> Any:  # it may ask about masks of its own
+        def compute_loss(self, *args: Any, **more: Any) -> Any:  # it may ask about its own masks
             return super().compute_loss(*args, **more)
 
     found = []
@@ -136,7 +136,7 @@ def test_a_loop_without_masks_and_positions_is_not_asked_whether_rows_are_packed
 
 @torch.no_grad()
 def test_what_an_interrupted_forward_knew_is_forgotten_when_the_engine_closes() -> None:
-    """torch runs no forward hook after an interrupt. Rows packed into one would attend to each other."""
+    """torch runs no forward hook after an interrupt. Packed rows would attend to each other."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -159,7 +159,7 @@ def questions() -> list[Any]:
 
 @pytest.mark.parametrize(("kind", "budget"), [("llama", None), ("t5", "1GiB")])
 def test_transformers_has_its_own_functions_when_the_last_engine_closes(kind: str, budget: str | None) -> None:
-    """With a budget the engine plans, and traces the model for it."""
+    """With a budget the engine plans, and traces the model."""
     own, config = questions(), OffloadConfig(vram=budget)
     first = OffloadEngine(model(kind), config, device="cpu")
     ours = questions()
@@ -190,7 +190,7 @@ def test_a_plan_leaves_transformers_functions_as_they_were() -> None:
 
 def test_what_others_have_put_in_the_place_of_transformers_functions_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     own, asked = masking_utils.fast_all, []
-    monkeypatch.setattr(masking_utils, "fast_all", own)  # so that it is put back
+    monkeypatch.setattr(masking_utils, "fast_all", own)  # to restore it afterwards
     first = OffloadEngine(model("llama"), OffloadConfig(), device="cpu")
     ours: Any = masking_utils.fast_all
 

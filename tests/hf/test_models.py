@@ -47,7 +47,7 @@ PARAMETERS = {
     "google/flan-t5-xl": 2_849_757_184,
     "flan-t5-xxl": 11_135_332_352,
 }
-"""As counted in the checkpoints on the hub."""
+"""Counted in the checkpoints on the hub."""
 
 
 DECODERS = {
@@ -92,12 +92,12 @@ DECODERS = {
     "openai-community/gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
 }
-"""As counted in the checkpoints on the hub; a tied head counts once."""
+"""Counted in the checkpoints on the hub; a tied head counts once."""
 
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_preset_of_a_decoder_has_the_parameters_of_the_checkpoint(name: str) -> None:
-    """All of a decoder's layers have as many parameters: one is built, on the meta device."""
+    """All layers of a decoder have the same number of parameters, so one layer is built on the meta device."""
     preset = PRESETS[name]
     number = preset.config().num_hidden_layers
     one_layer = {"n_layer" if preset.model_type == "gpt2" else "num_hidden_layers": 1}
@@ -189,7 +189,7 @@ build(T5Config(d_model=8, d_ff=8, num_layers=1, vocab_size=8), "seq2seq", None, 
 
 @pytest.mark.slow
 def test_a_models_module_is_not_imported_on_the_meta_device() -> None:
-    """It imports what torch 2.6 can import on the CPU alone."""
+    """torch 2.6 can import the module only while the CPU is the default device."""
     done = subprocess.run([sys.executable, "-c", IMPORTED], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.split() == ["cpu"]
 
@@ -258,7 +258,7 @@ def test_loading_leaves_no_hooks_on_the_model(tmp_path: Path) -> None:
 
 
 def test_loading_makes_no_second_copy_in_ram(tmp_path: Path) -> None:
-    """Read in fp32 and kept in bf16, the peak is the file's pages (4 bytes a parameter) and the weights (2)."""
+    """Read in fp32 and kept in bf16: the peak is the file's pages (4 bytes a parameter) plus the weights (2)."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("needs Linux's /proc/self/clear_refs to start a new peak")
     config = tiny.llama_config(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=64)
@@ -436,7 +436,7 @@ def test_missing_tokenizer_says_what_to_pass(tmp_path: Path) -> None:
 def test_folder_without_a_vocabulary_is_refused_where_transformers_makes_an_empty_tokenizer(
     config: PreTrainedConfig, settings: dict[str, str], tmp_path: Path
 ) -> None:
-    """With `settings` there is a tokenizer_config.json alone."""
+    """With `settings` the folder has only a tokenizer_config.json."""
     folder = tiny.save_config(config, tmp_path)
     if settings:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -455,7 +455,7 @@ def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
 
 
 def save_as(model: torch.nn.Module, folder: Path, form: str) -> None:
-    """Write the weights as the hub has them: one safetensors file, several, or an old .bin."""
+    """Write the weights in a format of the hub: one safetensors file, several files, or an old .bin."""
     if form == "bin":
         torch.save(model.state_dict(), folder / "pytorch_model.bin")
     else:
@@ -464,7 +464,7 @@ def save_as(model: torch.nn.Module, folder: Path, form: str) -> None:
 
 
 def resident_bytes(field: str) -> int:
-    """A line of /proc/self/status in bytes."""
+    """A field of /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -472,7 +472,7 @@ def resident_bytes(field: str) -> int:
 
 
 def attention_of(model: torch.nn.Module) -> set[str]:
-    """What each module computes its attention with."""
+    """The attention implementation of each module."""
     return {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
 
 

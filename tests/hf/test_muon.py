@@ -1,4 +1,4 @@
-"""Muon through the Trainer and `finetune`: which weights of transformers' models it steps, schedules, resuming."""
+"""Muon through the Trainer and `finetune`: the weights it steps in transformers' models, schedules, resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Trainer leaves behind, and what other Trainers, the hub and other threads do meanwhile."""
+"""Leftovers of a Trainer, and the effects of other Trainers, the hub and other threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def traces(model: nn.Module) -> dict[str, Any]:
-    """All that an engine changes of a model: attributes, flags, hooks, types, and how attention is computed."""
+    """Everything that an engine changes in a model: attributes, flags, hooks, types, and the attention functions."""
     found: dict[str, Any] = {"types": {type(parameter) for parameter in model.parameters()}}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -53,7 +53,7 @@ class Interrupts(TrainerCallback):  # type: ignore[misc, unused-ignore]
         raise KeyboardInterrupt
 
 
-# ---- what is left behind ---------------------------------------------------------------------------------------------
+# ---- leftovers -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [t5, llama])
@@ -67,7 +67,7 @@ def test_a_trainer_that_is_dropped_without_close_leaves_nothing(
     given = dict(vars(args))
     trainer = OffloadSeq2SeqTrainer(model=model, args=args, train_dataset=rows)
     trainer.train()
-    gc.disable()  # it goes with its last reference, as a stock one does
+    gc.disable()  # the trainer must end with its last reference, like a stock Trainer
     try:
         del trainer
         assert traces(model) == before
@@ -116,7 +116,7 @@ def test_a_trainer_whose_loop_runs_is_not_closed_by_another_one(tmp_path: Path) 
 
 
 class FakeTrackio(ModuleType):
-    """What transformers' callback calls of trackio, a tracker without an account."""
+    """The functions of trackio, a tracker without an account, that transformers' callback calls."""
 
     def __init__(self) -> None:
         super().__init__("trackio")
@@ -173,7 +173,7 @@ def test_a_model_that_a_trainer_has_can_be_saved_whole(tmp_path: Path) -> None:
 
 
 def test_another_trainer_evaluates_the_model_as_it_is_in_training(tmp_path: Path) -> None:
-    """Its own budget, which would have the weights streamed, is nothing to the engine that has them."""
+    """The other Trainer's budget would stream the weights; the engine that owns them ignores it."""
     model, rows = t5(), seq2seq_rows(2)
     first = train(tmp_path, model, rows, max_steps=1)
     second = OffloadTrainer(model, arguments(tmp_path), eval_dataset=rows, offload=OffloadConfig(vram="64KiB"))
@@ -230,7 +230,7 @@ def test_a_push_in_mid_run_holds_no_pickle(tmp_path: Path, monkeypatch: pytest.M
 def test_a_second_finetune_waits_for_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Random states, libraries' settings and the GPU's free memory are the process's."""
+    """Random states, library settings and the GPU's free memory belong to the process."""
 
     inside, most, printed = [0], [0], [""]
 

@@ -1,4 +1,4 @@
-"""What is shown while training runs, on a terminal and elsewhere."""
+"""The display during training, on a terminal and elsewhere."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_training_that_goes_back_to_a_checkpoint_has_one_bar(monkeypatch: pyte
     monkeypatch.setattr(callbacks, "tqdm", lambda **options: bars.append(tqdm(**options)) or bars[-1])
     for done in (0, 2):
         progress.on_train_begin(None, SimpleNamespace(max_steps=4, global_step=done), None)
-    assert [bar.disable for bar in bars] == [True, False]  # one that is closed is disabled
+    assert [bar.disable for bar in bars] == [True, False]  # a closed bar is disabled
     progress.on_train_end(None, None, None)
     assert bars[1].disable
 
@@ -83,7 +83,7 @@ def test_a_user_who_wants_no_bar_gets_lines(
 
 
 def bars() -> tuple[bool, bool, bool]:
-    """Whether bars of datasets, of the hub's client and of transformers are shown."""
+    """Whether progress bars of datasets, the hub's client and transformers are enabled."""
     disabled = datasets.are_progress_bars_disabled(), are_progress_bars_disabled()
     return not disabled[0], not disabled[1], logging.is_progress_bar_enabled()
 

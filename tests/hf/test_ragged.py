@@ -1,4 +1,4 @@
-"""Rows of several lengths: their widths, HuggingFace's order by length, and the order of a resumed epoch."""
+"""Rows of several lengths: padded widths, HuggingFace's order by length, and the order of a resumed epoch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ T5 = tiny.t5_config(d_model=16, d_ff=16, num_layers=1, dropout_rate=0.1)
         (100, 2048, None, 16),  # a few long rows do not make the short ones wide
         (1024, 2048, None, 128),
         (4, 10, None, 1),
-        (40, 40, None, 1),  # as packed rows are
-        (320, 500, 508, 8),  # 512 would be beyond the model's last position
-        (320, 600, 512, 1),  # rows that came as tokens are not cut
+        (40, 40, None, 1),  # like packed rows
+        (320, 500, 508, 8),  # 512 would exceed the model's last position
+        (320, 600, 512, 1),  # tokenised rows are not cut
     ],
 )
 def test_a_step_adds_a_sixteenth_of_the_mean_length_at_most(
@@ -86,7 +86,7 @@ def test_a_causal_models_labels_are_as_wide_as_its_inputs() -> None:
 
 
 class Recorded:
-    """A collator that notes the first tokens of the rows of each batch."""
+    """A collator that records the first tokens of every batch's rows."""
 
     def __init__(self, collate: Any) -> None:
         self.collate, self.rows = collate, list[Any]()
@@ -107,7 +107,7 @@ def trainer(kind: Any, folder: Path, collate: Any, model: Any, rows: Any, **more
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The rows of each batch that is made, as tokens."""
+    """The rows of each collated batch, as tokens."""
     found: list[Any] = []
     collate = PadToWidths.__call__
 
@@ -150,7 +150,7 @@ def test_finetunes_order_follows_from_the_seed_alone(tmp_path: Path, seen: list[
     def rows_of(**options: Any) -> list[Any]:
         seen.clear()
         finetuned(tmp_path, batch_size=4, **options)
-        return [batch for batch in seen if all(len(ids) > 4 for ids in batch)]  # those of evaluation are shorter
+        return [batch for batch in seen if all(len(ids) > 4 for ids in batch)]  # evaluation rows are shorter
 
     held_out = [{"input": "abc", "target": "a"}] * 3
     alone = rows_of()
@@ -162,7 +162,7 @@ def test_finetunes_order_follows_from_the_seed_alone(tmp_path: Path, seen: list[
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    """torch's generator takes 32 bits of a seed, and numpy's numbers are seeds too."""
+    """torch's generator takes 32 bits of a seed, and numpy integers are valid seeds."""
     seen = set()
     for seed in (0, 1, 256, 65536, 2**32, 2**40, -1, np.int64(7)):
         for epoch in range(20):
@@ -188,7 +188,7 @@ def test_a_resumed_epoch_goes_on_in_its_order(tmp_path: Path) -> None:
             gradient_accumulation_steps=1, **save,
         )  # fmt: skip
         if checkpoint:
-            torch.randn(7)  # the random state of a process that has loaded a model otherwise
+            torch.randn(7)  # another random state, as after loading a model differently
         ours.train(resume_from_checkpoint=checkpoint)
         ours.close()
         return ours, collate.rows, [weight.detach().clone() for weight in model.parameters()]

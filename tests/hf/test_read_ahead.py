@@ -1,4 +1,4 @@
-"""Files are read ahead into the page cache, where RAM has room for them."""
+"""Files are read into the page cache ahead of use, as far as RAM has room."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def blocks_read(monkeypatch: pytest.MonkeyPatch, cached: int | None = None) -> list[int]:
-    """The blocks that are read. The system says that only the one at `cached` is in the page cache."""
+    """The blocks that are read; the system reports only the block at `cached` as cached."""
     found: list[int] = []
     preadv = os.preadv
 

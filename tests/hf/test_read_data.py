@@ -1,4 +1,4 @@
-"""Rows of files reach training as they were written, and faults of files are named once."""
+"""Rows of files reach training unchanged, and faults of files are reported once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_number_where_text_belongs_says_how_to_write_it(value: Any, message: s
 
 
 def test_messages_keep_what_differs_from_one_to_the_next(tmp_path: Path) -> None:
-    """Dates in them, and calls of tools: a column of one type would give every call the arguments of all."""
+    """Dates, and tool calls: a column with one type would give every call the arguments of all calls."""
     template = "{% for m in messages %}{{ m['content'] }} {{ m['call'] | default(0) | tojson }} {% endfor %}"
     rows = [
         {"messages": [{"role": "user", "content": "1999-05-03", "call": {"day": 3}}]},
@@ -86,7 +86,7 @@ def test_messages_keep_what_differs_from_one_to_the_next(tmp_path: Path) -> None
 
 
 def test_rows_of_many_forms_have_the_types_of_all_of_them(tmp_path: Path) -> None:
-    """A field that is there from row 1500 on, and a column that is not learned from and has no common type."""
+    """A field first appears in row 1500, and an unused column has no common type."""
     rows: list[dict[str, Any]] = [{"text": "a", "id": 1}] * 1500 + [{"text": "b", "id": "x", "label": 2}]
     dataset = load_dataset_like(written(tmp_path / "data.jsonl", rows))
     assert dataset.column_names == ["text", "id", "label"]

@@ -29,7 +29,7 @@ def trainer(folder: Path, *, offload: OffloadConfig | None = None, **options: An
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
-    """The second of three checkpoints that transformers' own Trainer wrote."""
+    """The second of three checkpoints written by transformers' own Trainer."""
     args = arguments(tmp_path, **STEPS)
     Seq2SeqTrainer(model=t5(dropout=0.1), args=args, train_dataset=seq2seq_rows()).train()
     return tmp_path / "checkpoint-2"
@@ -52,7 +52,7 @@ def test_a_checkpoint_of_transformers_without_a_file_is_refused_unless_asked(
         trainer(theirs.parent).train(resume_from_checkpoint=str(theirs))
     again = trained(trainer(theirs.parent, offload=OffloadConfig(resume_incomplete=True)), theirs)
     assert f"lacks {name}" in capsys.readouterr().out
-    # The optimizer's states are loaded and the schedule goes on at the step: only random states make a difference.
+    # The optimizer's states are loaded and the schedule continues at the step: only random states make a difference.
     same = all(torch.equal(weight, whole[key]) for key, weight in again.items())
     assert same == (name == "scheduler.pt")
 
@@ -132,7 +132,7 @@ def test_a_resumed_trainer_names_keys_of_the_config_that_differ_and_refuses_othe
 
 
 def without(folder: Path, word: str) -> None:
-    """Take the tensors whose names hold `word` out of the weights in `folder`."""
+    """Remove the tensors with `word` in their names from the weights in `folder`."""
     kept = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if word not in name}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 

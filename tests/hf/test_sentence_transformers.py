@@ -1,4 +1,4 @@
-"""sentence-transformers' Trainer with the engine mixed in: the same numbers, its losses' weights too."""
+"""sentence-transformers' Trainer with the engine mixed in: the same numbers, also for the weights of its losses."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ IN_RAM = OffloadConfig(placement=Placement(weights="ram", activations="checkpoin
 
 
 class Ours(OffloadTrainerMixin, sentence_transformers.SentenceTransformerTrainer):  # type: ignore[misc]
-    """What is tested."""
+    """The class under test."""
 
 
 def rows(kind: str) -> Dataset:
@@ -61,7 +61,7 @@ def make_loss(kind: str, model: Any) -> Any:
 
 
 def trained(folder: Path, kinds: list[str], door: Any = Ours, resume: bool | str = False, **given: Any) -> Any:
-    """A Trainer that has taken four steps of two micro-batches. Several kinds of losses: each has its data set."""
+    """A Trainer after four steps of two micro-batches. Several kinds of losses have one data set each."""
     path = folder / "bert"
     if not path.exists():
         torch.manual_seed(0)
@@ -89,7 +89,7 @@ def trained(folder: Path, kinds: list[str], door: Any = Ours, resume: bool | str
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
-    """Those of the losses, which have the model in them."""
+    """Weights of the losses, which contain the model."""
     found = trainer.loss if isinstance(trainer.loss, dict) else {"loss": trainer.loss}
     return {f"{at}.{name}": value for at, loss in found.items() for name, value in loss.state_dict().items()}
 
@@ -133,7 +133,7 @@ def test_a_losss_own_weights_have_their_own_rate_and_are_saved_and_resumed(tmp_p
 def test_the_best_model_is_loaded_with_its_losses_weights(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     options |= {"load_best_model_at_end": True, "learning_rate": 0.5, "metric_for_best_model": "eval_loss"}
-    options["greater_is_better"] = True  # so that it is not the newest
+    options["greater_is_better"] = True  # the best checkpoint is not the newest
 
     class Evaluated(Ours):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C: the step is finished and saved, and a resumed run is the whole one."""
+"""SIGTERM, SIGHUP and Ctrl-C: the step is finished and saved, and a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_first_step_is_saved_too(tmp_path: Path) -> None:
 
 def evaluations(one: OffloadSeq2SeqTrainer) -> dict[int, float]:
     logs = [log for log in one.state.log_history if "eval_loss" in log]
-    assert len({log["step"] for log in logs}) == len(logs)  # none twice
+    assert len({log["step"] for log in logs}) == len(logs)  # no step twice
     return {log["step"]: log["eval_loss"] for log in logs}
 
 
@@ -126,7 +126,7 @@ def test_an_evaluation_that_a_checkpoint_comes_before_is_made_first_when_the_run
     whole = trainer(tmp_path / "whole", **options)
     whole.train()
     folder = tmp_path / "run"
-    if at == "saved":  # as if it had been killed before the evaluation
+    if at == "saved":  # as if killed before the evaluation
         step = options["save_steps"]
         shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
     else:
@@ -170,7 +170,7 @@ def test_a_run_that_has_nothing_left_evaluates_and_saves_nothing_again(tmp_path:
 
 
 def test_no_save_is_begun_that_takes_longer_than_the_grace(tmp_path: Path) -> None:
-    """The first save takes longer than the grace."""
+    """The first save takes longer than the grace period."""
     stopped = trainer(tmp_path, Sends(TERM), offload=OffloadConfig(grace_seconds=1.0), save_steps=1)
     save_model = stopped.save_model
 

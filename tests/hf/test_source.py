@@ -1,4 +1,4 @@
-"""A model is looked up once: what it is read from, what is kept, and what a family's entry decides."""
+"""A model's source is resolved once: where it is read, what is cached, and the choices of a family's entry."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_training_by_name_reads_the_config_once_and_builds_the_planned_model_onc
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", counted("config", AutoConfig.from_pretrained))
     monkeypatch.setattr(source, "build", counted("on meta", source.build))
-    monkeypatch.setattr("offloadkit.doors.finetuning.on_hub", lambda data: True)  # then there are two plans
+    monkeypatch.setattr("offloadkit.doors.finetuning.on_hub", lambda data: True)  # makes two plans
     options: dict[str, Any] = {"max_steps": 1, "batch_size": 2, "use_cpu": True, "save_strategy": "no"}
     offloadkit.finetune(folder, PAIRS, init="random", tokenizer="byte", output_dir=tmp_path / "out", **options)
     assert sorted(calls) == ["config", "on meta"]
@@ -92,7 +92,7 @@ def test_an_attention_of_ours_is_one_that_a_family_names(monkeypatch: pytest.Mon
     assert {"T5Attention", "LongT5Attention", "UdopAttention"} <= named
 
     def is_fused(base: type[Any], config: Any) -> bool:
-        """Whether our attention takes over for a class that was never looked at before."""
+        """Whether offloadkit's attention replaces the attention of a new class."""
         attention = type("Attention", (base,), {"__module__": base.__module__})(config, True, layer_idx=0)
         patches.fuse_attention(attention)
         return bool(attention.config._attn_implementation == patches.NAME)

@@ -1,4 +1,4 @@
-"""The Trainer mixin's loss and updates: what the stock Trainer does, and what it gets wrong."""
+"""The Trainer mixin's loss and updates, compared with the stock Trainer and its mistakes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class MeanLoss(OffloadTrainer):
-    """A user's compute_loss that knows nothing of `num_items_in_batch`."""
+    """A user's compute_loss that ignores `num_items_in_batch`."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         labels = inputs.pop("labels")
@@ -43,7 +43,7 @@ class MeanLoss(OffloadTrainer):
 
 
 class SumOverAll(OffloadTrainer):
-    """A user's compute_loss that divides by the whole accumulated batch, and says so."""
+    """A user's compute_loss that divides by the targets of the whole accumulated batch, and declares it."""
 
     loss_is_scaled_for_ga = True
 
@@ -113,7 +113,7 @@ def test_training_equals_the_stock_trainer(tmp_path: Path, make: Callable[[], Pr
 
 
 def test_the_last_window_of_an_epoch_may_be_short(tmp_path: Path) -> None:
-    """10 rows in batches of 2 with accumulation 4: updates from 8 rows and from 2, as from one batch each."""
+    """10 rows in batches of 2 with accumulation 4: updates from 8 and 2 rows, each equal to one batch."""
     rows = seq2seq_rows(10)
     options = {"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": "sequential"}
     split = train(tmp_path, t5(), rows, gradient_accumulation_steps=4, **options)

@@ -1,4 +1,4 @@
-"""What transformers' Trainer does and ours does too: evaluations with a NaN, batches that are lists, left-over rows."""
+"""Habits of transformers' Trainer that offloadkit keeps: evaluations with NaN, batches as lists, left-over rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Trainer mixin cannot do says so, before any work."""
+"""Unsupported arguments of the Trainer mixin are refused before any work."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_finetune_refuses_deepspeed_before_transformers_asks_for_it() -> None:
 
 
 def test_a_config_of_deepspeeds_with_autos_takes_the_arguments(tmp_path: Path) -> None:
-    """HuggingFace's own: what is "auto" is what the arguments say."""
+    """HuggingFace's own config: "auto" values come from the arguments."""
     args = arguments(tmp_path, learning_rate=3e-4, gradient_accumulation_steps=2, adam_beta2=0.95)
     config = engine_config(OffloadConfig.from_deepspeed(HF_ZERO3), args)
     assert (config.learning_rate, config.gradient_accumulation, config.betas) == (3e-4, 2, (0.9, 0.95))
@@ -76,7 +76,7 @@ SAME_AS_FULL: dict[str, Any] = {
 
 
 def test_a_config_of_deepspeeds_and_the_arguments_must_say_the_same(tmp_path: Path) -> None:
-    """What the file writes counts even where it is OffloadConfig's default; what it leaves out is the arguments'."""
+    """A value in the file counts even if it is OffloadConfig's default; a missing value comes from the arguments."""
     full = OffloadConfig.from_deepspeed(FULL)
     usual: dict[str, Any] = {"max_steps": 1, "adam_beta2": 0.95}
     config = train(tmp_path, t5(), seq2seq_rows(), more={"offload": full}, **SAME_AS_FULL, **usual).engine.config
@@ -195,7 +195,7 @@ def test_a_model_without_trainable_parameters_is_refused(tmp_path: Path) -> None
 
 def test_a_quantised_model_is_refused_by_name_before_transformers_does(tmp_path: Path) -> None:
     model: Any = t5()
-    model.is_quantized = True  # as its quantiser sets it
+    model.is_quantized = True  # as set by a quantiser
     with pytest.raises(ModelError, match="is quantised, and quantised weights cannot be trained"):
         OffloadTrainer(model, arguments(tmp_path))
     with pytest.raises(ModelError, match="is quantised, and quantised weights cannot be trained"):

@@ -1,4 +1,4 @@
-"""`on_nonfinite="rollback"` under the Trainers and `finetune`: they go on from the last checkpoint by themselves."""
+"""`on_nonfinite="rollback"` under the Trainers and `finetune`: they resume from the last checkpoint by themselves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPPED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
 
 
 class Spoils(TrainerCallback):
-    """NaN in the loss of a step, so many times."""
+    """Makes the loss of a step NaN, a given number of times."""
 
     def __init__(self, times: dict[int, int]) -> None:
         self.left, self.steps = Counter(times), list[int]()
@@ -80,7 +80,7 @@ def test_the_run_is_the_one_resumed_by_hand_from_that_checkpoint(
 ) -> None:
     """Two or three steps an epoch with accumulation, six without; dropout, shuffled rows, a schedule.
 
-    Evaluations at an epoch's end come after its checkpoint.
+    Evaluations at the end of an epoch come after its checkpoint.
     """
     run = trainer(tmp_path, {4: 1, 6: 2}, **options)
     run.train()
@@ -102,7 +102,7 @@ def test_the_run_is_the_one_resumed_by_hand_from_that_checkpoint(
 
 
 def test_random_numbers_that_a_callback_draws_change_no_order_of_rows(tmp_path: Path) -> None:
-    """A seed that is set in training is no seed of the order."""
+    """A seed set during training must not change the order of rows."""
 
     class Seeds(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -110,7 +110,7 @@ def test_random_numbers_that_a_callback_draws_change_no_order_of_rows(tmp_path: 
 
     run = trainer(tmp_path / "run", {3: 1}, callbacks=[Seeds()])
     run.train()
-    whole = trainer(tmp_path / "whole", {}, callbacks=[Seeds()])  # which seeds
+    whole = trainer(tmp_path / "whole", {}, callbacks=[Seeds()])  # this callback seeds
     whole.train()
     assert_same(run, whole)
 
@@ -125,7 +125,7 @@ def test_nan_that_comes_again_ends_training_after_three_times(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_three_times_are_counted_through_a_model_init_and_a_checkpoint_of_transformers(tmp_path: Path) -> None:
-    """A new model would bring a new engine, and a checkpoint of transformers' Trainer holds no number of updates."""
+    """`model_init` would bring a new engine, and a checkpoint of transformers' Trainer holds no number of updates."""
     with pytest.raises(NonFiniteGradientError, match="3 times without passing step 4"):
         trainer(tmp_path / "init", {4: 100}, model_init=lambda: t5(dropout=0.1)).train()
     theirs = Trainer(
@@ -138,7 +138,7 @@ def test_three_times_are_counted_through_a_model_init_and_a_checkpoint_of_transf
 
 
 def test_without_a_checkpoint_of_this_run_the_error_says_so(tmp_path: Path) -> None:
-    """One that an earlier `train()` has left is none."""
+    """A checkpoint of an earlier `train()` does not count."""
     run = trainer(tmp_path, {1: 1})
     with pytest.raises(NonFiniteGradientError, match=r"no checkpoint to go back to\. No checkpoint was saved"):
         run.train()

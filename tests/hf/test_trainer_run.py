@@ -1,4 +1,4 @@
-"""A whole run of the Trainer mixin: saving and continuing, evaluation, schedules, callbacks, reports."""
+"""A whole run of the Trainer mixin: saving and resuming, evaluation, schedules, callbacks, reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.hf.training import arguments, assert_close, bert, class_rows, logged,
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# -- saving and continuing
+# -- saving and resuming
 
 
 def run_state(trainer: Any) -> dict[str, torch.Tensor]:
@@ -57,7 +57,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path: Path, save
 
 
 def test_the_saved_model_is_loaded_by_from_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is written in pieces, by the Trainer's call alone."""
+    """The Trainer's own call writes it in pieces."""
     written: list[Path] = []
     write, theirs = saving.write_arrays, modeling_utils.safe_save_file
     monkeypatch.setattr(saving, "write_arrays", lambda *args: (written.append(args[0]), write(*args)))
@@ -73,7 +73,7 @@ def test_the_saved_model_is_loaded_by_from_pretrained(tmp_path: Path, monkeypatc
 
 
 def test_the_best_model_is_loaded_at_the_end_and_trains_on(tmp_path: Path) -> None:
-    """The second evaluation is made the best one; its checkpoint's weights become the master weights too."""
+    """The second evaluation is made the best; the weights of its checkpoint become the master weights too."""
     scores = iter([3.0, 1.0, 2.0])
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "bf16": True}
     options |= {"load_best_model_at_end": True, "metric_for_best_model": "score", "greater_is_better": False}
@@ -112,7 +112,7 @@ def test_training_losses_of_bf16_weights_are_fp32(tmp_path: Path) -> None:
 
 
 def test_evaluation_losses_of_bf16_weights_are_fp32(tmp_path: Path) -> None:
-    """One batch whose loss is near 4: in bf16 the next number is 0.03 away."""
+    """One batch with a loss near 4, where bf16 numbers are 0.03 apart."""
     evaluated = seq2seq_rows(8, seed=2)
     options = {"bf16": True, "per_device_eval_batch_size": 8, "eval_strategy": "steps", "eval_steps": 1}
     trainer = train(tmp_path, t5(), seq2seq_rows(), more={"eval_dataset": evaluated}, **options)
@@ -134,7 +134,7 @@ def test_evaluation_before_training_builds_no_engine(tmp_path: Path) -> None:
     assert ours.engine is None
 
 
-# -- what goes through the engine
+# -- routes through the engine
 
 
 def test_accelerate_neither_wraps_the_model_nor_copies_the_states(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_activation_checkpointing_changes_no_weight(tmp_path: Path) -> None:
 
 
 def test_the_engine_recomputes_in_every_run_not_the_trainer(tmp_path: Path) -> None:
-    """Each block runs twice a micro-batch. Where the Trainer recomputed as well, it would run once more."""
+    """Each block runs twice per micro-batch. If the Trainer recomputed too, it would run three times."""
     runs: list[int] = []
     model = t5()
     model.encoder.block[0].layer[0].register_forward_pre_hook(lambda *_: runs.append(1))
@@ -194,7 +194,7 @@ def test_the_engine_recomputes_in_every_run_not_the_trainer(tmp_path: Path) -> N
 
 
 class Grouped(Trainer):
-    """A user's Trainer with groups and a training step of its own."""
+    """A user's Trainer that defines parameter groups and a training step."""
 
     steps = 0
 
@@ -349,7 +349,7 @@ def test_loader_workers_change_no_weight(tmp_path: Path) -> None:
 
 
 def test_what_is_logged_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`report_to` names a callback of transformers' list; one that listens stands for TensorBoard and the like."""
+    """A listening callback in transformers' list stands for TensorBoard and the like."""
     heard: list[dict[str, float]] = []
 
     class Listener(TrainerCallback):

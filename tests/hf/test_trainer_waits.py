@@ -1,4 +1,4 @@
-"""The Trainer's loop does not wait for the device in the steady state: not for a batch, not for a loss."""
+"""The Trainer's loop does not wait for the device in the steady state, neither for a batch nor for a loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.synchronisations import Synchronisation, of_the_callers, synchronisat
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MASKS = "masking_utils.py"
-"""Where transformers asks the device whether an attention mask masks anything, and (5.17) sends it a number."""
+"""transformers asks the device here whether an attention mask masks anything, and (5.17) sends it a number."""
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_batches_are_copied_without_waiting_where_they_are_pinned(
 
 
 class Counts(TrainerCallback):
-    """Notes what waits from the end of one step to that of another."""
+    """Records synchronisations from the end of one step to the end of another."""
 
     def __init__(self, after: int, until: int) -> None:
         self._after, self._until = after, until
@@ -73,7 +73,7 @@ class Counts(TrainerCallback):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("attention", "accumulation"), [("sdpa", 1), ("eager", 2)])
 def test_the_trainers_loop_synchronises_nothing(attention: str, accumulation: int, device: str, tmp_path: Path) -> None:
-    """But where transformers makes attention masks: for `sdpa` and inputs without padding it makes none."""
+    """Except in transformers' attention masks, which `sdpa` without padding does not need."""
     rows = seq2seq_rows(12 * 2 * accumulation)
     for row in rows:
         if attention == "sdpa":
@@ -103,9 +103,10 @@ def test_the_trainers_loop_synchronises_nothing(attention: str, accumulation: in
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", ["t5", "llama"])
 def test_rows_of_several_lengths_are_waited_for_nowhere(family: str, device: str, tmp_path: Path) -> None:
-    """Not even where transformers makes masks: T5's attention is ours on a GPU, and the Llama's masks were seen before.
+    """Not even in attention masks: T5's attention is offloadkit's on a GPU, and the Llama's masks were computed before.
 
-    Without a GPU, T5 has transformers' own attention, whose questions are seen on a GPU only."""
+    Without a GPU, T5 has transformers' own attention, whose questions are noticed on a GPU only.
+    """
     draw, rows = random.Random(0), []
     for _ in range(12 * 4):
         ids = draw.choices(range(3, 60), k=draw.randint(4, 40))
@@ -130,7 +131,7 @@ def test_rows_of_several_lengths_are_waited_for_nowhere(family: str, device: str
 
 @pytest.mark.gpu
 def test_a_batch_that_is_waited_for_is_seen(tmp_path: Path) -> None:
-    """As without pinned memory, where the copy waits for all that the GPU has to do."""
+    """Without pinned memory the copy waits for the GPU's queue."""
     counts = Counts(after=4, until=6)
     options: dict[str, Any] = {"max_steps": 8, "logging_steps": 1000, "use_cpu": False, "dataloader_pin_memory": False}
     train(tmp_path, t5(), seq2seq_rows(16), more={"callbacks": [counts]}, **options)

@@ -1,4 +1,5 @@
-"""TRL's Trainers with the engine mixed in, with PEFT's adapters and without: the same numbers as without the engine."""
+"""TRL's Trainers with the engine mixed in, with and without PEFT's adapters: the numbers of a run without the
+engine."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def trained(door: str, folder: Path, *, offloads: bool, adapts: bool) -> Any:
-    """A Trainer of TRL's that has taken four steps of two micro-batches, in fp32."""
+    """A TRL Trainer after four steps of two micro-batches, in fp32."""
     stock = getattr(trl, f"{door}Trainer")
     trainer_class = type(f"Offload{door}", (OffloadTrainerMixin, stock), {}) if offloads else stock
     args = getattr(trl, f"{door}Config")(

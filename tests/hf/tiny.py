@@ -48,7 +48,7 @@ def t5_config(**changes: Any) -> T5Config:
 
 
 def t5_v1_1_config(**changes: Any) -> T5Config:
-    """T5 v1.1: gated-gelu, and a head of its own."""
+    """T5 v1.1: gated-gelu, and an untied head."""
     return t5_config(**({"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} | changes))
 
 
@@ -83,7 +83,7 @@ def bert_config(**changes: Any) -> BertConfig:
 
 
 def word_tokenizer(*, chat_template: str | None = None, pad_token: str | None = "<pad>") -> PreTrainedTokenizerFast:
-    """One id a word, `<s>` in front and nothing behind, as Llama's tokenizers do it."""
+    """One id a word, `<s>` in front and no end token, like Llama's tokenizers."""
     vocabulary = {word: index for index, word in enumerate(SPECIAL + WORDS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -106,7 +106,7 @@ def load_model(model: Any, *, progress: bool = False, dtype: Any = None, device:
 
 
 def build_model(model: Any, *, dtype: Any = None, **how: Any) -> tuple[PreTrainedModel, Materialise | None]:
-    """The same, its parameters unread, and what makes them real; None if they are read already."""
+    """The same model with unread parameters, and the function that reads them; None if they have been read."""
     built = source_of(model, **how).load_lazily(dtype=dtype)
     return built, make_real if is_unread(built) else None
 

@@ -81,7 +81,7 @@ def class_rows(num_rows: int = 8) -> list[Row]:
 
 def arguments(folder: Path, **options: Any) -> Seq2SeqTrainingArguments:
     defaults = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
-    # With AdamW's usual eps a weight whose gradient is nearly 0 moves by its rounding error's sign.
+    # AdamW's usual eps would make a weight with a gradient near 0 move by the sign of a rounding error.
     defaults |= {"max_steps": 3, "learning_rate": 1e-3, "per_device_train_batch_size": 2, "adam_epsilon": 1e-4}
     return Seq2SeqTrainingArguments(str(folder), **(defaults | options))
 
@@ -98,7 +98,7 @@ def train(
     more: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A trainer that has trained."""
+    """A trainer after training."""
     trainer = trainer_class(model=model, args=arguments(folder, **options), train_dataset=rows, **(more or {}))
     trainer.train()
     return trainer
