@@ -29,6 +29,7 @@ struct plan_machine {
     double accumulation;
     double agreeing; /* seconds of an update that several ranks take to agree */
     double link_is_bus, link;
+    double num_trained; /* layers that are not frozen */
 };
 
 struct plan_model {
@@ -97,10 +98,10 @@ static inline double plan_last(const struct queues *q) {
     return larger(last, larger(larger(q->disk, q->launches), q->link));
 }
 
-static inline int states_in_vram(int64_t code) { return code == IN_VRAM; }
+static inline int states_in_vram(int64_t code) { return (code & IN_VRAM) != 0; }
 static inline int weights_in_ram(int64_t code) { return (code & STREAMED) != 0; }
-static inline int gradients_in_ram(int64_t code) { return code != IN_VRAM && !(code & KEEPS); }
-static inline int steps_on_cpu(int64_t code) { return code != IN_VRAM && !(code & ON_GPU); }
+static inline int gradients_in_ram(int64_t code) { return !(code & (IN_VRAM | KEEPS)); }
+static inline int steps_on_cpu(int64_t code) { return !(code & (IN_VRAM | ON_GPU)); }
 
 static inline int plan_recomputes(const struct plan_model *model, const struct candidate *of, int64_t at) {
     return model->blocks[at] >= 0 && model->blocks[at] < of->recomputed;
@@ -288,7 +289,7 @@ static struct queues plan_forward(const struct plan_model *model, const struct c
             double fetched = (in_ram ? layer->weight_bytes : layer->stepped_bytes) / bus.h2d, is_free = 0.0;
             if (in_ram) {
                 num_streamed += 1.0;
-                if (!updates && num_ends < num_buffers) continue;
+                if (!(updates && !states_in_vram(code)) && num_ends < num_buffers) continue;
                 is_free = larger(before, num_ends >= num_buffers ? memory->ends[num_ends - num_buffers] : 0.0);
             } else if (!(updates && steps_on_cpu(code))) {
                 if (updates && layer->gather != 0.0)
@@ -412,7 +413,7 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
         }
     }
     if (is_last) {
-        double done = plan_launched(&q, m->layer_launches * (double)model->num_layers * m->launch_seconds, 0.0);
+        double done = plan_launched(&q, m->layer_launches * m->num_trained * m->launch_seconds, 0.0);
         done = larger(done, q.link);
         for (int64_t at = 0; at < model->num_layers; at++) {
             int64_t code = of->codes[at];

@@ -446,7 +446,8 @@ def gpu_step_seconds(plan: Plan | None, machine: Machine | None) -> float | None
     if plan is None or machine is None or machine.vram_bytes_per_second is None:
         return None
     traffic = sum(layer.step_bytes(plan.accumulation) for layer in plan.layers)
-    return traffic / (machine.vram_bytes_per_second * STEP_EFFICIENCY) + len(plan.layers) * KERNEL_SECONDS
+    num_steps = sum(layer.kind.is_trained for layer in plan.layers)
+    return traffic / (machine.vram_bytes_per_second * STEP_EFFICIENCY) + num_steps * KERNEL_SECONDS
 
 
 def recomputed_share(plan: Plan | None) -> float:

@@ -329,6 +329,11 @@ def state_table(optimizer: str, precision: Precision, weights_dtype: torch.dtype
     return StateTable(chosen, precision, weights_dtype, tuple(arrays))
 
 
+@cache
+def _no_states(optimizer: str, precision: Precision, weights_dtype: torch.dtype) -> StateTable:
+    return StateTable(optimizer_named(optimizer), precision, weights_dtype, ())
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """How a flat layer's parameters are trained. The plan, buffers, states and checkpoint read it.
@@ -341,10 +346,16 @@ class LayerKind:
     optimizer: str = "adamw"
     """A name in `OPTIMIZERS`."""
     precision: Precision = "exact"
+    trains: Literal["yes", "frozen"] = "yes"
+    """"frozen": the layer has weights alone: no gradient, no optimizer states, no step."""
 
     @property
     def weights_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def is_trained(self) -> bool:
+        return self.trains == "yes"
 
     @property
     def step_unit(self) -> Literal["element", "matrix"]:
@@ -354,7 +365,8 @@ class LayerKind:
     @property
     def states(self) -> StateTable:
         """The optimizer states. Raises `ConfigError` as `state_table` does."""
-        return state_table(self.optimizer, self.precision, self.weights_dtype)
+        found = state_table if self.is_trained else _no_states
+        return found(self.optimizer, self.precision, self.weights_dtype)
 
 
 @dataclass(slots=True)

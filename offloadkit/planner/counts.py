@@ -25,6 +25,7 @@ from offloadkit.planner.layout import (
     NUM_WEIGHT_BUFFERS,
     SMALL_BUCKET,
     LayerShape,
+    WeightsAlone,
     activations,
     gpu_can_step,
     is_built,
@@ -51,6 +52,7 @@ class Counts(NamedTuple):
     - The last layers have their states on disk.
     - GPU steps are spread evenly over layers with states in RAM, so that CPU and GPU both advance with forward.
     - The GPU steps all layers of matrices. Small layers beside them (norms) stay in VRAM.
+    - Frozen layers have no states. Weights of small layers beside them (adapters) stay in VRAM.
     """
 
     recomputed: int
@@ -77,8 +79,9 @@ PLACEMENTS: tuple[Placement, ...] = (
         for code in range(_IN_VRAM)
     ),
     IN_VRAM,
+    WeightsAlone(weights="ram"),
 )
-"""Placements by code."""
+"""Placements by code. Frozen layers have the last two."""
 
 
 def where_of(code: int, recomputation: Literal["keep", "checkpoint", "offload"]) -> Placement:
@@ -121,12 +124,13 @@ class Spread:
         self.block_of = np.array([self._number.get(layer.name, -1) for layer in layers])
         self._shared = np.array([layer.shared for layer in layers])
         self._exchanges = layers[0].num_ranks > 1
-        self._may_stream = (self.block_of >= 0) & ~self._shared & one_host
+        self._frozen = np.array([not layer.kind.is_trained for layer in layers])
+        self._may_stream = (self.block_of >= 0) & ~self._shared & ~_beside(layers, self._frozen) & one_host
         in_ram = Placement(gradients="ram")
         self._must_keep = ~np.array([is_built(in_ram, layer, accumulation, one_host=one_host) for layer in layers])
         self._columns = np.arange(len(layers))
         self._matrices = np.array([bool(layer.matrices) for layer in layers])
-        self._stay = _beside_matrices(layers)
+        self._stay = _beside(layers, self._matrices) & ~self._frozen
         self._workspace = workspace_bytes(layers)
         self._fixed_vram = frozen_bytes + context_bytes + ALLOCATOR_BYTES
         self._frozen_bytes = frozen_bytes
@@ -181,12 +185,12 @@ class Spread:
         number = len(self._layers)
         streamed = self._may_stream & _is_among(column("streamed"), self.block_of, max(1, len(self.blocks)))
         streamed &= ~self._stay
-        resident = ~streamed & ~self._stay
+        resident = ~streamed & ~self._stay & ~self._frozen
         may_hold = np.maximum(1, resident.sum(1))[:, None]
         from_the_end = may_hold - np.cumsum(resident, 1)
         in_vram = self._stay | (resident & _is_among(column("states_in_vram"), from_the_end, may_hold))
-        on_disk = ~in_vram & (self._columns >= number - column("states_on_disk")) & ~self._matrices
-        in_ram = ~in_vram & ~on_disk
+        on_disk = ~in_vram & (self._columns >= number - column("states_on_disk")) & ~self._matrices & ~self._frozen
+        in_ram = ~in_vram & ~on_disk & ~self._frozen
         either = in_ram & ~self._matrices
         before = np.cumsum(either, 1) - either
         on_gpu = either & _is_among(column("gpu_steps"), before, np.maximum(1, either.sum(1))[:, None])
@@ -194,7 +198,7 @@ class Spread:
         kept = np.array([counts.gradients_in_vram for counts in some])[:, None]
         keeps = (kept == "all") | (on_gpu & (kept == "gpu")) | self._must_keep
         codes = streamed * _STREAMED + keeps * _KEEPS + on_gpu * _ON_GPU + on_disk * _ON_DISK
-        return np.where(in_vram, _IN_VRAM, codes)
+        return np.where(in_vram, _IN_VRAM, np.where(self._frozen, streamed * _STREAMED + _IN_VRAM, codes))
 
     # -- bytes
 
@@ -202,7 +206,7 @@ class Spread:
         """For each of `some`: the additional VRAM of each resident layer if its states are in VRAM too."""
         codes = self.codes(some)
         more = self._vram[:, [_IN_VRAM]].T - self._vram[self._columns, codes]
-        resident = ~each(codes, lambda where: where.weights == "ram") & ~self._stay
+        resident = ~each(codes, lambda where: where.weights == "ram") & ~self._stay & ~self._frozen
         return [of[kept] for of, kept in zip(more, resident, strict=True)]
 
     def bytes(self, some: Sequence[Counts], codes: Codes) -> Ints:
@@ -247,13 +251,14 @@ class Spread:
         return vram, ram + NUM_STATE_BUFFERS * self._disk[self._columns, codes].max(1), gradients
 
 
-def _beside_matrices(layers: Sequence[LayerShape]) -> NDArray[np.bool_]:
-    """Whether each layer is small in comparison with the matrices of its block."""
+def _beside(layers: Sequence[LayerShape], some: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Whether each layer is not among `some` and small in comparison with the layers of its block that are."""
     of_block: dict[str, int] = {}
-    for layer in layers:
-        if layer.matrices:
+    for layer, is_one in zip(layers, some, strict=True):
+        if is_one:
             of_block[layer.name] = of_block.get(layer.name, 0) + layer.numel
-    return np.array([not layer.matrices and is_small(layer.numel, of_block.get(layer.name, 0)) for layer in layers])
+    small = [is_small(layer.numel, of_block.get(layer.name, 0)) for layer in layers]
+    return np.array([is_one and not among for is_one, among in zip(small, some, strict=True)])
 
 
 def _recomputation(block: int, recomputed: int, offloaded: int) -> Literal["keep", "checkpoint", "offload"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from offloadkit.errors import ConfigError
 from offloadkit.facts.config import Placement
@@ -46,6 +47,20 @@ CATEGORIES = (
     "framework",
 )
 """In display order."""
+
+
+@dataclass(frozen=True)
+class WeightsAlone(Placement):
+    """The placement of a frozen layer. The fields other than `weights` and `activations` say that there is nothing
+    outside VRAM.
+    """
+
+    gradients: Literal["vram", "ram"] = "vram"
+    states: Literal["vram", "ram", "disk"] = "vram"
+    step: Literal["cpu", "gpu"] = "gpu"
+
+    def __post_init__(self) -> None:
+        """Allows weights in RAM without states in RAM."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +117,11 @@ class LayerShape:
 
     def bucket_bytes(self) -> int:
         """Bytes of one micro-batch's gradient."""
-        return self.numel * (4 if self.shared else self.kind.weights_dtype.itemsize)
+        return 0 if not self.kind.is_trained else self.numel * (4 if self.shared else self.kind.weights_dtype.itemsize)
 
     def sums_whole(self, accumulation: int) -> bool:
         """Whether each of several ranks sums the whole layer's gradient before the exchange."""
-        return self.exchanges_sums and self.num_ranks > 1 and accumulation > 1
+        return self.exchanges_sums and self.num_ranks > 1 and accumulation > 1 and self.kind.is_trained
 
     def received_bytes(self, accumulation: int) -> int:
         """Bytes that an exchange with several ranks gathers: every rank's gradient of this rank's elements."""
@@ -132,19 +147,25 @@ class LayerShape:
 
     def gathered_bytes(self, placement: Placement) -> int:
         """Bytes of new weights that the other ranks send in an update."""
-        return self.weight_bytes() - self.stepped_bytes() if placement.weights == "vram" else 0
+        is_gathered = placement.weights == "vram" and self.kind.is_trained
+        return self.weight_bytes() - self.stepped_bytes() if is_gathered else 0
 
     def gradient_bytes(self, accumulation: int) -> int:
         """Bytes of the gradient that the step reads: fp32 if it is a sum of several, else the layer's dtype."""
-        return self.own_numel * 4 if accumulation * self.num_ranks > 1 else self.bucket_bytes()
+        is_sum = accumulation * self.num_ranks > 1 and self.kind.is_trained
+        return self.own_numel * 4 if is_sum else self.bucket_bytes()
 
     def weight_bytes(self) -> int:
         """Bytes of the working weights."""
         return self.numel * self.kind.weights_dtype.itemsize
 
     def stepped_bytes(self) -> int:
-        """Bytes of the working weights that this rank steps."""
+        """Bytes of the working weights that this rank steps; its equal share of frozen weights."""
         return self.own_numel * self.kind.weights_dtype.itemsize
+
+    @property
+    def _weights_category(self) -> str:
+        return "working weights" if self.kind.is_trained else "frozen weights"
 
     def sums_bytes(self) -> int:
         """Bytes of the norm's block sums, in fp64."""
@@ -156,6 +177,8 @@ class LayerShape:
 
     def step_bytes(self, accumulation: int) -> int:
         """Memory traffic of a step: the gradient is read, states and working weights are read and written."""
+        if not self.kind.is_trained:
+            return 0
         return self.gradient_bytes(accumulation) + 2 * (sum(self.state_bytes().values()) + self.stepped_bytes())
 
     def chunk_numel(self) -> int:
@@ -187,7 +210,7 @@ class LayerShape:
             parts["gradients"] += self.window_bytes(accumulation) if in_ram else self.gradient_bytes(accumulation)
         keeps_copy = cpu_can_step(placement, self.kind)
         if keeps_copy or placement.weights == "ram":  # the copy of resident weights, or the only copy
-            parts["working weights"] = self.stepped_bytes()
+            parts[self._weights_category] = self.stepped_bytes()
         if placement.states == "ram":
             parts |= self.state_bytes()
         return parts
@@ -196,7 +219,7 @@ class LayerShape:
         """VRAM by category that belongs to this layer alone. All layers share the buckets and weight buffers."""
         parts = {"gradients": self.sums_bytes()}
         if placement.weights == "vram":
-            parts["working weights"] = self.weight_bytes()
+            parts[self._weights_category] = self.weight_bytes()
         if placement.states == "vram":
             parts |= self.state_bytes()
         if placement.gradients == "vram":
@@ -256,10 +279,18 @@ def chunk_numel(numel: int) -> int:
 
 def possible(placement: Placement, layer: LayerShape) -> Placement:
     """`placement`, with weights in VRAM unless the layer is a repeated block without tied weights, and with activations
-    kept outside blocks."""
-    if layer.in_block and not layer.shared:
+    kept outside blocks. Frozen layers have weights alone."""
+    if not (layer.in_block and not layer.shared):
+        activations = placement.activations if layer.in_block else "keep"
+        placement = replace(placement, weights="vram", activations=activations)
+    return of_kind(placement, layer)
+
+
+def of_kind(placement: Placement, layer: LayerShape) -> Placement:
+    """`placement`, as `WeightsAlone` if the layer is frozen."""
+    if layer.kind.is_trained:
         return placement
-    return replace(placement, weights="vram", activations=placement.activations if layer.in_block else "keep")
+    return WeightsAlone(weights=placement.weights, activations=placement.activations)
 
 
 def for_matrices(placement: Placement, layer: LayerShape) -> Placement:
@@ -445,7 +476,7 @@ def run_bytes(
         device_type: with "cpu" there is no VRAM, and bytes of the "vram" tier are in RAM too.
     """
     tiers = tier_bytes(layers, placements, accumulation)
-    tiers["vram"]["frozen weights"] = frozen_bytes
+    tiers["vram"]["frozen weights"] = tiers["vram"].get("frozen weights", 0) + frozen_bytes
     if held is not None:
         tiers["vram"]["activations"] = held.vram
         tiers["ram"]["activations"] = held.ram

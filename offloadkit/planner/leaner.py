@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from offloadkit.facts.config import Placement
-from offloadkit.planner.layout import for_matrices, is_built, possible, tier_bytes
+from offloadkit.planner.layout import WeightsAlone, for_matrices, is_built, possible, tier_bytes
 from offloadkit.planner.make import budget_options, placed, replanned
 from offloadkit.planner.plan import Plan
 from offloadkit.planner.prediction import TIERS
@@ -97,7 +97,7 @@ def _gradients_to_ram(where: Placement) -> Placement:
 
 
 def _weights_to_ram(where: Placement) -> Placement:
-    return replace(where, weights="ram") if where.states != "vram" else where
+    return replace(where, weights="ram") if where.states != "vram" or isinstance(where, WeightsAlone) else where
 
 
 def _inputs_to_ram(where: Placement) -> Placement:

@@ -18,6 +18,7 @@ from offloadkit.planner.layout import (
     check_matrices,
     choices,
     for_matrices,
+    of_kind,
     outside_bytes,
     possible,
     run_bytes,
@@ -128,6 +129,7 @@ def _plan(
     budgets: dict[str, int],
     placements: tuple[Placement, ...],
 ) -> P:
+    placements = tuple(of_kind(where, layer) for where, layer in zip(placements, layers, strict=True))
     config, work, hardware, frozen, frozen_bytes = (
         basis.config,
         basis.work,
@@ -150,12 +152,12 @@ def _plan(
         model = StepModel(layers, work, hardware, config.gradient_accumulation, compiled=config.compile_blocks)
     weights = frozen_bytes + sum(layer.weight_bytes() for layer in layers)
     checkpoint = weights + sum(sum(layer.state_bytes().values()) for layer in layers)
-    num_trainable = sum(layer.num_parameters for layer in layers)
+    num_trainable = sum(layer.num_parameters for layer in layers if layer.kind.is_trained)
     return kind(
         layers,
         placements,
         config.gradient_accumulation,
-        num_trainable + frozen,
+        frozen + sum(layer.num_parameters for layer in layers),
         num_trainable,
         tiers,
         checkpoint,

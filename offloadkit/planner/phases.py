@@ -55,7 +55,7 @@ def moved_bytes(layers: Sequence[LayerShape], placements: Sequence[Placement], f
     Weights that ranks share count with this rank's part only, because they are copy-on-write.
 
     Args:
-        frozen: bytes of frozen parameters and buffers.
+        frozen: bytes of frozen parameters and buffers that are in no layer.
     """
     if all(where.weights == "vram" for where in placements):
         return 0
@@ -108,7 +108,9 @@ def phases_of(
     slabs, lasting = sum(ram.values()), sum(vram.values())
     built = lasting - buffer_bytes(list(zip(layers, placements, strict=True)), accumulation)["vram"]["gradients"]
     staged = staged_bytes(layers)
-    moved = moved_bytes(layers, placements, vram.get("frozen weights", 0))
+    frozen = [each for each in zip(layers, placements, strict=True) if not each[0].kind.is_trained]
+    in_layers = sum(layer.weight_bytes() for layer, where in frozen if where.weights == "vram")
+    moved = moved_bytes(layers, placements, vram.get("frozen weights", 0) - in_layers)
     forward = forward_bytes(work)
     generating = forward + _cache_bytes(work)
     begun, full = framework + slabs, framework + slabs + held_in_ram

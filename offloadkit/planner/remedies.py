@@ -59,7 +59,7 @@ def nearest_fits(plan: P, most: int = 4) -> list[tuple[str, P]]:
 
 def _leaner_precisions(plan: Prediction) -> tuple[Precision, ...]:
     """Precisions after the present one that all optimizers of the plan have."""
-    names = {layer.kind.optimizer for layer in plan.layers}
+    names = {layer.kind.optimizer for layer in plan.layers if layer.kind.is_trained}
     order = min((optimizer_named(name).precisions for name in names), key=len)
     return order[order.index(plan.basis.config.precision) + 1 :]
 

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from heapq import heappop, heappush
+from typing import Any
 
 from offloadkit.facts.config import Placement, Precision
 from offloadkit.facts.fitted import (
@@ -119,6 +120,7 @@ class StepModel:
     Attributes:
         stages: the costs of each stage, in forward order.
         layers: the costs of each flat layer, in the same order.
+        num_trained: number of layers that are not frozen.
         cpu_rate: bytes per second of the CPU step.
         agreeing: seconds of the ranks' agreement before an update.
         link: bytes per second that a rank receives from the other ranks.
@@ -163,8 +165,11 @@ class StepModel:
             )
             self.stages.append(cost)
         self.layers = [layer for stage in self.stages for layer in stage.layers]
+        self.num_trained = sum(layer.kind.is_trained for layer in layers)
         others = layers[0].num_ranks - 1
-        meetings = 3 if layers[0].sums_whole(accumulation) else 2  # which gradients exist, sums in RAM, the norm
+        meetings = (
+            3 if any(layer.sums_whole(accumulation) for layer in layers) else 2
+        )  # which gradients exist, sums in RAM, the norm
         self.agreeing = meetings * others * AGREE_SECONDS
         self._resources = (*RESOURCES, "link") if others else RESOURCES
         self.link = link_rate(hardware, layers[0].num_ranks)
@@ -259,7 +264,8 @@ class StepModel:
                 fetched = (layer.weight_bytes if in_ram else layer.stepped_bytes) / bus.h2d
                 if in_ram:
                     num_streamed += 1
-                    if not updates and len(ends) < NUM_WEIGHT_BUFFERS:  # still in VRAM since backward
+                    is_new = updates and where.states != "vram"
+                    if not is_new and len(ends) < NUM_WEIGHT_BUFFERS:  # still in VRAM since backward
                         continue
                     free = max(before, ends[-NUM_WEIGHT_BUFFERS] if len(ends) >= NUM_WEIGHT_BUFFERS else 0.0)
                 elif not (updates and where.step == "cpu"):
@@ -414,7 +420,7 @@ class StepModel:
                     if adds:
                         added.append(queues.take("CPU step", layer.adding_in_ram, drained))
         if is_last:
-            done = queues.launched(LAYER_LAUNCHES * len(placements) * self._hardware.launch_seconds, 0.0)
+            done = queues.launched(LAYER_LAUNCHES * self.num_trained * self._hardware.launch_seconds, 0.0)
             done = max(done, queues.free["link"])
             for layer in self.layers:  # gradients that stayed in VRAM until now, of layers that the CPU steps
                 where = placements[layer.index]
@@ -502,7 +508,7 @@ class LayerCost:
     index: int
     weight_bytes: int
     stepped_bytes: int
-    """Working weights that this rank steps."""
+    """Working weights that this rank steps; 0 for a frozen layer."""
     sent_bytes: int
     """Bytes copied to RAM for one micro-batch if the gradient is in RAM."""
     gradient_bytes: int
@@ -542,6 +548,9 @@ class LayerCost:
 
 def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: int) -> LayerCost:
     """The costs of a layer, which are the same for every placement."""
+    if not layer.kind.is_trained:
+        no_cost: dict[str, Any] = dict.fromkeys((field.name for field in fields(LayerCost)), 0)
+        return LayerCost(**no_cost | {"index": index, "weight_bytes": layer.weight_bytes(), "num_chunks": 1})
     vram, dram = hardware.vram_bytes_per_second * STEP_EFFICIENCY, hardware.cpu_adamw_bytes_per_second
     gradient, bucket, received = (
         layer.gradient_bytes(accumulation),

@@ -169,7 +169,11 @@ def _by_optimizer(plan: Prediction) -> list[str]:
     if not matrices:
         return []
     number, of = sum(len(layer.matrices) for layer in matrices), sum(layer.num_parameters for layer in matrices)
-    others = {layer.kind.optimizer: _NAMES[layer.kind.optimizer] for layer in plan.layers if not layer.matrices}
+    others = {
+        layer.kind.optimizer: _NAMES[layer.kind.optimizer]
+        for layer in plan.layers
+        if layer.kind.is_trained and not layer.matrices
+    }
     rest = f", {' and '.join(others.values())} the rest" if others else ""
     return [f"Muon steps {number:,} matrices with {of:,} parameters{rest}"]
 
@@ -194,26 +198,28 @@ def _tokens(plan: Prediction) -> list[str]:
 
 def _placed(plan: Prediction) -> list[str]:
     """Lines on placements that differ from a large GPU."""
-    number = len(plan.layers)
-    blocks = sum(layer.in_block for layer in plan.layers)
+    placed = list(zip(plan.layers, plan.placements, strict=True))
+    trained = [where for layer, where in placed if layer.kind.is_trained]
+    number = len(trained)
 
     def share(count: int, of: int) -> str:
         return "" if count == of else f" of {count} of {of} layers"
 
-    states: Counter[tuple[str, str]] = Counter((where.states, where.step) for where in plan.placements)
+    states: Counter[tuple[str, str]] = Counter((where.states, where.step) for where in trained)
     lines = [
         f"optimizer states{share(states[place], number)} {_WHERE[place[0]]}, stepped by {stepper}"
         for place, stepper in _STEPPERS.items()
         if states[place]
     ]
-    kept = sum(where.gradients == "vram" and where.states != "vram" for where in plan.placements)
+    kept = sum(where.gradients == "vram" and where.states != "vram" for where in trained)
     if kept:
         lines.append(f"gradients{share(kept, number)} kept in VRAM for the step")
-    streamed = sum(where.weights == "ram" for where in plan.placements)
-    placed = zip(plan.layers, plan.placements, strict=True)
-    how = Counter(where.activations for layer, where in placed if layer.in_block)
-    if streamed:
-        lines.append(f"weights{share(streamed, blocks)} in RAM, copied {TO_GPU} for each pass")
+    for is_trained, what in ((True, "weights"), (False, "frozen weights")):
+        of = [where for layer, where in placed if layer.in_block and layer.kind.is_trained == is_trained]
+        if streamed := sum(where.weights == "ram" for where in of):
+            lines.append(f"{what}{share(streamed, len(of))} in RAM, copied {TO_GPU} for each pass")
+    in_blocks = [where for layer, where in placed if layer.in_block]
+    how, blocks = Counter(where.activations for where in in_blocks), len(in_blocks)
     if how["checkpoint"]:
         lines.append(f"activations{share(how['checkpoint'], blocks)} recomputed in backward")
     if how["offload"]:

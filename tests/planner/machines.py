@@ -81,9 +81,8 @@ T4 = Hardware(
 
 def shape(name: str = "block.0", numel: int = 1024, **changes: Any) -> LayerShape:
     """A flat layer of a repeated block, bf16, nothing tied. `changes`: fields of the shape or of its kind."""
-    kind = LayerKind(
-        **{"dtype": "bf16"} | {key: changes.pop(key) for key in ("dtype", "precision", "optimizer") if key in changes}
-    )
+    of_kind = [key for key in ("dtype", "precision", "optimizer", "trains") if key in changes]
+    kind = LayerKind(**{"dtype": "bf16"} | {key: changes.pop(key) for key in of_kind})
     layer = LayerShape(name, numel, numel, kind, num_norm_blocks=1, shared=False, in_block=True)
     return replace(layer, **changes)
 

@@ -36,6 +36,17 @@ def unlike_layers() -> tuple[list[LayerShape], MicroBatch]:
     return layers, MicroBatch(tuple(stage(name, kept=2**27, **options) for name in names), 640)
 
 
+def adapted_layers() -> tuple[list[LayerShape], MicroBatch]:
+    """Frozen blocks: nine with small trained layers, one of half its size, one alone."""
+    layers, work = unlike_layers()
+    frozen: dict[str, Any] = {"trains": "frozen", "num_norm_blocks": 0}
+    layers = [shape("first", 2**25, in_block=False), shape("outside", 2**14, in_block=False, dtype="fp32")]
+    for index in range(9):
+        layers += [shape(f"block.{index}", 2**23, **frozen), shape(f"block.{index}", 2**12, dtype="fp32")]
+    layers += [shape("block.8", 2**20, dtype="fp32", **frozen), shape("block.7", 2**22)]
+    return [*layers, shape("block.9", 2**24, **frozen), shape("head", 2**25, in_block=False)], work
+
+
 def some_counts(number: int) -> list[Counts]:
     draw = random.Random(5)
     kinds = ("none", "gpu", "all")
@@ -54,11 +65,12 @@ def some_counts(number: int) -> list[Counts]:
 )
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("machine", [WITH_DISK, replace(WITH_DISK, num_cores=16)], ids=["2 cores", "16 cores"])
+@pytest.mark.parametrize("made", [unlike_layers, adapted_layers])
 def test_many_at_once_are_as_one_by_one(
-    machine: Any, accumulation: int, num_ranks: int, once: bool, by_bus: bool
+    made: Any, machine: Any, accumulation: int, num_ranks: int, once: bool, by_bus: bool
 ) -> None:
     """`once`: sums are exchanged. `by_bus`: the link is the bus. Eight ranks are on two hosts."""
-    layers, work = unlike_layers()
+    layers, work = made()
     layers = [replace(layer, exchanges_sums=once).shared_by(num_ranks) for layer in layers]
     machine = replace(machine, link_bytes_per_second=2e10, num_ranks=min(num_ranks, 4), link_is_bus=by_bus)
     search, counts = Search(layers, work, machine, accumulation, frozen_bytes=123), some_counts(60)

@@ -1,0 +1,95 @@
+"""Plans with frozen layers: weights alone, in VRAM or in RAM."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.planner import make_plan
+from offloadkit.planner.layout import LayerShape, WeightsAlone, possible, tier_bytes
+from offloadkit.planner.leaner import leaner
+from offloadkit.planner.search import Search
+from offloadkit.planner.seconds import IN_VRAM, StepModel
+from tests.planner.machines import GIB, T4
+from tests.planner.test_counts import adapted_layers
+
+LAYERS, WORK = adapted_layers()
+FROZEN = next(layer for layer in LAYERS if not layer.kind.is_trained)
+
+
+@pytest.mark.parametrize(("accumulation", "num_ranks"), [(1, 1), (4, 1), (1, 2), (4, 2)])
+def test_a_frozen_layer_takes_its_weights_and_nothing_else(accumulation: int, num_ranks: int) -> None:
+    layer = replace(FROZEN, exchanges_sums=True).shared_by(num_ranks)
+    of_all = {where: tier_bytes([layer], [WeightsAlone(weights=where)], accumulation) for where in ("vram", "ram")}
+    assert of_all["vram"] == {"vram": {"frozen weights": 2 * 2**23}, "ram": {}, "disk": {}}
+    in_ram = {"vram": {"weight buffers": 3 * 2 * 2**23}, "ram": {"frozen weights": 2 * 2**23 // num_ranks}, "disk": {}}
+    assert of_all["ram"] == in_ram, "ranks share the weights in RAM"
+
+
+def test_a_frozen_layer_costs_copies_alone() -> None:
+    """Two blocks are as fast as ever where all is in VRAM; in RAM their weights are copied once for each pass."""
+    here, there = WeightsAlone(), WeightsAlone(weights="ram")
+    trained = [layer for layer in LAYERS if layer.kind.is_trained]
+    alone, both = (StepModel(layers, WORK, T4, 1) for layers in (trained, LAYERS))
+    assert alone.seconds([IN_VRAM] * len(trained)).step == both.seconds([IN_VRAM] * len(LAYERS)).step
+    where = [IN_VRAM if layer.kind.is_trained else here for layer in LAYERS]
+    resident = both.seconds(where)
+    assert resident.busy.get("H2D", 0) == 0
+    streamed = both.seconds([there if each is here else each for each in where])
+    assert streamed.busy["H2D"] > 0
+    assert {name: streamed.busy.get(name, 0) for name in ("D2H", "CPU step", "GPU step")} == {
+        name: resident.busy.get(name, 0) for name in ("D2H", "CPU step", "GPU step")
+    }
+
+
+def test_a_plan_streams_frozen_blocks_when_vram_is_short_and_small_trained_layers_stay() -> None:
+    config = OffloadConfig()
+    machine = replace(T4, vram_free_bytes=15 * GIB, ram_available_bytes=12 * GIB)
+    roomy = make_plan(LAYERS, config, work=WORK, hardware=machine)
+    assert {where.weights for where in roomy.placements} == {"vram"}
+    needed = roomy.needs()["vram"]
+    tight = make_plan(LAYERS, replace(config, vram=needed - 6 * 2**24, ram=12 * GIB), work=WORK, hardware=machine)
+    assert tight.fits
+    assert tight.needs()["vram"] < needed
+    small = [where for layer, where in zip(tight.layers, tight.placements, strict=True) if layer.numel == 2**12]
+    assert {where.weights for where in small} == {"vram"}
+    for plan in (roomy, tight):
+        for layer, where in zip(plan.layers, plan.placements, strict=True):
+            assert isinstance(where, WeightsAlone) != layer.kind.is_trained
+    search = Search(tuple(tight.layers), WORK, machine, 1)
+    least = search.best(1, 12 * GIB)
+    kept = {where.weights for layer, where in zip(LAYERS, least, strict=True) if not layer.kind.is_trained}
+    assert kept == {"ram"}
+
+
+def test_the_plan_counts_frozen_parameters_and_their_bytes() -> None:
+    plan = make_plan(LAYERS, OffloadConfig(), frozen=7, frozen_bytes=14)
+    frozen = sum(layer.num_parameters for layer in LAYERS if not layer.kind.is_trained)
+    assert plan.num_parameters - plan.num_trainable_parameters == frozen + 7
+    in_layers = sum(layer.weight_bytes() for layer in LAYERS if not layer.kind.is_trained)
+    assert plan.tiers["vram"]["frozen weights"] == in_layers + 14
+    streamed = make_plan(LAYERS, OffloadConfig(placement=Placement(weights="ram")), frozen=7, frozen_bytes=14)
+    assert streamed.tiers["vram"]["frozen weights"] == 14
+    assert streamed.tiers["ram"]["frozen weights"] == in_layers
+    closing = next(phase for phase in streamed.phases if phase.name == "closing")
+    assert closing.ram >= 14 + sum(layer.weight_bytes() for layer in LAYERS)
+    assert f"({frozen + 7:,} frozen)" in str(plan)
+    assert "frozen weights in RAM" in streamed.details()
+
+
+def test_a_leaner_plan_moves_frozen_weights_to_ram() -> None:
+    plan, found = make_plan(LAYERS, OffloadConfig()), []
+    while plan is not None:
+        found.append({where.weights for where in plan.placements if isinstance(where, WeightsAlone)})
+        plan = leaner(plan, "vram", {"vram": plan.total_bytes("vram") - 1, "ram": 100 * GIB})
+    assert found[0] == {"vram"}
+    assert found[-1] == {"ram"}
+
+
+def test_only_blocks_may_leave_vram() -> None:
+    outside: LayerShape = replace(FROZEN, in_block=False)
+    assert possible(Placement(weights="ram", activations="checkpoint"), outside) == WeightsAlone()
+    kept = possible(Placement(weights="ram", activations="checkpoint"), FROZEN)
+    assert kept == WeightsAlone(weights="ram", activations="checkpoint")
