@@ -1,5 +1,5 @@
-"""Small models for the tests of the engine. Shapes are odd and batches tiny: copies last longer than the arithmetic,
-so that a missing wait shows."""
+"""Small models for the engine's tests. Shapes are odd and batches tiny, so copies outlast the arithmetic and a missing
+wait shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offloadkit.engine.engine import OffloadEngine
 
 
 class Residual(nn.Module):
-    """One repeated block: a wide MLP for a very small batch."""
+    """One repeated block: a wide MLP for a tiny batch."""
 
     def __init__(self, width: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Residual(nn.Module):
 
 
 class TinyLM(nn.Module):
-    """Embedding, blocks, head; the head's weight may be the embedding's. Its forward gives the loss."""
+    """Embedding, blocks, head; the head may share the embedding's weight. The forward returns the loss."""
 
     def __init__(
         self, *, tied: bool = True, width: int = 65, hidden: int = 1027, depth: int = 4, dropout: float = 0.0
@@ -48,7 +48,7 @@ class TinyLM(nn.Module):
 
 
 class Cube(torch.autograd.Function):
-    """A user's own autograd function."""
+    """A user-defined autograd function."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -83,13 +83,13 @@ class SquaredOutput(nn.Module):
 
 
 def tokens(num: int, device: str = "cpu", shape: tuple[int, int] = (1, 3)) -> list[torch.Tensor]:
-    """`num` batches of token ids for a `TinyLM`, the same each time."""
+    """`num` batches of token ids for a `TinyLM`, deterministic."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, 61, shape, generator=generator).to(device) for _ in range(num)]
 
 
 def train(engine: OffloadEngine, batches: Sequence[torch.Tensor]) -> None:
-    """One backward and step for each batch; settled at the end."""
+    """One backward and step per batch, then `synchronize`."""
     for batch in batches:
         engine.backward(engine(batch))
         engine.step()
@@ -99,8 +99,8 @@ def train(engine: OffloadEngine, batches: Sequence[torch.Tensor]) -> None:
 class Twin:
     """The slow reference: plain torch on a copy of the engine's working weights, fp32 masters, `torch.optim.AdamW`.
 
-    A tied weight is untied here, and its uses' gradients are added in fp32. Each window takes the engine's present
-    weights, so that both sides have the same gradients.
+    Tied weights are untied here, and the gradients of their uses are added in fp32. Each window starts from the working
+    weights of the engine, so both sides compute the same gradients.
     """
 
     def __init__(
@@ -128,7 +128,8 @@ class Twin:
         self.norm = 0.0
 
     def relative_difference(self) -> float:
-        """Largest difference between the engine's master weights and these, relative to each tensor's largest."""
+        """Largest difference between the master weights of engine and reference, relative to each tensor's largest
+        value."""
         differences = []
         for name, master in self.engine.master_weights().items():
             reference = self.masters[name].detach().cpu()

@@ -202,9 +202,7 @@ def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monke
             again.train(resume_from_checkpoint=True)
     assert again.args.save_total_limit == 1
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-    (tmp_path / "checkpoint-1").rename(
-        tmp_path / ".checkpoint-1-old"
-    )  # as left by a kill while the checkpoint is written again
+    (tmp_path / "checkpoint-1").rename(tmp_path / ".checkpoint-1-old")  # as after a kill in a second save
     (tmp_path / "checkpoint-1").mkdir()
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
     again.train(resume_from_checkpoint=True)
@@ -231,7 +229,7 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before_with_a_line(
     resumed = trainer(tmp_path, save_total_limit=1)
     resumed.train(resume_from_checkpoint=True)
     assert all(torch.equal(weight, whole[1][name]) for name, weight in weights(resumed).items())
-    if broken in ("missing", "manifest"):  # such a checkpoint is skipped without reading its files
+    if broken in ("missing", "manifest"):  # skipped without reading any file
         assert newest_checkpoint(tmp_path) == newest, "it was written anew"
     else:
         why = "was written as random.json" if broken == "added later" else "cannot be read"

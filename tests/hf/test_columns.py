@@ -193,7 +193,7 @@ def test_conversations_of_sharegpt_are_messages(in_a_file: bool, tmp_path: Path)
 def test_columns_that_are_named_make_the_pairs(
     wish: ColumnOptions, pair: tuple[str, str], suffix: str, tmp_path: Path
 ) -> None:
-    """Of a file only the named columns are read; numbers stay the text of the file."""
+    """A file's other columns are not read, and its numbers stay text."""
     row = {"thema": "sums", "frage": "7", "antwort": "2.50", "answer": "x"}
     path = tmp_path / f"rows{suffix}"
     lines = [",".join(row), ",".join(row.values())] if suffix == ".csv" else [json.dumps(row | {"more": {"a": 1}})]

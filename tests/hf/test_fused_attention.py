@@ -161,9 +161,7 @@ def test_a_plan_counts_fewer_operations_and_bytes() -> None:
         products, others = (sum(one.flops for one in each) for each in passes)
         in_kernels = sum(one.fused_attention_flops for one in passes[1])
         assert in_kernels > 0
-        assert (
-            sum(one.num_attention for one in passes[1]) == 3 + 2 * 3
-        )  # encoder; decoder self-attention and cross-attention
+        assert sum(one.num_attention for one in passes[1]) == 3 + 2 * 3  # encoder; decoder self- and cross-attention
         assert not sum(one.num_attention for one in passes[0])
         assert products - others == share * in_kernels
 

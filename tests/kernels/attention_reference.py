@@ -1,4 +1,4 @@
-"""Attention with a position bias as one writes it down, in fp64, and its gradients; what the kernels are held to."""
+"""Attention with a position bias in fp64, and its gradients: the reference for the kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from offloadkit.kernels import attention as attention_op
 
 MASKED = ("none", "keys", "pairs", "a whole row", "the first half, -inf")
-"""What a mask takes out."""
+"""Kinds of masks."""
 
 
 def is_kept(seed: int, shape: tuple[int, ...], dropout: float) -> Tensor:
@@ -82,7 +82,7 @@ def fused(
 
 
 def check(shape: tuple[int, int, int, int, int], dtype: torch.dtype, masked: str, dropout: float, device: str) -> None:
-    """The kernels' output and gradients are nearer to fp64's than what torch's operations give in `dtype`."""
+    """The kernels' output and gradients are closer to the fp64 reference than torch operations in `dtype`."""
     leaves, mask, into = inputs(shape, dtype, masked, device)
     mine, seed = fused(leaves, mask, dropout, into)
     exact = [one.detach().double().requires_grad_() for one in leaves]

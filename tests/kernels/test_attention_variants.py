@@ -1,4 +1,4 @@
-"""How many variants of attention's kernels Triton compiles, by the rule that it goes by, without Triton."""
+"""The number of attention kernel variants that Triton would compile, by its specialization rule, without Triton."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SOURCE = Path(attention.__file__).with_name("attention_triton.py")
 
 
 class Kernel:
-    """Notes what Triton would compile a variant for: constants, dtypes, alignment of memory, and of integers whether
-    they are 1 or multiples of 16, unless `do_not_specialize` names them."""
+    """Records what Triton specializes on: constants, dtypes, alignment of memory, and whether integers are 1 or
+    multiples of 16, except those in `do_not_specialize`."""
 
     def __init__(self, definition: ast.FunctionDef, seen: set[Any]) -> None:
         (decorator,) = definition.decorator_list
@@ -51,7 +51,7 @@ class Kernel:
 
 @pytest.fixture
 def variants(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Any]]:
-    """By kernel."""
+    """Variants by kernel."""
     found: dict[str, set[Any]] = defaultdict(set)
     public = [node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.FunctionDef)]
     kernels = {node.name: Kernel(node, found[node.name]) for node in public if not node.name.startswith("_")}
@@ -61,7 +61,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Any]]:
 
 
 def attended(queries: int, keys: int, mask: str) -> None:
-    """Forward and backward of two rows, with the masks that T5 has."""
+    """Forward and backward of two rows, with T5's masks."""
     query, key = (torch.zeros(2, length, 6, 16, dtype=torch.bfloat16).transpose(1, 2) for length in (queries, keys))
     bias = query.new_zeros(1, 6, queries, keys)
     masks = {"keys": (2, 1, 1, keys), "causal": (1, 1, queries, keys), "both": (2, 1, queries, keys)}

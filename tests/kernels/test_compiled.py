@@ -1,7 +1,7 @@
-"""The Triton kernels compiled for each capability that they serve, without such GPUs: shared memory, registers, stack.
+"""The Triton kernels compiled for each supported capability, without such GPUs: shared memory, registers, stack.
 
-They are compiled as a launch would compile them; only the launch is left out. A T4 (7.5) has the step's kernels and the
-norm's. It computes T5's attention by the model's own, since our kernels need bf16's tensor cores.
+They are compiled like a launch would compile them, and never launched. A T4 (7.5) has only the kernels of the step and
+the norm: T5's attention runs in the model's own code there, because the attention kernels need bf16 tensor cores.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a thread block may take, by capability (CUDA C++ Programming Guide, "Technical
 Specifications per Compute Capability")."""
 REGISTERS = 255
-"""That a thread may take, on all of them."""
+"""Limit of registers per thread, for all capabilities."""
 STACK_BYTES = 16
-"""What a thread may keep in local memory: a register or a few more, at some versions of Triton."""
+"""Limit of a thread's local memory: a register or a few more, in some versions of Triton."""
 OF_ATTENTION = [number for number in SHARED_KIB if divmod(number, 10) >= attention.LEAST_CAPABILITY]
 
 
 class AbsentGpu:
-    """Triton's driver of a GPU that is not here. Its number is its capability, since Triton keeps kernels by device."""
+    """Triton's driver of an absent GPU. Its device number is its capability, because Triton caches kernels by
+    device."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -49,10 +50,10 @@ class AbsentGpu:
 
 
 class Compiled:
-    """A module of kernels whose launches compile and do no more.
+    """A module of kernels whose launches only compile.
 
     Attributes:
-        kernels: what was compiled, by name.
+        kernels: compiled kernels by name.
     """
 
     def __init__(self, module: Any) -> None:
@@ -77,7 +78,7 @@ class _Launches:
 
 @pytest.fixture
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """`gpu`'s and `attention`'s kernels, compiled for the capability that the test is given."""
+    """`gpu`'s and `attention`'s kernels, compiled for the capability of the test."""
     from triton.runtime import driver
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
@@ -111,8 +112,8 @@ def check(kernels: dict[str, Any], capability: int, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", SHARED_KIB, indirect=True)
 def test_steps_and_norms_compile(compiled: SimpleNamespace, tmp_path: Path) -> None:
-    """The step that holds the most (8-bit moments) and Lion's; of bf16 weights where that is native, else of fp16. The
-    norm of bf16 gradients is what `gpu.available` tries on every GPU."""
+    """The largest step (8-bit moments) and Lion's, with bf16 weights if the capability supports bf16, otherwise fp16.
+    `gpu.available` tries the norm of bf16 gradients on every GPU."""
     dtype = torch.bfloat16 if compiled.capability >= 80 else torch.float16
     for optimizer in ("adamw", "lion"):
         precision = optimizer_named(optimizer).precisions[-1]
@@ -129,7 +130,7 @@ def test_steps_and_norms_compile(compiled: SimpleNamespace, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", OF_ATTENTION, indirect=True)
 def test_attention_compiles(compiled: SimpleNamespace, tmp_path: Path) -> None:
-    """The widest heads, with a mask and with dropout: what holds the most."""
+    """The widest heads, with a mask and dropout: the largest kernels."""
     width = attention.WIDTHS[-1]
     query = torch.zeros((2, 16, 64, width), dtype=torch.bfloat16)
     bias, mask = query.new_zeros((1, 16, 64, 64)), query.new_zeros((2, 1, 64, 64))

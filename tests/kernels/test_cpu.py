@@ -109,7 +109,8 @@ def test_rounded_moments_equal_the_reference_over_5_steps(
 
 
 def ragged_segments(number: int) -> list[Segment]:
-    """Lengths around a block, and of several pieces of the thread pool; one crosses its parameter's element 2**32."""
+    """Lengths around a block, and over several pieces of the thread pool; one segment crosses its parameter's element
+    2**32."""
     segments, start = [], 0
     for length, offset in ((1, 0), (255, 256), (257, 0), (50_003, 2**32 - 512), (7000, 2**33)):
         key = random_key(3, f"parameter at {start}", number)
@@ -136,7 +137,7 @@ def test_accumulate_converts_every_16_bit_pattern_as_torch_does(level: str) -> N
 
 
 def test_fp16_weights_are_rounded_as_torch_does(level: str) -> None:
-    """With zero moments and no decay the step stores fp16(master) alone; masters lie around every fp16 border."""
+    """With zero moments and no decay the step stores fp16(master); masters lie around every fp16 rounding boundary."""
     patterns = torch.arange(0, 0x7C00, dtype=torch.int32).to(torch.int16).view(torch.float16)
     halves = patterns.float()
     ties = (halves[:-1] + halves[1:]) / 2
@@ -163,7 +164,7 @@ def test_accumulate_equals_torch(level: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("with_library", [pytest.param(True, marks=needs_library), False])
 def test_masters_are_split_as_the_reference_does(with_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every bf16 number: itself, the ties beside it and their neighbours, NaNs and infinities among them."""
+    """Every bf16 number, the ties next to it and their neighbours, with NaNs and infinities."""
     if not with_library:
         monkeypatch.setattr(cpu, "c_library", lambda: None)
         monkeypatch.setattr(cpu, "SLICE", 1000)
@@ -187,7 +188,7 @@ def test_masters_are_split_as_the_reference_does(with_library: bool, monkeypatch
 @pytest.mark.parametrize("places", list(itertools.product(["cpu", "there"], repeat=3)))
 @pytest.mark.parametrize("there", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_masters_are_split_wherever_each_array_lies(places: tuple[str, ...], there: str) -> None:
-    """The meta device stands for a GPU: what lies there has no numbers, and what lies on the CPU has its own."""
+    """The meta device stands for a GPU: arrays there have no values, and arrays on the CPU have correct ones."""
     devices = [there if place == "there" else place for place in places]
     if devices[0] == "meta" and "cpu" in devices:
         pytest.skip("no numbers to split")

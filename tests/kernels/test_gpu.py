@@ -1,4 +1,4 @@
-"""The GPU step's dispatch, its life without Triton, and its kernel in Triton's interpreter on the CPU."""
+"""The GPU step's dispatch, its behaviour without Triton, and its kernel in Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INTERPRETED = "from tests.kernels.interpreted import main; main()"
 
 
 class BrokenKernel:
-    """A kernel as a machine without a C compiler sees it: the first launch fails."""
+    """A kernel on a machine without a C compiler: the first launch fails."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self._error = error or RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
@@ -76,7 +76,7 @@ def test_a_gpu_that_is_full_is_no_broken_compiler(fresh: None, monkeypatch: pyte
     state, gradient = make_state(torch.float32, 256), make_gradient(torch.float32, 256)
     full = BrokenKernel(torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr(gpu, "gpu_triton", SimpleNamespace(adamw=full, ROWS=4, PRECISIONS=PRECISIONS))
-    for _ in range(2):  # and nothing is concluded from it
+    for _ in range(2):  # one failure does not disable the kernel
         with pytest.raises(torch.OutOfMemoryError):
             gpu.optimizer_step(state, gradient, [Segment(0, 256, SCALARS, 17)], 0.5)
 

@@ -30,7 +30,7 @@ linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lo
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Puts the number of threads back."""
+    """Restores the number of threads."""
     before = cpu.num_threads()
     yield
     cpu.set_num_threads(before)
@@ -103,8 +103,8 @@ def test_default_threads_leave_a_core_to_the_main_thread(
 
 
 def in_child(action: Callable[[], bool]) -> None:
-    """Runs the action in a forked child and expects True of it within 20 seconds. As in a DataLoader's worker, torch
-    itself runs on one thread there: OpenMP's own pool does not outlive a fork."""
+    """Run `action` in a forked child and expect True within 20 seconds. The child's torch uses one thread, as in a
+    DataLoader's worker, because OpenMP's pool does not survive a fork."""
     child = os.fork()
     if child == 0:
         try:
@@ -156,7 +156,7 @@ def test_a_fork_while_another_thread_steps_harms_neither() -> None:
 
 
 def test_the_gil_is_released() -> None:
-    """While one thread is inside a single long call, another gets Python to itself again and again."""
+    """While one thread is inside a single long call, another thread runs Python code again and again."""
     cpu.set_num_threads(1)
     state, gradient = make_state(torch.float32, 4 << 20), make_gradient(torch.float32, 4 << 20)
     segments = [Segment(0, 4 << 20, SCALARS)] * 20
@@ -216,7 +216,7 @@ def test_subnormals_are_kept_where_the_calling_thread_flushes_them(num_threads: 
 
 
 def resident_bytes(memory: torch.Tensor) -> int:
-    """Bytes of the mapping that holds `memory` that are in RAM, from /proc/self/smaps."""
+    """Resident bytes of the mapping that holds `memory`, from /proc/self/smaps."""
     address, inside = memory.data_ptr(), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         bounds = line.split(" ", 1)[0].split("-")

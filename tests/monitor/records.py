@@ -1,4 +1,4 @@
-"""Hand-made records of steps, as telemetry gives them, and a display that keeps figures."""
+"""Hand-made step records, and a display that keeps figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = {
     "h2d": 0.2,
     "d2h": 0.3,
 }
-"""A step of one second, a tenth of it neither forward nor backward."""
+"""A step of one second; a tenth of it is neither forward nor backward."""
 
 BYTES = {
     "vram": {"working weights": 4 * GIB, "activations": 2 * GIB, "framework": GIB, "process": 8 * GIB},
@@ -32,12 +32,12 @@ BYTES = {
 def record(
     number: int, loss: float = 1.0, /, *, skipped: bool = False, bytes: Any = BYTES, **seconds: float
 ) -> StepRecord:
-    """One step: `SECONDS`, but for those given."""
+    """One step with `SECONDS`, updated by the given values."""
     return StepRecord(number, loss, 640, 1.0, 1e-3, skipped, SECONDS | seconds, bytes)
 
 
 class Watched:
-    """A display that keeps what it is given."""
+    """A display that keeps the figures it receives."""
 
     def __init__(self) -> None:
         self.ends: list[Figures] = []

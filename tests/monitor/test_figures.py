@@ -1,4 +1,4 @@
-"""What a monitor shows, by hand-made records."""
+"""The monitor's figures for hand-made records."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
         {
             "forward": 0.2,
             "backward": 0.3,
-            "wait for bus": 0.05 + 0.1 + (0.16 - 0.1),  # the gradients' way that the pause before forward did not hide
+            "wait for bus": 0.05 + 0.1 + (0.16 - 0.1),  # gradient copies longer than the pause before forward
             "wait for CPU step": 0.25 - 0.06,
             "step on the GPU": 0.0,
             "data and the rest": 0.1,
@@ -134,7 +134,7 @@ def test_with_nothing_known_nothing_is_made_up() -> None:
 
 
 def engines_plan(**options: Any) -> Plan:
-    """As an engine makes its own: without a micro-batch and without a machine."""
+    """A plan made by an engine alone: without a micro-batch and without a machine."""
     return make_plan([shape(f"block.{index}", 1 << 26) for index in range(4)], OffloadConfig(**options))
 
 

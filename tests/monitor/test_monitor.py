@@ -1,4 +1,4 @@
-"""The monitor beside a training run: what it hears, how it is asked to stop, and that it never harms."""
+"""The monitor next to a training run: its input, requests to stop, and that it never harms the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def threads() -> list[str]:
 
 
 class Watched:
-    """A display that keeps what it is given."""
+    """A display that keeps the figures it receives."""
 
     def __init__(self, fails: bool = False) -> None:
         self.shown: list[tuple[str, Figures]] = []
@@ -57,7 +57,7 @@ class Watched:
 
 
 def show_on(display: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have monitors outside of a notebook use `display`."""
+    """Make monitors outside of a notebook use `display`."""
     for kind in ("LogLines", "TerminalDisplay"):
         monkeypatch.setattr(terminal, kind, lambda: display)
 
@@ -97,7 +97,7 @@ def test_a_real_run_is_watched_from_its_first_step_to_its_last(watched: Watched)
 
 
 def test_the_plan_that_counts_is_the_one_that_the_engine_has_moved_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a run that begins with every block recomputed is compared with too short a step for all its time."""
+    """Otherwise a run that begins with every block recomputed would be compared with too short a step."""
     seen: list[Any] = []
     monkeypatch.setattr(monitor_module, "compute_figures", lambda history, plan, **_: seen.append(plan))
     with OffloadEngine(TinyLM(), OffloadConfig(), device="cpu") as engine:

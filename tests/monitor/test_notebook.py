@@ -1,4 +1,4 @@
-"""The monitor in a real kernel: what is drawn while a cell trains, and what stays in the notebook."""
+"""The monitor in a real kernel: drawings while a cell trains, and the output that stays in the notebook."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train(num_steps, pause=0.0, asks=True, **arguments):
 
 
 class Client(Listening):
-    """Runs one cell, and may interrupt the kernel when the monitor was drawn some times."""
+    """Runs one cell; interrupts the kernel after a number of drawings."""
 
     def __init__(self, kernel: Any, cell: str, interrupt_after: int | None = None) -> None:
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
@@ -61,7 +61,7 @@ class Client(Listening):
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One kernel, of the interpreter that runs the tests, whatever is installed beside it; SETUP has run."""
+    """One kernel with the interpreter of the tests and no other packages; SETUP has run."""
     folder = tmp_path_factory.mktemp("jupyter")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("JUPYTER_PATH", str(kernel_folder(folder)))
@@ -106,7 +106,7 @@ def test_a_loop_that_never_asks_is_told_how_to_break_it_off(kernel: Any) -> None
 
 
 def test_there_is_no_button_where_it_could_not_work(kernel: Any) -> None:
-    """A kernel without subshells handles clicks when the cell is over."""
+    """A kernel without subshells handles clicks only after the cell has ended."""
     old = """
 from types import SimpleNamespace
 from offloadkit.monitor import monitor
@@ -122,7 +122,7 @@ monitor.running_shell = found
 
 
 class Clicking(Client):
-    """Presses the button on a subshell, as JupyterLab does, when it has seen some drawings."""
+    """Presses the button on a subshell, like JupyterLab, after some drawings."""
 
     def handle_comm_msg(self, outs: Any, msg: Any, cell_index: int) -> None:
         super().handle_comm_msg(outs, msg, cell_index)

@@ -1,4 +1,4 @@
-"""What is drawn: well-formed, named for those who do not see it, and safe whatever the names."""
+"""The drawings: well-formed, labelled for screen readers, and safe whatever the names."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MONITOR = "okm"
 
 
 def kernel_folder(folder: Path, launcher: Sequence[str] = LAUNCHER, **environment: str) -> Path:
-    """Write a kernel named python3 that `launcher` starts; returns what JUPYTER_PATH is to be."""
+    """Write a kernel named python3 that starts `launcher`; returns the value for JUPYTER_PATH."""
     own = {"OFFLOADKIT_TINY": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(folder / "ipython")}
     spec = {
         "argv": [*launcher, "-f", "{connection_file}"],
@@ -36,7 +36,7 @@ def kernel_folder(folder: Path, launcher: Sequence[str] = LAUNCHER, **environmen
 
 
 class Listening(nbclient.NotebookClient):  # type: ignore[misc]
-    """Keeps what widgets were told, and every drawing of the monitor: it shows no widgets, as some front ends."""
+    """Keeps messages to widgets and every drawing of the monitor; like some front ends, it shows no widgets."""
 
     def __init__(self, notebook: Any, **options: Any) -> None:
         super().__init__(notebook, **options)
@@ -59,8 +59,6 @@ class Listening(nbclient.NotebookClient):  # type: ignore[misc]
 
 
 class Watched(Listening):
-    """Runs a notebook in a folder."""
-
     def __init__(self, notebook: Path, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         resources = {"metadata": {"path": str(folder)}}
@@ -68,17 +66,17 @@ class Watched(Listening):
         super().__init__(read, timeout=240, kernel_name="python3", resources=resources)
 
     def outputs(self, cell: str) -> list[Any]:
-        """Of the cell with this id."""
+        """Outputs of the cell with this id."""
         (found,) = (each for each in self.nb.cells if each.get("id") == cell)
         return list(found.outputs)
 
     def text(self, cell: str) -> str:
-        """What the cell printed, and its results as plain text."""
+        """The printed text of the cell, and its results as plain text."""
         parts = [o["text"] if o["output_type"] == "stream" else plain(o) for o in self.outputs(cell)]
         return "".join(parts)
 
     def data(self, cell: str, kind: str) -> str:
-        """The cell's only output of this MIME type that is not another's progress bar."""
+        """The cell's only output of this MIME type."""
         (found,) = (o["data"][kind] for o in self.outputs(cell) if kind in o.get("data", {}))
         return str(found)
 
@@ -88,11 +86,11 @@ def plain(output: Any) -> str:
 
 
 def shown_losses(values: list[str]) -> list[float]:
-    """What stood in the monitor's tile named loss, one after the other."""
+    """The successive values of the monitor's loss tile."""
     found = [re.search(r"<span>loss</span><b>([\d.]+)</b>", value) for value in values]
     return [float(match[1]) for match in found if match]
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """This process's, with the kernels in `folder`."""
+    """The environment of this process, with the kernels in `folder`."""
     return {**os.environ, "JUPYTER_PATH": str(folder)}

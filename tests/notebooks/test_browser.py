@@ -1,4 +1,4 @@
-"""The first notebook in a real JupyterLab in Chromium: the monitor moves, and an interrupt keeps what was learned."""
+"""The first notebook in a real JupyterLab in Chromium: the monitor moves, and an interrupt keeps the progress."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def lab(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def no_news(settings: Path) -> None:
-    """Have JupyterLab ask nothing of its own."""
+    """Stop JupyterLab from asking about news and updates."""
     folder = settings / "@jupyterlab" / "apputils-extension"
     folder.mkdir(parents=True)
     (folder / "notification.jupyterlab-settings").write_text(
@@ -89,7 +89,7 @@ def wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
 
 @pytest.fixture
 def page(lab: tuple[str, Path]) -> Iterator[Any]:
-    """A browser that shows the notebook, the kernel ready."""
+    """A browser that shows the notebook, with the kernel ready."""
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         shown = browser.new_page(viewport={"width": 1150, "height": 1400})
@@ -126,7 +126,7 @@ def test_bars_move_the_slowdown_appears_and_an_interrupt_leaves_a_checkpoint(lab
     assert checkpoint.name == f"checkpoint-{state['global_step']}"
     assert max(steps) <= state["global_step"] < 2000
     assert "KeyboardInterrupt" not in page.locator(".jp-Notebook").inner_text()
-    page.get_by_text("writes the same: True").wait_for(timeout=60_000)  # the cells below ran with what was learned
+    page.get_by_text("writes the same: True").wait_for(timeout=60_000)  # the cells below ran after the interrupt
 
 
 DRAWING = """() => {
@@ -137,12 +137,11 @@ DRAWING = """() => {
         bars: [...element.querySelectorAll("svg rect")].map(rect => rect.getBoundingClientRect().width),
     };
 }"""
-"""In one go: between two questions the page may be drawn anew, and what was found before has no size then."""
+"""One query, because the page may be redrawn between two queries."""
 
 
 def drawing(page: Any) -> dict[str, Any]:
-    """What the monitor shows now: its step, how far the bar of progress reaches in per cent, and the widths in pixels
-    of all bars of memory and time."""
+    """The monitor's current step, progress in per cent, and the widths in pixels of all bars of memory and time."""
     shown = page.evaluate(DRAWING)
     step = int(shown["head"].removeprefix("step ").split(" of ")[0].replace(",", ""))
     return {"step": step, "way": int(shown["way"]), "bars": tuple(round(width, 1) for width in shown["bars"])}

@@ -1,4 +1,4 @@
-"""The first notebook in a stand-in for Colab: its ipywidgets, IPython and ipykernel, a `google.colab`, torch there."""
+"""The first notebook in a stand-in for Colab: its ipywidgets, IPython and ipykernel, a `google.colab`, and torch."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ pytestmark = [
 
 @pytest.fixture
 def colab(tmp_path: Path) -> Path:
-    """Python of a virtual environment that sees this one's libraries, but not the package."""
+    """Python of a virtual environment that sees the libraries of this environment, but not the package."""
     home = tmp_path / "colab"
     venv.create(home, symlinks=True)
     python = home / "bin" / "python"
     own = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
     ours = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
     (own / "ours.pth").write_text("\n".join(ours))
-    # The half of ipywidgets that lives in the browser, and needs half of Jupyter.
+    # The browser half of ipywidgets, which would need half of Jupyter.
     front_end = own / "widgetsnbextension-3.6.10.dist-info"
     front_end.mkdir()
     (front_end / "METADATA").write_text("Metadata-Version: 2.1\nName: widgetsnbextension\nVersion: 3.6.10\n")
@@ -69,13 +69,13 @@ def colab(tmp_path: Path) -> Path:
 
 
 def versions(python: Path) -> list[str]:
-    """Versions and places of what the notebook must not change."""
+    """Versions and locations of the packages that the notebook must not change."""
     code = f"import importlib.metadata as m\nfor n in {KEPT}: print(n, m.version(n), m.distribution(n).locate_file(''))"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def place_of_package(python: Path) -> str:
-    """Where this interpreter finds offloadkit; "" for nowhere."""
+    """The location of offloadkit for this interpreter; "" if it is not installed."""
     code = "import importlib.util as u; print((s := u.find_spec('offloadkit')) and s.origin or '')"
     done = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.strip()

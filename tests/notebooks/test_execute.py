@@ -1,4 +1,4 @@
-"""notebooks/execute.py: what a run leaves in the notebook, however it ends."""
+"""notebooks/execute.py: the notebook after runs that end in different ways."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def notebook(path: Path, *sources: str) -> Path:
-    """One whose cells hold an earlier run's output."""
+    """A notebook whose cells hold an earlier run's output."""
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     for cell in cells:
         cell.outputs = [nbformat.v4.new_output("stream", text="earlier\n")]
@@ -30,13 +30,13 @@ def notebook(path: Path, *sources: str) -> Path:
 
 
 def texts(path: Path) -> list[str]:
-    """What each cell printed."""
+    """The printed text of each cell."""
     read: Any = nbformat.read(path, as_version=4)
     return ["".join(output.get("text", output.get("ename", "")) for output in cell.outputs) for cell in read.cells]
 
 
 def started(path: Path) -> subprocess.Popen[str]:
-    """execute.py on a notebook of any folder, whose name is taken as it is."""
+    """execute.py on a notebook at any path."""
     module = f"runpy.run_path({str(NOTEBOOKS / 'execute.py')!r})"
     code = f"import pathlib, runpy; {module}['execute'](pathlib.Path({str(path)!r}))"
     jupyter = environment(kernel_folder(path.parent / "jupyter"))
@@ -61,7 +61,7 @@ def test_a_run_that_is_cut_leaves_what_ran(how: signal.Signals, tmp_path: Path) 
         end = time.monotonic() + 60
         while not (tmp_path / "waits").exists() and run.poll() is None and time.monotonic() < end:
             time.sleep(0.1)
-        time.sleep(0.5)  # until what it printed has come over
+        time.sleep(0.5)  # until its output has arrived
         run.send_signal(how)
         run.wait(30)
     assert run.returncode != 0

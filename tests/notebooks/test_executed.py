@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom as it is, with the tiny model, and shows what it is there to show."""
+"""Every notebook runs from top to bottom with the tiny model, and shows what it promises."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Execute = Callable[[str], Watched]
 
 @pytest.fixture
 def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Execute:
-    """Runs the notebook of this name in a folder of its own, in which it writes nothing but what it says."""
+    """Runs the notebook with this name in an empty folder; it may write only to its announced folders."""
     monkeypatch.setenv("JUPYTER_PATH", str(kernel_folder(tmp_path / "jupyter")))
 
     def run(name: str) -> Watched:
@@ -133,7 +133,7 @@ def test_a_plain_module_learns_and_is_timed_every_ten_steps(execute: Execute) ->
 
 
 def num_colours(png: str) -> int:
-    """Different colours of a picture, smoothed edges included."""
+    """Number of colours in a picture, smoothed edges included."""
     from matplotlib.image import imread
 
     pixels = imread(io.BytesIO(base64.b64decode(png)), format="png").reshape(-1, 4)

@@ -1,4 +1,4 @@
-"""Buffers as they were."""
+"""Saving and restoring a module's buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offloadkit.offload.buffers import Buffers
 
 
 class Counting(nn.Module):
-    """A table that nothing changes, a count that is written, one that is replaced, and running means."""
+    """A constant table, a count written in place, a replaced buffer, and running means."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> None:
         self.count += 1
         self.replaced = self.replaced + 1
-        nn.functional.batch_norm(self.norm(x) + 1, self.mean, torch.ones(3), training=True)  # no module of torch's
+        nn.functional.batch_norm(self.norm(x) + 1, self.mean, torch.ones(3), training=True)  # not by a module of torch
 
 
 def values(model: nn.Module) -> dict[str, list[Any]]:

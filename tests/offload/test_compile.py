@@ -1,5 +1,5 @@
-"""Compiled blocks: one graph for all equal ones, the same weights under every placement, and training without where
-they cannot be had."""
+"""Compiled blocks: one graph for equal blocks, the same weights under every placement, and training without compilation
+if it fails."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ PLACEMENTS = [
 @pytest.fixture(autouse=True)
 def evicted_weights_are_nan(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
     monkeypatch.setattr(WeightRing, "fill_with_nan", True)
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "level", logging.WARNING)  # pytest would keep all of it
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "level", logging.WARNING)  # pytest would keep all messages
     yield
     torch.compiler.reset()
 
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """On the CPU without a C++ compiler's minutes: traced, cut into forward and backward, and run as it is."""
+    """On the CPU the graph is traced, cut into forward and backward, and run uncompiled: a C++ compiler takes
+    minutes."""
     if request.param == "cpu":
         monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     return str(request.param)
@@ -103,14 +104,14 @@ def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
 
 
 def graphs(printed: str) -> list[str]:
-    """What was compiled, by the lines that said so."""
+    """Names of the compiled graphs, from the printed lines."""
     begun = re.findall(r"^compiling (.*): this step waits for it$", printed, re.MULTILINE)
     assert begun == re.findall(r"^compiled (.*) in \d+\.\d s$", printed, re.MULTILINE)
     return begun
 
 
 def mixed(kind: str) -> Plan:
-    """A plan whose layers lie in one place each, in turn."""
+    """A plan with a different placement for each layer in turn."""
     model, config = tiny(kind), OffloadConfig(working_dtype="bf16")
     base = plan_of(model, flat_layers(model, config), config)
     chosen = tuple(possible(place, layer) for place, layer in zip(cycle(PLACEMENTS), base.layers, strict=False))
@@ -128,8 +129,8 @@ def mixed(kind: str) -> Plan:
 def test_equal_blocks_share_one_graph_and_no_placement_changes_a_number(
     kind: str, lengths: tuple[int, ...], expected_graphs: list[str], device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where their weights are elsewhere in every step. The first length is compiled for every length; T5's first
-    block holds an embedding in both stacks, and is not compiled."""
+    """Also with weights at another address in every step. The first length compiles for every length; T5's first block
+    holds an embedding in both stacks, and is not compiled."""
     work = batches(kind, device, lengths)
     expected = trained(kind, work, device)
     assert graphs(capsys.readouterr().out) == expected_graphs
@@ -140,7 +141,7 @@ def test_equal_blocks_share_one_graph_and_no_placement_changes_a_number(
 
 
 def test_it_is_the_graph_that_runs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the block's own forward no more, but for evaluation."""
+    """The block's own forward runs only in evaluation."""
     calls: list[bool] = []
     forward = Residual.forward
 
@@ -159,7 +160,7 @@ def test_it_is_the_graph_that_runs(device: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_engine_does_not_see_what_another_compiled(device: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Which kernels a length gets depends on the lengths before it, in this run."""
+    """The kernels for a length depend on earlier lengths in the run."""
     work = batches("lm", device)
     expected = trained("lm", work, device)
     trained("lm", batches("lm", device, (5, 9)), device)
@@ -176,7 +177,7 @@ def test_where_compiling_fails_training_goes_on_without(
         raise ValueError("no such card\nand more")
 
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: fail)
-    monkeypatch.setattr(patches, "fuse_norms", lambda model: lambda: None)  # compiled blocks have norms of their own
+    monkeypatch.setattr(patches, "fuse_norms", lambda model: lambda: None)  # compiled blocks have norms without patches
     work = batches("llama", device)
     with pytest.warns(RuntimeWarning) as warned:
         found = trained("llama", work, device, placement)
@@ -187,7 +188,7 @@ def test_where_compiling_fails_training_goes_on_without(
 
 
 def test_a_block_that_ran_compiled_is_recomputed_compiled_after_another_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else backward's recomputation would have other numbers than forward."""
+    """Otherwise the recomputation in backward would have other numbers than forward."""
     from torch._dynamo.exc import InternalTorchDynamoError
 
     blocks, ran = [Residual(3, 5) for _ in range(3)], list[int]()
@@ -242,7 +243,7 @@ def test_memory_that_runs_out_in_compiling_is_no_reason_to_go_on(device: str, mo
 def test_a_mistake_in_a_block_is_shown_as_it_is(device: str) -> None:
     class Mistaken(Residual):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.up(x)  # of another width
+            return x + self.up(x)  # changes the width
 
     model = tiny("lm")
     model.blocks = nn.ModuleList([Mistaken(65, 1027) for _ in range(2)])

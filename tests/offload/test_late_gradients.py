@@ -1,4 +1,4 @@
-"""Gradients that come after their layer was sent: one for each use of a block that torch recomputes by itself."""
+"""Gradients that arrive after their layer was sent: torch's own recomputation brings one for each use of a block."""
 
 from __future__ import annotations
 

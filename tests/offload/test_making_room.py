@@ -1,4 +1,4 @@
-"""Memory that runs out in mid-run: the engine goes on by a leaner plan, with the numbers of a run that had room."""
+"""Memory runs out in mid-run: the engine continues with a leaner plan, and the numbers equal a run that had room."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Hungry(nn.Module):
-    """Needs more memory than there is at some of its calls, counted from 1. It has dropout and running means."""
+    """Raises an OOM error in some calls, counted from 1. It has dropout and running means."""
 
     def __init__(self, *full_at: int, in_backward: bool = False) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Hungry(nn.Module):
         self.num_calls += 1
         for block in self.blocks:
             x = block(x)
-        x = self.norm(x * (1 + random.random() + np.random.random()))  # also draws from what is not torch's
+        x = self.norm(x * (1 + random.random() + np.random.random()))  # also draws from Python's and numpy's generators
         self.seen.append(weakref.ref(x))
         loss = self.head(x).float().pow(2).mean()
         if self.num_calls in self.full_at and self.in_backward:
@@ -80,7 +80,7 @@ def seeded() -> None:
 
 
 def in_a_bare_loop(model: Hungry, plan: Plan | None = None) -> tuple[dict[str, torch.Tensor], OffloadEngine]:
-    """Four windows of two micro-batches; one that has to be repeated is."""
+    """Four windows of two micro-batches; a window is repeated when the engine asks for it."""
     config = OffloadConfig(learning_rate=1e-2, gradient_accumulation=2)
     with OffloadEngine(model, config, device="cpu", plan=plan) as engine:
         engine.train()
@@ -120,7 +120,7 @@ def test_a_bare_loop_repeats_the_window_and_the_numbers_are_those_of_a_run_with_
 
 
 def test_an_engine_that_had_to_close_says_so_through_an_outer_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Trainer's step has one around the engine's own."""
+    """A Trainer's step wraps the engine's own context."""
     model, config = Hungry(1), OffloadConfig(gradient_accumulation=2)
     engine = OffloadEngine(model, config, device="cpu", plan=planned(model, config, IN_VRAM))
     allocate = host_memory.allocate
@@ -183,7 +183,7 @@ def test_nothing_of_the_failed_window_is_alive_while_layers_move(
 
 
 class Evaluated(Hungry):
-    """Needs more than there is in evaluation, while any block has its weights in VRAM."""
+    """Raises an OOM error in evaluation while any block has its weights in VRAM."""
 
     in_training = False
 
@@ -199,7 +199,7 @@ class Evaluated(Hungry):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_where_an_evaluation_finds_the_gpu_full_less_is_kept_in_vram_and_it_is_repeated(training: bool) -> None:
-    """In training mode it draws numbers, and changes running means."""
+    """In training mode it draws random numbers and changes running means."""
     config, found = OffloadConfig(), []
     for placement in (Placement("ram"), IN_VRAM):
         model = Evaluated()
@@ -235,7 +235,7 @@ def test_where_an_evaluation_finds_the_gpu_full_and_nothing_can_move_the_error_s
         with pytest.raises(OutOfVramError, match=under_way):  # backward needs the weights that this graph holds
             evaluated(model)
         model.engine.backward(loss)
-        with pytest.raises(OutOfVramError, match=under_way) as raised:  # as a Trainer does, around the engine's own
+        with pytest.raises(OutOfVramError, match=under_way) as raised:  # like a Trainer, around the engine's own
             model.engine.run_eval(lambda: evaluated(model))
         assert str(raised.value).count("window is open") == 1
         assert model.engine.step()
@@ -299,19 +299,19 @@ for line in sys.stdin:
     held.append(b"x" * (64 << 20))
     print(len(held), flush=True)
 """
-"""A process that takes 64 MiB for each line that it reads, and gives all back at its end."""
+"""A process that takes 64 MiB per input line, and releases all of it at its end."""
 
 
 @contextmanager
 def taken_by_another_process(engine: OffloadEngine) -> Iterator[None]:
-    """While it is open, another process has so much RAM that the watch sees less left than its floor, which is raised
-    for that: a machine with more room would need to be filled."""
+    """While it is open, another process takes RAM until the watch sees less than its floor. The floor is raised for the
+    test, because filling a large machine would take too much."""
     floor = hardware.ram_available_bytes() - (128 << 20)
     engine.ram_watch.poll.floor_bytes, before = floor, engine.ram_watch.poll.floor_bytes
     with subprocess.Popen([sys.executable, "-c", TAKES], stdin=PIPE, stdout=PIPE, text=True, bufsize=1) as other:
         assert other.stdin is not None
         assert other.stdout is not None
-        for _ in range(32):  # others may give some back meanwhile
+        for _ in range(32):  # other processes may release some meanwhile
             other.stdin.write("more\n")
             assert other.stdout.readline()
             if hardware.ram_available_bytes() < floor - (64 << 20):
@@ -321,9 +321,10 @@ def taken_by_another_process(engine: OffloadEngine) -> Iterator[None]:
 
 
 def joined_group(own: Path) -> Path | None:
-    """A new control group (v2) with a `memory.high`, which this process has joined; None where there can be none.
+    """A new control group (v2) with a `memory.high`, joined by this process; None if the system allows none.
 
-    own: this process's, beside which it is: a group with processes in it has no groups inside, but for the root.
+    own: the current group. The new group is its sibling, because a group with processes has no child groups, except for
+    the root.
     """
     folder = own if own == hardware.CGROUP else own.parent
     try:
@@ -343,7 +344,8 @@ def joined_group(own: Path) -> Path | None:
 
 @contextmanager
 def squeezed(engine: OffloadEngine) -> Iterator[None]:
-    """While it is open, RAM is under pressure: by the system's own `memory.high` where that may be set."""
+    """While it is open, RAM is under pressure: by the system's `memory.high` if possible, otherwise by another
+    process."""
     own = hardware.cgroup_dirs("memory")[0]
     group = joined_group(own)
     if group is None:
@@ -380,7 +382,7 @@ def test_ram_that_is_really_squeezed_moves_the_run_to_the_disk_with_the_bits_of_
                             time.sleep(0.01)
                         with pytest.warns(RuntimeWarning, match=r"RAM was running out after step 2: .*, disk "):
                             assert engine.step()
-                    engine.ram_watch.warning()  # of the time before it was over
+                    engine.ram_watch.warning()  # from the time before
                 else:
                     engine.step()
             return numbers(engine), engine
@@ -422,7 +424,7 @@ def test_where_the_move_out_of_ram_fails_training_stops_as_before(
 def test_a_gpu_that_is_full_while_the_engine_is_built_makes_the_plan_leaner(
     owner: Any, name: str, full_at: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model in fp32 that is trained in bf16: what its weights hold beyond bf16 is in the states of what moves."""
+    """An fp32 model trained in bf16: bits beyond bf16 are in the optimizer states of the layers that move."""
     config, found, real = OffloadConfig(learning_rate=1e-2, working_dtype="bf16"), [], getattr(owner, name)
     for is_full in (False, True):
         calls: list[int] = []
@@ -450,7 +452,7 @@ def test_a_gpu_that_is_full_while_the_engine_is_built_makes_the_plan_leaner(
 def test_a_gpu_that_is_full_again_while_the_layers_move_leaves_a_plan_that_says_where_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The buffers find no room, and then one layer on its way to a leaner plan."""
+    """The buffers find no room, and then neither does one layer on its way to a leaner plan."""
     model, config = lm(), OffloadConfig()
     plan, left = planned(model, config, IN_VRAM), {"arrange": 1, "moved": 1}
 
@@ -490,7 +492,7 @@ def test_an_engine_that_cannot_be_built_leaves_the_model_as_it_was(
     dtype: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever tries again trains the same numbers. The error may be kept meanwhile, as notebooks do."""
+    """A second attempt trains the same numbers. The error may be kept meanwhile, as in notebooks."""
     config, real, calls = OffloadConfig(working_dtype=dtype), getattr(owner, name), list[int]()
 
     def fails(*args: Any, **options: Any) -> Any:
@@ -513,7 +515,7 @@ def test_an_engine_that_cannot_be_built_leaves_the_model_as_it_was(
 
 @pytest.mark.parametrize("free", [1 << 40, 1 << 20])
 def test_less_free_vram_than_was_planned_with_begins_leaner(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process has taken some since."""
+    """Another process has taken some since planning."""
     monkeypatch.setattr(hardware, "vram_bytes", lambda device: (free, 1 << 40))
     monkeypatch.setattr(hardware, "vram_context_bytes", lambda device: 0)
     plan = planned(model := Hungry(), OffloadConfig(), IN_VRAM)
@@ -552,7 +554,7 @@ def test_ranks_of_a_host_share_what_its_ram_is_short_of_and_what_is_left(
 
 
 def test_a_second_full_gpu_is_judged_by_the_peak_since_the_last_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the first plan's peak would make the third one far leaner than it must be."""
+    """Otherwise the first plan's peak would make the third plan far leaner than needed."""
     forgot: list[int] = []
     for module in ("engine", "replanner"):
         monkeypatch.setattr(f"offloadkit.engine.{module}.forget_peak", lambda _: forgot.append(len(forgot)))

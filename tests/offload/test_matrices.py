@@ -1,4 +1,4 @@
-"""Runs with Muon: which weights it steps, equality with torch's optimizers, placements, resuming, what is refused."""
+"""Runs with Muon: its weights, equality with torch's optimizers, placements, resuming, refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLACEMENTS = {
 
 
 class Conv1D(nn.Module):
-    """As transformers' Conv1D: the weight is [inputs, outputs]."""
+    """Like transformers' Conv1D: the weight is [inputs, outputs]."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_every_placement_gives_the_same_bits(tmp_path: Path, dtype: str, accumul
             found[name] = trained(engine, 2)
             states = engine.state_dict()["optimizer"]["blocks.1.down.weight"]
             assert states["momentum_buffer"].shape == (48, 32)
-            if name == "streamed":  # no copy in RAM of the weights that the CPU never steps
+            if name == "streamed":  # no copy in RAM of weights that the CPU never steps
                 others = [layer for layer in engine.plan.layers if not layer.matrices]
                 assert engine.plan.tiers["ram"]["working weights"] == sum(layer.weight_bytes() for layer in others)
             found[name] |= {key: array.clone() for key, array in states.items()}

@@ -1,4 +1,4 @@
-"""Tensors of a model over one memory: refused by name where a trained parameter would part from the other."""
+"""Tensors of a model that share memory: refused by name if a trained parameter would be separated from the other."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_two_tensors_over_one_memory_are_refused_by_name(
 
 
 def columns(model: nn.Sequential) -> None:
-    """Interleaved: their ranges overlap, and no element is in both."""
+    """Interleaved columns: their ranges overlap without a common element."""
     whole = torch.randn(8, 16)
     model[0].weight, model[1].weight = nn.Parameter(whole[:, ::2]), nn.Parameter(whole[:, 1::2])
 

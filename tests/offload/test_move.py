@@ -1,4 +1,4 @@
-"""A plan that moves while it runs: after `OffloadEngine.move` the numbers are those of a run that never moved."""
+"""A plan moves in mid-run: after `OffloadEngine.move` the numbers equal a run that never moved."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VERY_DIFFERENT = [
     Placement(weights="ram", gradients="vram", step="gpu"),
     Placement(step="gpu", activations="checkpoint"),
 ]
-"""States, weights and gradients in each place, each treatment of activations, and each processor."""
+"""States, weights and gradients in every place, every treatment of activations, and both processors."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def train(engine: OffloadEngine, given: Sequence[Any]) -> None:
 
 
 def numbers(engine: OffloadEngine) -> dict[str, torch.Tensor]:
-    """Weights, states and what the model computes with them."""
+    """Weights, states, and outputs of the model."""
     state = engine.state_dict()
     found = {name: weight.cpu().clone() for name, weight in state["module"].items()}
     for name, states in state["optimizer"].items():
@@ -77,7 +77,7 @@ def numbers(engine: OffloadEngine) -> dict[str, torch.Tensor]:
 
 
 def route(*plans: Placement) -> list[Placement]:
-    """A way from place to place that takes each step from one to another once."""
+    """A route over all placements that takes each transition once."""
     left, way = set(permutations(range(len(plans)), 2)), [0]
     while left:
         way.append(min((to for at, to in left if at == way[-1]), key=lambda to: way.count(to)))
@@ -127,7 +127,7 @@ def test_mixed_plans_of_a_transformer_change_no_number(kind: str, accumulation: 
 
 
 def test_a_loss_that_is_kept_through_an_interrupted_backward_holds_nothing_that_moves() -> None:
-    """In its graph a recomputation has left views of a block's weights."""
+    """The recomputation left views of a block's weights in the loss's graph."""
     config = OffloadConfig()
 
     def interrupts(_: torch.Tensor) -> None:
@@ -185,7 +185,7 @@ def test_there_are_never_two_copies_of_more_than_one_layer(monkeypatch: pytest.M
             return real(state, *args, **options)
 
         monkeypatch.setattr(LayerState, "moved", moved)
-        gc.disable()  # nothing may wait for a garbage collection
+        gc.disable()  # nothing may depend on a garbage collection
         try:
             for placement in (Placement(weights="ram"), IN_VRAM):
                 engine.move(planned(engine.module, config, placement))
@@ -197,7 +197,7 @@ def test_there_are_never_two_copies_of_more_than_one_layer(monkeypatch: pytest.M
 
 
 def test_a_move_takes_no_more_than_before_or_after_but_for_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other layer goes to VRAM and the others leave it."""
+    """Even layers go to VRAM while odd layers leave it."""
     config = OffloadConfig()
     before, after = (IN_VRAM, Placement()), (Placement(), IN_VRAM)
     torch.manual_seed(0)
@@ -256,7 +256,7 @@ def test_a_loss_of_before_a_move_is_refused(weights: Any) -> None:
 
 
 def test_what_a_module_keeps_of_a_parameters_memory_is_named() -> None:
-    """Nobody watches what a module takes while it runs: it would silently stay behind."""
+    """No hook sees a module's reads while it runs, so a kept view would silently become stale."""
     config, kept = OffloadConfig(), []
     with OffloadEngine(lm(), config, device="cpu") as engine:
         block = engine.module.blocks[1]
@@ -309,7 +309,7 @@ def test_a_frozen_layer_and_an_empty_first_parameter_move_too(to: Placement) -> 
 
 
 def test_a_dropped_window_leaves_no_job_behind_for_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the stepping thread is still to add in RAM must not reach the memory that a layer has next."""
+    """Queued additions in RAM must not reach the memory that the next layer uses."""
     config = OffloadConfig(gradient_accumulation=2)
     settle, gate, done = StepThread.settle, threading.Event(), []
     monkeypatch.setattr(StepThread, "settle", lambda thread: (gate.set(), settle(thread)))
@@ -322,7 +322,7 @@ def test_a_dropped_window_leaves_no_job_behind_for_a_move(monkeypatch: pytest.Mo
 
 
 def full_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, error: BaseException) -> None:
-    """The call with this number fails."""
+    """Makes the call with this number fail."""
     real, calls = getattr(owner, name), [0]
 
     def fails(*args: Any, **options: Any) -> Any:
@@ -379,7 +379,7 @@ def test_if_nothing_fits_any_more_the_engine_closes_and_the_model_has_its_weight
         patch.setattr(HostSlab, "make_ordinary", lambda slab: ordinary.append(slab))
         with pytest.raises(EngineStateError, match="the engine is closed, and the model has its weights"):
             engine.move(leaner)
-    assert len(ordinary) == len(model.blocks)  # not pinned any more, and inherited by forked processes
+    assert len(ordinary) == len(model.blocks)  # no longer pinned, and inherited by forked processes
     assert_equal(weights, dict(model.state_dict()), "closed")
     with pytest.raises(EngineStateError, match="closed"):
         engine.step()

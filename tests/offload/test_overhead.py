@@ -1,5 +1,5 @@
-"""What the engine adds to a step for Python to do: a few operations a layer, none a parameter; and one call each time
-that autograd saves or reads a tensor, where blocks are recomputed or weights are in RAM."""
+"""Python work that the engine adds to a step: a few operations a layer and none per parameter. With recomputed blocks
+or weights in RAM, each tensor saved or read by autograd adds one call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESIDENT = Placement(gradients="vram", states="vram", step="gpu")
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch is asked for while it is open."""
+    """Counts torch operations while it is open."""
 
     num = 0
 
@@ -60,7 +60,7 @@ def num_operations(step: Callable[[], None]) -> int:
 
 
 def added(placement: Placement, num_parameters: int) -> int:
-    """Operations of an engine's step, less those of forward and backward without it."""
+    """Operations of a step with the engine, minus operations of forward and backward without it."""
     x, plain = torch.rand(2, 300), Model(num_parameters)
 
     def plain_step() -> None:
@@ -72,7 +72,7 @@ def added(placement: Placement, num_parameters: int) -> int:
         def step() -> None:
             engine.backward(engine(x))
             engine.step()
-            engine.synchronize()  # a step's record is written when it is past: each time here, not with a step after it
+            engine.synchronize()  # a step's record is written after its update: here in the same step
 
         return num_operations(step) - num_operations(plain_step)
 
@@ -86,11 +86,11 @@ def test_operations_grow_with_the_layers_and_not_with_their_parameters(placement
 
 
 BLOCKS, SAVED, MORE = 5, 2, 10
-"""Blocks of a model, tensors that autograd saves for a product, and products more a block than in the small model."""
+"""Number of blocks; tensors saved by autograd for a product; additional products a block in the larger model."""
 
 
 def num_calls(step: Callable[[], object]) -> int:
-    """Python functions that a step calls on this thread."""
+    """Python functions called by a step on this thread."""
     num = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -108,7 +108,7 @@ def num_calls(step: Callable[[], object]) -> int:
 
 
 def calls_of_a_product(placement: Placement | None) -> float:
-    """Of a step's calls, those for one product of a block with its parameter; None: of the model's forward alone."""
+    """Calls per product of a block with its parameter; None: in the model's forward alone."""
 
     def calls(num_parameters: int) -> int:
         x, model = torch.rand(2, 300), Model(num_parameters)
@@ -131,14 +131,16 @@ def calls_of_a_product(placement: Placement | None) -> float:
 @pytest.mark.parametrize("weights", ["vram", "ram"])
 def test_a_saved_tensor_is_one_call_each_time_that_autograd_has_it(weights: Any, activations: Any) -> None:
     plain = calls_of_a_product(Placement())
-    again = calls_of_a_product(None) + 3 * SAVED  # saved in forward and when it is run again, and read
+    again = calls_of_a_product(None) + 3 * SAVED  # saved in forward and in recomputation, and read
     hooks = again if activations != "keep" else 2 * SAVED if weights == "ram" else 0
-    ring = 2 if weights == "ram" else 0  # a weight is looked up in its buffer, or a gradient asks whether it is there
+    ring = (
+        2 if weights == "ram" else 0
+    )  # a weight's lookup in its buffer, or a gradient's check that the weight is in VRAM
     assert calls_of_a_product(Placement(weights, activations=activations)) <= plain + hooks + ring
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_weight_that_is_read_from_the_ring_is_one_operation() -> None:
-    """The others: a weight's input is detached from its graph when it is saved, and a hook's result when it is read."""
+    """Three more operations detach the input from its graph on saving, and the hook's result on reading."""
     few, many = (added(Placement("ram"), num) for num in (2, 2 + MORE))
     assert many - few <= (1 + 3) * BLOCKS * MORE

@@ -1,6 +1,6 @@
-"""The plan changes where numbers live, never what they are: every combination of placements gives the same weights.
+"""The plan changes where numbers live, not the numbers: every combination of placements gives the same weights.
 
-In few steps every two values of a placement's fields are together once; the slow tests take every placement, for long.
+The quick tests cover every pair of values of a placement's fields; the slow tests run every placement for many steps.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def what_left_a_buffer_is_nan(monkeypatch: pytest.MonkeyPatch, one_thread: None)
 
 
 def tiny(kind: str) -> nn.Module:
-    """Small, with tied weights, a frozen part, dropout where the architecture has it, and norms as they are trained."""
+    """A small model with tied weights, a frozen part, dropout if the architecture has it, and fused norms."""
     from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def trained(
     dtype: Any = "bf16",
     precision: Any = "exact",
 ) -> dict[str, torch.Tensor]:
-    """Weights, and all states, after `steps` steps with clipping."""
+    """Weights and all states after `steps` steps with clipping."""
     plan = placement if isinstance(placement, Plan) else None
     config = OffloadConfig(
         learning_rate=1e-2,
@@ -200,7 +200,7 @@ def test_offloaded_inputs_are_let_go() -> None:
 
 
 def test_offloaded_inputs_are_let_go_however_far_python_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when no copy is done yet: what was let go is waited for on the device, not on the host."""
+    """No copy is ever done: freed inputs must be waited for on the device, not on the host."""
     monkeypatch.setattr(Event, "done", lambda event: False)
     engine = OffloadEngine(TinyLM(depth=12), OffloadConfig(placement=Placement(activations="offload")), device="cpu")
     inputs = engine.placed.offloaded_inputs
@@ -213,7 +213,7 @@ def test_offloaded_inputs_are_let_go_however_far_python_is_ahead(monkeypatch: py
 
 
 def test_an_input_fetched_ahead_and_not_used_is_kept_until_it_is_there() -> None:
-    """Backward fails in the last block; the input of the one before was fetched by then."""
+    """Backward fails in the last block, when the input of the block before has been fetched."""
     model = TinyLM()
 
     def fail(gradient: torch.Tensor) -> None:
@@ -235,8 +235,8 @@ def test_an_input_fetched_ahead_and_not_used_is_kept_until_it_is_there() -> None
 
 
 def test_buckets_are_those_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T5's two last norms are one layer, which waits through all of the decoder's backward. No copy is done soon.
-    Beside the buckets autograd has a layer's gradients."""
+    """T5's two last norms are one layer, which waits through the whole backward of the decoder. No copy finishes soon.
+    Besides the buckets, autograd holds one layer's gradients."""
     monkeypatch.setattr(Event, "done", lambda event: False)
     from transformers import T5ForConditionalGeneration
 
@@ -280,7 +280,7 @@ def test_offloaded_inputs_leave_vram() -> None:
 
 
 def test_a_copy_of_a_transformer_that_recomputes_trains_by_itself() -> None:
-    """HuggingFace's blocks keep the function by which they recompute, and a copy of a block has the same one."""
+    """HuggingFace's blocks store the recomputation function as an attribute, and a copy of a block shares it."""
     placement = Placement(weights="ram", activations="checkpoint")
     model = tiny("llama")
     with OffloadEngine(model, OffloadConfig(placement=placement), device="cpu"):

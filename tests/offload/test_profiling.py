@@ -1,4 +1,4 @@
-"""`engine.profile`: ranges on one scale, and what bounds a step."""
+"""`engine.profile`: ranges on one time scale, and the bound of a step."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_each_phase_is_bound_by_what_takes_the_longest_and_the_step_by_their_sum
     found = bound(RANGES, [RECORD], FAST)
     assert {phase: found.limiting(phase).resource for phase in found.shares} == {UPDATE: "DRAM", BACKWARD: "bus up"}
     update = {share.resource: share for share in found.shares[UPDATE]}
-    assert update["DRAM"].seconds == pytest.approx(0.32)  # with what the bus moves
+    assert update["DRAM"].seconds == pytest.approx(0.32)  # with the bytes moved by the bus
     assert update["cores"].seconds == pytest.approx(0.3)
     assert update["compute"].seconds == pytest.approx(0.1)  # without its wait
     assert update["bus down"].seconds == pytest.approx(0.2)
-    assert update["bus down"].busy_seconds == pytest.approx(0.2)  # two that overlap
+    assert update["bus down"].busy_seconds == pytest.approx(0.2)  # two overlapping copies
     assert update["bus up"].num_bytes == 0
     backward = {share.resource: share for share in found.shares[BACKWARD]}
     assert backward["bus up"].seconds == pytest.approx(0.2, abs=1e-6)
@@ -165,7 +165,7 @@ def test_what_is_traced_is_whole_steps_each_beside_the_update_of_the_one_before(
 
     monkeypatch.setattr(profiling, "measured_by", measure)
     with engine_of(gradient_accumulation=accumulation) as engine:
-        steps(engine, 3 * accumulation - 1)  # the third step has begun, where it is one of several micro-batches
+        steps(engine, 3 * accumulation - 1)  # the third step has begun, if a step has several micro-batches
         profile = engine.profile(steps=3, path=path)
         steps(engine, 3 * accumulation + 1)
         records = list(engine.telemetry.records)

@@ -1,4 +1,4 @@
-"""The watch on RAM: when it speaks, what it says, and that a real process ends by it."""
+"""The RAM watch: its threshold, its message, and a real process that it ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLANNED = {"moments": 6 * GIB, "gradients": 2 * GIB, "disk": 0}
 
 
 class Machine:
-    """A machine of 12 GiB whose free RAM a test sets."""
+    """A machine of 12 GiB whose available RAM the test sets."""
 
     def __init__(self) -> None:
         self.available = 4 * GIB

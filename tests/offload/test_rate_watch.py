@@ -1,4 +1,4 @@
-"""Measured rates that are not the plan's: the run moves once, no number changes, and it stays where they agree."""
+"""Measured rates differ from the plan's: the run moves once, no number changes; with equal rates it stays."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ CONFIG = OffloadConfig(learning_rate=1e-2, vram=VRAM, ram="8GiB")
 WARM_UP, NUM_STEPS = 2, 4
 STEPS = WARM_UP + NUM_STEPS
 LONG = 2 * STEPS + 6
-"""Judged twice."""
+"""Long enough for two judgements."""
 
 
 def slower(machine: Hardware, factor: float) -> Hardware:
-    """With all its rates so many times slower: what tiny models move takes as long as large ones on the machine."""
+    """`machine` with all rates divided by `factor`, so that tiny models take as long as large ones."""
     rates: dict[str, Any] = {
         each.name: getattr(machine, each.name) / factor for each in fields(machine) if each.name.endswith("_per_second")
     }
@@ -54,11 +54,11 @@ def slower(machine: Hardware, factor: float) -> Hardware:
 TRUE = slower(H200, 1e5)
 SLOW_CPU = replace(TRUE, cpu_adamw_bytes_per_second=TRUE.cpu_adamw_bytes_per_second / 10)
 FAST_BUS = slower(test_faster.times(10, *test_faster.BUS, "cpu_and_bus_bytes_per_second"), 1e5)
-"""Not as the machine is: plans with them have the GPU step most layers, through VRAM."""
+"""Wrong rates of the bus: plans with them have the GPU step most layers, through VRAM."""
 
 
 class Measured(Telemetry):
-    """The seconds of each step are those that `TRUE` would take for what was moved."""
+    """The seconds of each step are computed from the bytes moved, at the rates of `TRUE`."""
 
     engine: OffloadEngine
 
@@ -92,20 +92,20 @@ def trained(
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, torch.Tensor]:
-    """The weights of a run that nobody planned: the CPU steps all layers."""
+    """The weights of a run without a plan: the CPU steps all layers."""
     return trained(LONG, config=OffloadConfig(learning_rate=1e-2))[1]
 
 
 @pytest.fixture(autouse=True)
 def layers_stay_with_their_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real seconds of tiny steps are noise. So there is nothing that must settle first."""
+    """Layers keep their processor, because real seconds of tiny steps are noise; no balance must settle first."""
     monkeypatch.setattr(StepBalancer, "correct", lambda *_: None)
     monkeypatch.setattr(rate_watch, "WARM_UP", WARM_UP)
     monkeypatch.setattr(rate_watch, "NUM_STEPS", NUM_STEPS)
 
 
 def planned_with(machine: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "STEP_CHUNK", 4096)  # else a tiny layer's buffers are larger than its states
+    monkeypatch.setattr(shapes, "STEP_CHUNK", 4096)  # otherwise a tiny layer's buffers would be larger than its states
     monkeypatch.setattr(outline, "measured_by", lambda *_, **__: machine)
 
 
@@ -176,7 +176,7 @@ PLANNED_WITH = test_faster.times(0.1, "cpu_adamw_bytes_per_second")
 
 
 def steps(plan: Plan, seconds: float, num_tokens: int | None = None) -> list[StepRecord]:
-    """As measured on the true machine, with steps of so many seconds."""
+    """Step records with these seconds, as on the true machine."""
     records = test_faster.steps_on(H200, plan, NUM_STEPS)
     tokens = num_tokens or plan.num_tokens
     return [replace(each, num_tokens=tokens, seconds=each.seconds | {"step": seconds}) for each in records]
@@ -188,7 +188,7 @@ def steps(plan: Plan, seconds: float, num_tokens: int | None = None) -> list[Ste
 def test_a_move_after_which_steps_take_longer_is_undone_and_the_plan_moves_no_more(
     seconds: float, num_tokens: int | None, back: bool
 ) -> None:
-    """By token where their number is known."""
+    """Per token if the number of tokens is known."""
     before = test_faster.plan_on(PLANNED_WITH)
     watch = RateWatch(before)
     found = judge(watch, before, steps(before, 1.0))
@@ -236,7 +236,7 @@ def test_layers_are_judged_with_the_processor_that_steps_them_now(monkeypatch: p
 def test_the_room_for_another_plan_is_what_is_free_now_within_the_budgets(
     tier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process may have taken some since."""
+    """Another process may have taken some since planning."""
     plan, device, mib = test_faster.plan_on(H200), torch.device("cuda"), 1 << 20
     free = {"vram": 1 << 40, "ram": 1 << 40}
     monkeypatch.setattr(hardware, "vram_bytes", lambda _: (free["vram"], 1 << 40))
@@ -251,7 +251,7 @@ def test_the_room_for_another_plan_is_what_is_free_now_within_the_budgets(
 
 
 def test_a_move_for_another_reason_forgets_what_was_measured() -> None:
-    """There is nothing to go back to: the run had no room there."""
+    """The old plan no longer fits, so the run cannot go back."""
     before = test_faster.plan_on(PLANNED_WITH)
     watch = RateWatch(before)
     found = judge(watch, before, steps(before, 1.0))

@@ -1,4 +1,4 @@
-"""A function that backward runs again: the numbers of a plain run, its memory gone, its surroundings restored."""
+"""A function that backward runs again: the numbers of a plain run, freed memory, restored surroundings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 class Block(nn.Module):
-    """Uses what it shares with other blocks twice, as T5's decoder does its encoder's output."""
+    """Uses a shared input twice, like T5's decoder the encoder's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def call_plain(device: torch.device, function: Function, *args: Any, **kwargs: A
 
 
 def gradients(device: torch.device, call: Function, num_backwards: int = 1) -> list[torch.Tensor]:
-    """Of the weights and of what blocks share, then the random state afterwards."""
+    """Gradients of the weights and the shared input, then the random state."""
     torch.manual_seed(0)
     blocks = [Block() for _ in range(3)]
     shared = torch.randn(2, 5, 16).to(device, torch.bfloat16).requires_grad_()
@@ -114,7 +114,7 @@ def test_activations_are_gone_before_backward_and_after(backward: bool) -> None:
     def alive() -> list[bool]:
         return [tensor() is not None for tensor in made]
 
-    gc.disable()  # nothing is to wait for it
+    gc.disable()  # nothing may depend on a garbage collection
     try:
         weight = torch.rand(4, requires_grad=True)
         output = recomputed_in_backward(torch.device("cpu"), function, torch.rand(3, 4), weight)
@@ -203,7 +203,7 @@ def test_inputs_of_longer_rows_take_the_ram_of_shorter_ones(monkeypatch: pytest.
             engine.synchronize()
         (inputs,) = made
         sizes = [view.slab.num_bytes for view in inputs.free]
-        assert sizes == [8 * 15 * 65 * 4] * 4  # of the longest rows, one for each block
+        assert sizes == [8 * 15 * 65 * 4] * 4  # the longest rows, one tensor per block
         small, large = inputs.take(5000), inputs.take(2 * sizes[0])
         inputs.free = [large, small]
         assert inputs.take(6000) is small

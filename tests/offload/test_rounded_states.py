@@ -1,4 +1,4 @@
-"""What of the engine decides a rounded step: the random bits' key, and each group's own options."""
+"""The engine's share in rounded steps: the key of the random bits, and every group's options."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_each_parameter_and_step_has_random_bits_of_its_own(
 
 
 def after_a_step(precision: Precision, first: dict[str, Any], second: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Master weights and moments, by name; biases and the norm have the second group's options."""
+    """Master weights and moments by name; biases and the norm have the second group's options."""
     torch.manual_seed(0)
     model = TinyLM(depth=2)
     named = [(name, p) for name, p in model.named_parameters()]

@@ -1,4 +1,4 @@
-"""A full GPU is explained: planned against used, and what to do."""
+"""The error of a full GPU: bytes planned and used, and remedies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models import TinyLM, tokens, train
 
 
 class Hungry(TinyLM):
-    """Runs out of memory while `hungry`."""
+    """Raises an OOM error while `hungry`."""
 
     hungry = False
     in_backward = False
@@ -44,7 +44,7 @@ def test_a_full_gpu_is_explained_and_training_can_go_on(in_backward: bool) -> No
     model.load_state_dict(expected.state_dict())
     with OffloadEngine(expected, OffloadConfig(), device="cpu") as engine:
         train(engine, tokens(4))
-    with OffloadEngine(model, OffloadConfig(placement=Placement()), device="cpu") as engine:  # no other is allowed
+    with OffloadEngine(model, OffloadConfig(placement=Placement()), device="cpu") as engine:  # a plan that cannot move
         train(engine, tokens(2))
         model.hungry, model.in_backward = True, in_backward
         with pytest.raises(OutOfVramError, match=r"Planned were .*working weights .*Use a smaller micro-batch"):
@@ -56,7 +56,7 @@ def test_a_full_gpu_is_explained_and_training_can_go_on(in_backward: bool) -> No
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_the_window_in_which_the_gpu_is_full_is_dropped_as_a_whole(in_backward: bool) -> None:
-    """Its first micro-batch counts for nothing: the two that follow are a window of their own."""
+    """Its first micro-batch does not count: the next two form a new window."""
     config = OffloadConfig(gradient_accumulation=2)
     torch.manual_seed(0)
     expected, model = TinyLM(), Hungry()

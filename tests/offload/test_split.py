@@ -12,7 +12,7 @@ from offloadkit.offload.update import MAX_AVERAGED, MAX_MOVES, WARM_UP, StepBala
 
 
 class Point:
-    """An event on a clock of its own."""
+    """An event with a given time."""
 
     def __init__(self, at: float, done: bool = True) -> None:
         self.at, self._done = at, done
@@ -35,7 +35,7 @@ def layers(num: int, on_gpu: int, switchable: bool = True) -> list[Any]:
 
 
 def took(model: list[Any], cpu: float, gpu: float, done: bool = True) -> StepTimes:
-    """What an update of these layers takes at `cpu` and `gpu` seconds an element."""
+    """The times of an update of these layers at `cpu` and `gpu` seconds an element."""
     by_gpu = sum(layer.layer.numel for layer in model if layer.on_gpu)
     by_cpu = sum(layer.layer.numel for layer in model if not layer.on_gpu)
     events: Any = (Point(1.0), Point(1.0 + gpu * by_gpu, done)) if by_gpu else None
@@ -43,7 +43,7 @@ def took(model: list[Any], cpu: float, gpu: float, done: bool = True) -> StepTim
 
 
 def run(model: list[Any], cpu: float, gpu: float, updates: int = 40) -> tuple[list[int], StepBalancer]:
-    """How many layers the GPU steps in each update."""
+    """Number of layers stepped by the GPU in each update."""
     split, found = StepBalancer(), []
     for _ in range(updates):
         split.correct(model)
@@ -141,7 +141,7 @@ def test_an_update_that_was_waited_for_says_nothing_unless_all_are() -> None:
 
 def test_waiting_twice_disregards_one_update_the_newest() -> None:
     model, split = layers(48, 24), StepBalancer()
-    split.disregard_newest()  # there is none yet
+    split.disregard_newest()  # there is no update yet
     for gpu in (1e-3,) * (WARM_UP + 2) + (2e-3, 0.1e-3):
         split.add(took(model, 1e-3, gpu, done=False))
     split.disregard_newest()
@@ -149,7 +149,7 @@ def test_waiting_twice_disregards_one_update_the_newest() -> None:
     for before in split.unread:
         assert before.gpu is not None
         before.gpu[1].reach()  # type: ignore[attr-defined]
-    split.correct(model)  # of what was left the mean on the GPU is a third above the CPU's
+    split.correct(model)  # without the newest update, the GPU takes a third longer than the CPU
     assert sum(layer.on_gpu for layer in model) < 24
 
 
@@ -178,7 +178,7 @@ def test_an_update_that_is_not_over_yet_says_nothing() -> None:
 
 
 def test_python_may_always_be_a_step_ahead_of_the_gpu() -> None:
-    """Then an update says something in the step after the next, but nothing about layers that moved since."""
+    """Then an update's times arrive in the step after the next, and exclude layers that moved since."""
     model, split, found = layers(48, 48), StepBalancer(), []
     under_way: list[StepTimes] = []
     for _ in range(60):

@@ -1,6 +1,6 @@
-"""States in RAM that the GPU steps: chunks through a ring, layers that go from one processor to the other, failures.
+"""States in RAM that the GPU steps: chunks through a ring, layers that change the processor, failures.
 
-Chunks are much smaller than layers, and what left a buffer is NaN. `test_placements.py` compares all placements.
+Chunks are much smaller than layers, and freed buffers hold NaN. `test_placements.py` compares all placements.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EVERYWHERE = [
     replace(STREAMED[3], activations="offload"),
     replace(IN_VRAM, activations="offload"),
 ]
-"""The first one for what is not in a block."""
+"""The first placement is for parameters outside of blocks."""
 DTYPES = ["bf16", "fp16", "fp32"]
 
 
@@ -64,13 +64,13 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
 
 
 def lm(depth: int = 3) -> TinyLM:
-    """Of `depth` + 1 flat layers."""
+    """A model of `depth` + 1 flat layers."""
     torch.manual_seed(0)
     return TinyLM(depth=depth, width=33, hidden=257, dropout=0.1)
 
 
 def mixed(config: OffloadConfig, placements: Sequence[Placement], depth: int = 3) -> Plan:
-    """A plan in which the layers of `lm(depth)` have these placements in turn."""
+    """A plan that assigns these placements to the layers of `lm(depth)` in turn."""
     model = lm(depth)
     base = plan_of(model, flat_layers(model, config), config)
     in_turn = tuple(possible(placements[at % len(placements)], layer) for at, layer in enumerate(base.layers))
@@ -89,7 +89,7 @@ def numbers(engine: OffloadEngine) -> dict[str, torch.Tensor]:
 def trained(
     device: str, steps: int = 8, plan: Plan | None = None, bad: Sequence[int] = (), depth: int = 3, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """All numbers after `steps` updates; the loss of the `bad` ones is NaN."""
+    """All weights and states after `steps` updates; the updates in `bad` have a NaN loss."""
     config = OffloadConfig(learning_rate=1e-2, on_nonfinite="skip", **options)
     with OffloadEngine(lm(depth), config, device=device, plan=plan) as engine:
         torch.manual_seed(1)
@@ -109,7 +109,7 @@ def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
 
 
 def at_random(seed: int) -> Callable[[StepBalancer, Sequence[states.LayerState]], None]:
-    """A `StepBalancer.correct` that lets chance decide."""
+    """A `StepBalancer.correct` that moves layers at random."""
     draw = random.Random(seed)
 
     def correct(self: StepBalancer, layers: Sequence[states.LayerState]) -> None:
@@ -134,7 +134,7 @@ def test_chunks_through_vram_change_no_number(device: str, dtype: Any, precision
 def test_layers_may_change_the_processor_before_every_step(
     device: str, dtype: Any, accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Skipped steps among them: what was fetched ahead is out of date when a layer went to the CPU meanwhile."""
+    """With skipped steps: prefetched states are stale if their layer went to the CPU meanwhile."""
     options: dict[str, Any] = {"working_dtype": dtype, "gradient_accumulation": accumulation, "loss_scale": 1024.0}
     bad = (2, 3, 6)
     expected = trained(device, bad=bad, **options)
@@ -331,7 +331,7 @@ def test_random_delays_on_threads_and_streams_change_no_number(
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_streams_that_run_late_change_no_number(seed: int, accumulation: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams as threads: a wait that is missing shows without a GPU too."""
+    """Streams are threads: a missing wait shows without a GPU too."""
     options: dict[str, Any] = {"working_dtype": DTYPES[seed], "gradient_accumulation": accumulation}
     placements, depth = list(EVERYWHERE), len(EVERYWHERE) - 1
     expected = trained("cpu", 8, depth=depth, **options)
@@ -346,7 +346,7 @@ def test_streams_that_run_late_change_no_number(seed: int, accumulation: int, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", [LEAST_RAM, STREAMED[2]], ids=["weights in vram", "weights in ram"])
 def test_what_is_still_on_its_way_to_ram_is_waited_for(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chunk in all, which the next step fetches before anything else; and weights that are saved at once."""
+    """A single chunk, which the next step fetches first; and weights that are saved immediately."""
     monkeypatch.setattr(shapes, "STEP_CHUNK", 1 << 23)
     config, part = OffloadConfig(learning_rate=1e-2), "blocks.1"
     plan = mixed(config, [IN_VRAM])

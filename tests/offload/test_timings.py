@@ -1,4 +1,4 @@
-"""Where a step's time went: what stood still, what was copied, and that nothing else is counted."""
+"""The breakdown of a step's time: waits and copies, and nothing else is counted."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def test_weights_that_visit_vram_add_to_the_copies() -> None:
 
 
 def test_what_was_moved_in_these_seconds_is_counted(device: str) -> None:
-    """A step's copies are those of its backward and of the update before, which ran beside its forward."""
+    """A step's copies belong to its backward and to the previous update, which ran during its forward."""
     with OffloadEngine(TinyLM(), OffloadConfig(learning_rate=1e-3), device=device) as engine:
         train(engine, tokens(3, device))
         first, *others = engine.telemetry.records
-        layers = [layer for layer in engine.plan.layers if layer.num_parameters > 7]  # the others get no gradient
+        layers = [layer for layer in engine.plan.layers if layer.num_parameters > 7]  # the rest has no gradient
     sent, brought = sum(each.bucket_bytes() for each in layers), sum(each.weight_bytes() for each in layers)
     stepped = sum(each.step_bytes(1) for each in layers)
     assert first.moved == {"cpu_step": stepped, "h2d": 0, "d2h": sent}
@@ -81,7 +81,7 @@ def test_what_was_moved_in_these_seconds_is_counted(device: str) -> None:
 
 
 class At(Event):
-    """An event on a clock of its own."""
+    """An event with a given time."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class At(Event):
 
 
 def test_copies_of_two_streams_at_once_count_once() -> None:
-    """They share an engine: one of them waits between its own events."""
+    """Both streams use one copy engine: one of them waits between its own events."""
 
     def busy(*spans: tuple[float, float]) -> BusyTime:
         found = BusyTime()
@@ -167,7 +167,7 @@ def test_the_vram_of_the_process_is_torchs_and_the_context() -> None:
 
 
 class _OnceWaited(Event):
-    """As on a GPU that is behind: reached when somebody waits for it."""
+    """Simulates a GPU that is behind: the event is reached once some thread waits for it."""
 
     is_reached = False
 

@@ -1,6 +1,6 @@
-"""Every wait that orders memory is needed: without races as the code is, and with one, or an error, where it is gone.
+"""Every wait that orders memory is needed: no race with all waits, and a race or an error without any one of them.
 
-`tests/happens_before.py` finds the races. A wait that nothing can miss is named in `NEVER_MISSED`, with the reason.
+`tests/happens_before.py` finds the races. Waits that no run needs are listed in `NEVER_MISSED` with the reason.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DEPTH = len(EVERYWHERE) - 1
 
 
 def everywhere(accumulation: int) -> None:
-    """All placements at once, and layers that go from one processor to the other."""
+    """All placements at once, and layers that change the processor."""
     options: dict[str, Any] = {"working_dtype": "bf16", "gradient_accumulation": accumulation}
     trained("cpu", 3, mixed(OffloadConfig(**options), EVERYWHERE, DEPTH), depth=DEPTH, **options)
 
@@ -71,7 +71,7 @@ def matrices() -> None:
 
 
 def moved(accumulation: int) -> None:
-    """Layers move while what a skipped step fetched and what a dropped window sent are under way."""
+    """Layers move while prefetched states of a skipped step and gradients of a dropped window are on their way."""
     options: dict[str, Any] = {"working_dtype": "bf16", "gradient_accumulation": accumulation}
     config = OffloadConfig(on_nonfinite="skip", **options)
     places = [Placement(weights="ram"), Placement(step="gpu"), LEAST_RAM, IN_VRAM]
@@ -91,7 +91,7 @@ def moved(accumulation: int) -> None:
 
 
 def saved_at_once() -> None:
-    """Each layer's weights are read right after the step, by whoever saves a part of the model."""
+    """A caller that saves a part of the model reads each layer's weights right after the step."""
     plan = mixed(OffloadConfig(), EVERYWHERE, DEPTH)
     torch.manual_seed(0)
     model = TinyLM(depth=DEPTH, width=33, hidden=257)
@@ -113,7 +113,7 @@ class _Branches(nn.Module):
         self.first, self.second = nn.Linear(33, 33, bias=False), nn.Linear(33, 33, bias=False)
 
     def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
-        if branch == "by hand":  # as an extension in C++ does it, which torch's Python does not see
+        if branch == "by hand":  # like a C++ extension, unseen by torch's Python hooks
             with torch._C.DisableTorchFunctionSubclass():
                 return nn.functional.linear(x, self.second.weight).float().pow(2).mean()
         module = self.first if branch == "first" else self.blocks[int(branch)]
@@ -121,7 +121,7 @@ class _Branches(nn.Module):
 
 
 def branches(*names: str, **options: Any) -> None:
-    """Nothing that one step updates is used by the next, which loads the block that it uses."""
+    """No step uses the parameters of the step before; each step loads the block that it uses."""
     config, x, real = OffloadConfig(placement=Placement(**options)), torch.randn(4, 33), update.gradient_norm
     step = states.optimizer_step
     model = _Branches()
@@ -139,14 +139,13 @@ def branches(*names: str, **options: Any) -> None:
 
 
 def closed_after_backward() -> None:
-    """Gradients are on their way when their memory goes."""
+    """Gradients are on their way when their memory is freed."""
     with OffloadEngine(TinyLM(), OffloadConfig(placement=Placement()), device="cpu") as engine:
         engine.backward(engine(tokens(1)[0]))
 
 
 class Twice(TinyLM):
-    """Runs its blocks twice, recomputed by torch's older checkpointing, whose backward
-    brings a gradient for each."""
+    """Runs its blocks twice under torch's older checkpointing, whose backward brings a gradient for each run."""
 
     def __init__(self, *hidden: int) -> None:
         super().__init__()
@@ -160,7 +159,7 @@ class Twice(TinyLM):
 
 
 class InPairs(TinyLM):
-    """Has torch recompute two blocks as one: the first is read when the second was used last."""
+    """torch recomputes pairs of blocks: a pair's first block is read after its second block was used last."""
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         x = self.embed(batch)
@@ -175,13 +174,13 @@ def recomputed_by_torch() -> None:
 
 
 def used_twice() -> None:
-    """A small block's gradient, which has a bucket of its own, comes again after it was sent."""
+    """A small block with a separate bucket gets a second gradient after it was sent."""
     with OffloadEngine(Twice(1027, 3), OffloadConfig(placement=Placement()), device="cpu") as engine:
         train(engine, tokens(3))
 
 
 def read_by_the_parent() -> None:
-    """A weight that is used without its module; and an evaluation right after a step."""
+    """A weight is used without its module, right after a step."""
     with OffloadEngine(EmbedsByHand(tied=False), OffloadConfig(placement=Placement()), device="cpu") as engine:
         for batch in tokens(3):
             engine.backward(engine(batch))
@@ -197,7 +196,7 @@ class _Shuffled(TinyLM):
 
 
 def shuffled(**options: Any) -> None:
-    """Blocks whose weights were fetched ahead are not used before the step."""
+    """Prefetched blocks are not used before the step."""
     torch.manual_seed(1)
     placement = Placement(weights="ram", **options)
     model = _Shuffled(depth=6, width=33, hidden=257)
@@ -208,7 +207,7 @@ def shuffled(**options: Any) -> None:
 
 
 def one_chunk() -> None:
-    """What passes through VRAM is one chunk: the next step fetches it before anything else."""
+    """A single chunk passes through VRAM: the next step fetches it first."""
     config = OffloadConfig()
     plan = mixed(config, [IN_VRAM])
     there = (LEAST_RAM if layer.name == "blocks.1" else IN_VRAM for layer in plan.layers)
@@ -228,8 +227,8 @@ class _Tapering(TinyLM):
 
 
 def backward_that_fails() -> None:
-    """An input was fetched ahead for a backward that does not come to it; the next forward takes its memory first,
-    since that of the last block is too small."""
+    """Backward fails before it uses a prefetched input. The next forward takes that input's memory first, because the
+    last block's memory is too small."""
     model = _Tapering(depth=5, width=33, hidden=257)
 
     def fail(gradient: torch.Tensor) -> None:
@@ -247,7 +246,7 @@ def backward_that_fails() -> None:
 
 
 def step_that_fails() -> None:
-    """The engine is closed, unsettled, while weights are fetched."""
+    """The engine is closed before its update has finished, while weights are fetched."""
     engine = OffloadEngine(TinyLM(), OffloadConfig(placement=Placement(weights="ram")), device="cpu")
     batch = tokens(1)[0]
     train(engine, [batch])
@@ -262,7 +261,7 @@ def step_that_fails() -> None:
 
 
 def touched_between_steps() -> None:
-    """A program around the engine reads and writes weights that are stepped, or on their way to VRAM."""
+    """A program around the engine reads and writes weights that are being stepped or fetched."""
     for placement in (Placement(), Placement(weights="ram")):
         model = TinyLM()
         with OffloadEngine(model, OffloadConfig(placement=placement), device="cpu") as engine:
@@ -272,12 +271,12 @@ def touched_between_steps() -> None:
                 with torch.no_grad():
                     model.embed.weight.norm()
                     model.blocks[3].up.weight.clamp_(-0.1, 0.1)
-                    model.blocks[0](torch.ones(1, 65))  # the next block is fetched ahead
+                    model.blocks[0](torch.ones(1, 65))  # the next block is prefetched
                     model.blocks[1].up.weight.data.mul_(0.5)
 
 
 def slow_disk() -> None:
-    """No race but numbers: weights are loaded while states are on their way to the disk and from it."""
+    """Compares numbers, not accesses: weights are loaded while states are on their way to and from the disk."""
 
     def run(placement: Placement) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -313,7 +312,7 @@ def an_update_that_takes_long() -> None:
 
 
 def several_ranks(accumulation: int, exchange: str = "micro_batch") -> None:
-    """What one rank does; weights are gathered as soon as they are stepped, and at the gates."""
+    """One rank's work; weights are gathered right after their step, or at the gates."""
     places = [Placement(), Placement(step="gpu"), LEAST_RAM, IN_VRAM]
     places = places if exchange == "micro_batch" else [IN_VRAM]
     for at, placement in enumerate(places):
@@ -334,7 +333,7 @@ def several_ranks(accumulation: int, exchange: str = "micro_batch") -> None:
 
 
 def a_full_rank() -> None:
-    """The GPU is full in mid-backward: what was sent to other ranks is under way while layers move."""
+    """The GPU is full in mid-backward: gradients are on their way to the other ranks while layers move."""
     config, batch, model = OffloadConfig(working_dtype="bf16"), tokens(1)[0], lm()
 
     def fail(gradient: torch.Tensor) -> None:
@@ -355,8 +354,8 @@ def a_full_rank() -> None:
 
 
 def ranks_that_share_weights() -> None:
-    """Other ranks step parts of weights in RAM, and fetch what this one steps. Some of them are written or loaded while
-    blocks that were fetched ahead are on their way."""
+    """Other ranks step parts of the weights in RAM and fetch the parts stepped here. Some weights are written or loaded
+    while prefetched blocks are on their way."""
     torch.manual_seed(1)
     model, part = _Shuffled(depth=6, width=65, hidden=1100), SharedSlab.part
     with pytest.MonkeyPatch.context() as patch:
@@ -366,7 +365,7 @@ def ranks_that_share_weights() -> None:
         assert isinstance(ranks, MirroredRanks)
 
         def others_have_read() -> None:
-            """They have a mapping of their own: neither a copy nor what becomes of freed memory is anything to them."""
+            """Real ranks map the memory themselves, so copies and freed memory do not affect them."""
             told = threading.Event()
             engine.step_thread.gpu_worker.jobs.put(told.set)
             told.wait()
@@ -386,7 +385,7 @@ def ranks_that_share_weights() -> None:
                 if number == 1:
                     engine.synchronize()
                     with torch.no_grad():
-                        model.blocks[1](torch.ones(1, 65))  # the next block is fetched ahead
+                        model.blocks[1](torch.ones(1, 65))  # the next block is prefetched
                     for block in model.blocks:
                         block.load_state_dict(best)
                 if number == 2:
@@ -440,12 +439,12 @@ def small(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
 
 
 HARMLESS = {
-    # the sums of layers without a gradient in this window are sent too, and not read
+    # sums of layers without a gradient in this window are sent too, and not read
     frozenset(("reads in gradients.Gradients.end_of_window", "writes in gradients.Gradients._send")),
-    # a parameter that was not stepped is uploaded with its layer, as it was
+    # a parameter that was not stepped is uploaded unchanged with its layer
     frozenset(("writes in states.LayerState.step", "reads in the model")),
 }
-"""Where a step uses other parameters than the last one."""
+"""Pairs that do not race, if consecutive steps use different parameters."""
 
 
 def races(name: str) -> set[Any]:
@@ -530,7 +529,7 @@ MISSED_BY = {
         "an exchange before its copies",
     ],
 }
-"""By the run: the names of the waits that it misses. All others: "everywhere"."""
+"""Names of waits by the run that races without them. The run "everywhere" covers all waits not named here."""
 
 
 def test_names_of_waits_are_those_that_the_code_has() -> None:
@@ -544,7 +543,7 @@ def test_names_of_waits_are_those_that_the_code_has() -> None:
 def test_a_wait_that_is_gone_is_seen(wait: Wait) -> None:
     name = next((run for run, missed in MISSED_BY.items() if wait.name in missed), "everywhere")
     with without(wait):
-        for _ in range(3):  # on a busy machine, what comes before a wait may take longer than what it waits for
+        for _ in range(3):  # on a busy machine, the work before a wait may take longer than the work it waits for
             try:
                 if races(name):
                     return

@@ -1,4 +1,4 @@
-"""Weights in RAM that visit VRAM: whoever reads them, in whichever order, finds the newest."""
+"""Weights in RAM that visit VRAM: reads in any order find the newest values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trained(model: nn.Module, device: str, placement: Placement | None, num: int
 
 
 def assert_same(model: Any, device: str, *placements: Placement) -> None:
-    """`model` makes the module to train, the same each time."""
+    """Compares with the weights in VRAM. `model` makes the module to train, the same each time."""
     expected = trained(model(), device, None)
     for placement in placements:
         found = trained(model(), device, placement)
@@ -53,7 +53,7 @@ def assert_same(model: Any, device: str, *placements: Placement) -> None:
 
 
 class Scaled(nn.Module):
-    """A block that uses parameters of its own, without a module around them."""
+    """A block with parameters outside any submodule."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_parameters_of_the_block_itself(device: str) -> None:
 
 
 def test_a_cpu_with_a_number_is_the_cpu() -> None:
-    """accelerate numbers the CPU where it has several ranks; tensors name it without."""
+    """accelerate numbers the CPU if it has several ranks; tensors name it without a number."""
     runs = []
     for device in ("cpu:0", "cpu"):
         torch.manual_seed(0)
@@ -104,8 +104,8 @@ def test_a_block_used_twice(device: str) -> None:
 
 
 class Recomputed(Scaled):
-    """A block whose own forward has torch recompute it, which runs no hook of the block: as transformers' blocks do
-    after `gradient_checkpointing_enable()`."""
+    """A block whose forward has torch recompute it, without the block's hooks, like transformers' blocks after
+    `gradient_checkpointing_enable()`."""
 
     reentrant = False
 
@@ -123,13 +123,13 @@ class RecomputedReentrantly(Recomputed):
 def test_torchs_own_recomputation_within_a_block(
     block: type[Recomputed], overwritten: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a buffer keeps its weights until another block gets it."""
+    """Also if a buffer keeps its weights until another block gets it."""
     monkeypatch.setattr(WeightRing, "fill_with_nan", overwritten)
     assert_same(lambda: lm_of(block, (0, 1, 2, 3, 0)), device, *ALL)
 
 
 def test_a_model_of_transformers_recomputes_by_its_own_switch(device: str) -> None:
-    """It has more blocks than the ring has buffers, and they share a position bias."""
+    """The model has more blocks than the ring has buffers, and the blocks share a position bias."""
     weights = []
     for placement in (None, STREAMED):
         torch.manual_seed(0)
@@ -144,7 +144,8 @@ def test_a_model_of_transformers_recomputes_by_its_own_switch(device: str) -> No
 
 
 class RecomputesSeveral(TinyLM):
-    """Has torch recompute blocks together, those of each group. It may have run them all before, and kept that."""
+    """torch recomputes each group of blocks together. With `runs_before` all blocks run once before, and that graph is
+    kept."""
 
     def __init__(self, groups: tuple[slice, ...], runs_before: bool = False) -> None:
         super().__init__()
@@ -179,14 +180,14 @@ def test_blocks_recomputed_as_one_that_the_ring_holds(device: str, monkeypatch: 
 def test_more_blocks_recomputed_as_one_than_the_ring_holds_are_an_error(
     runs_before: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where their gradients come when they are back: what the first of them gave was computed with others."""
+    """Also if the gradients arrive when the weights are back: the first block's result came from other weights."""
     monkeypatch.setattr(WeightRing, "fill_with_nan", False)
     with pytest.raises(EngineStateError, match=r"block by block. If the model itself recomputes several blocks"):
         trained(RecomputesSeveral(ALL_AT_ONCE, runs_before), device, STREAMED, num=1)
 
 
 class Bounded(Scaled):
-    """A block that bounds its weights in its own forward, as layers with a max-norm do."""
+    """A block that clamps its weights in its own forward, like layers with a max-norm."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -219,7 +220,7 @@ def test_an_order_that_changes_from_step_to_step(device: str) -> None:
 
 
 def test_blocks_are_fetched_ahead_and_not_twice(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second step on a block is already on its way when it is asked for."""
+    """From the second step on a block has been prefetched when it is needed."""
     monkeypatch.setattr(WeightRing, "fill_with_nan", False)
     asked_late: list[bool] = []
     real = WeightRing.use
@@ -242,7 +243,7 @@ def test_blocks_are_fetched_ahead_and_not_twice(device: str, monkeypatch: pytest
         assert asked_late.count(True) == 1, "only the first block of forward is not there when it is asked for"
         engine.backward(loss)
         assert asked_late.count(True) == 1
-        # backward finds the last three of forward still here
+        # backward finds the last three blocks of forward still in VRAM
         assert len(fetched) == 6 + 3
 
 
@@ -313,7 +314,7 @@ def test_weights_written_from_outside_count(device: str) -> None:
 
 
 def test_a_closed_engine_leaves_a_whole_model_where_its_weights_were_in_ram(device: str) -> None:
-    """No second copy is made; what was not in RAM is brought there. Ordinary memory, which forked workers inherit."""
+    """No second copy is made; weights in VRAM move to RAM. Forked workers inherit the memory."""
     model = TinyLM()
     with OffloadEngine(model, config(STREAMED), device=device) as engine:
         train(engine, tokens(3, device))
@@ -327,7 +328,7 @@ def test_a_closed_engine_leaves_a_whole_model_where_its_weights_were_in_ram(devi
 
 
 def is_inherited(address: int) -> bool:
-    """Whether forked processes have the mapping at `address`."""
+    """Whether forked processes inherit the mapping at `address`."""
     if sys.platform != "linux":
         return True
     inside = False
@@ -347,7 +348,7 @@ def test_a_recomputed_block_that_left_too_early_is_an_error(device: str, monkeyp
         blocks = list(model.blocks)
         first: Any = blocks[0].up.weight
         last: Any = blocks[-1].up.weight
-        # as if the last block's gradient were computed when the first one's turn had come
+        # as if the last block's gradient came when the first block had its turn
         state = {view.parameter: s for s in engine.placed.states for view in s.layer.views}
         taker = state[last].weights
         first.register_hook(lambda gradient: taker.check_held(state[last].layer.views[0]))
@@ -394,7 +395,7 @@ def test_graphs_whose_backward_comes_later_keep_their_inputs(device: str) -> Non
             losses = [engine(first), engine(second)]
             engine.backward(losses[0])
             engine.step()
-            engine(third)  # a graph that is never run backward
+            engine(third)  # a graph without a backward
             engine.backward(losses[1])
             engine.step()
             return engine.grad_norm()
@@ -405,7 +406,7 @@ def test_graphs_whose_backward_comes_later_keep_their_inputs(device: str) -> Non
 
 @pytest.mark.parametrize("placement", ALL)
 def test_a_forward_without_a_backward_leaves_no_activation(placement: Placement, device: str) -> None:
-    """As one that fails: what it leaves is memory that the retry does not have."""
+    """A failed forward likewise: leftovers would take memory that the retry needs."""
     made: list[weakref.ref[Any]] = []
 
     class Softmax(nn.Module):
@@ -433,7 +434,7 @@ def test_a_forward_without_a_backward_leaves_no_activation(placement: Placement,
 
 
 class InPlace(nn.Module):
-    """A block that writes to a tensor which backward needs: its input, or what tanh gave."""
+    """A block that writes in place to its input or to tanh's output, which backward needs."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -449,7 +450,8 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize("activations", ["keep", "checkpoint", "offload"])
 @pytest.mark.parametrize("where", ["input", "output"])
 def test_what_backward_needs_is_not_changed_unseen(where: str, activations: Any, device: str) -> None:
-    """As in plain torch, where a version counter tells; it is not asked for what passes through hooks."""
+    """Like in plain torch, whose version counter detects it; torch does not check it for tensors that pass through
+    hooks."""
 
     def norm(weights: Any, activations: Any) -> float | None:
         torch.manual_seed(0)
@@ -460,7 +462,7 @@ def test_what_backward_needs_is_not_changed_unseen(where: str, activations: Any,
             engine.step()
             return engine.grad_norm()
 
-    if where == "input" and activations == "keep":  # autograd tells the input from what becomes of it
+    if where == "input" and activations == "keep":  # autograd does not save the original input
         assert norm("ram", "keep") == norm("vram", "keep")
         return
     with pytest.raises(ModelError, match=r"a tensor \[2, 8\] float32 that backward needs.*in-place"):
@@ -491,13 +493,13 @@ def test_stepped_weights_of_a_block_are_told_from_those_that_a_graph_saw(
         losses = [engine(x).sum(), engine(x).sum()]
         engine.backward(losses[0])
         engine.step()
-        error = RuntimeError if (weights, activations) == ("vram", "keep") else EngineStateError  # autograd's own
+        error = RuntimeError if (weights, activations) == ("vram", "keep") else EngineStateError  # raised by autograd
         with pytest.raises(error, match=r"inplace operation|the weights of '.*' were stepped, written or moved after"):
             engine.backward(losses[1])
 
 
 class Masked(nn.Module):
-    """A block with an input that all share, by position or by name."""
+    """A block with an input shared by all blocks, by position or by name."""
 
     def __init__(self, by_name: bool) -> None:
         super().__init__()
@@ -533,7 +535,7 @@ def test_what_blocks_share_is_not_changed_unseen(by_name: bool, weights: Any, ac
 
 @pytest.mark.parametrize("activations", ["keep", "checkpoint", "offload"])
 def test_what_blocks_of_transformers_share_is_not_changed_unseen(activations: Any, device: str) -> None:
-    """transformers hands their keywords over bound, from 5.23 on with the block itself."""
+    """transformers passes keywords bound, from 5.23 on together with the block."""
     model: Any = LlamaForCausalLM(llama_config()).train()
     with OffloadEngine(model, config(Placement(activations=activations)), device=device) as engine:
         (ids,), mask = tokens(1, device, (2, 8)), torch.zeros(2, 1, 8, 8, device=device)
