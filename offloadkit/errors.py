@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 warned: set[str] = set()
-"""Warnings that `warn_once` has issued in this process."""
 _LONG_WORD = re.compile(r"(\S{300})\S{300,}(\S{100})")
 
 
@@ -132,7 +131,7 @@ def cut(text: str, most: int = 600) -> str:
 
 
 def shown(value: object) -> str:
-    """Return `repr(value)` for a message, cut to 200 characters."""
+    """`repr(value)` for a message, cut to 200 characters."""
     try:
         text = repr(value)
     except Exception:  # repr of a user's object, a deeply nested list or an integer of 4,300 digits may fail
@@ -141,7 +140,7 @@ def shown(value: object) -> str:
 
 
 def warn_once(message: str, stacklevel: int = 2) -> None:
-    """Issue a warning once per process. `stacklevel` is as in `warnings.warn`."""
+    """Issue a warning once per process."""
     if message not in warned:
         warned.add(message)
         warnings.warn(message, stacklevel=stacklevel + 1)

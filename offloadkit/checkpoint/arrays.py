@@ -49,19 +49,16 @@ class PeriodicCall:
         self._act, self._every, self._since = act, 4 * PIECE_BYTES, 0
 
     def moved(self, num_bytes: int) -> None:
-        """Count bytes that were read or written."""
         self._since += num_bytes
         if self._since >= self._every:
             self.finish()
 
     def finish(self) -> None:
-        """Call the function now."""
         self._since = 0
         self._act()
 
 
 def can_hold(dtype: torch.dtype) -> bool:
-    """Whether `write_arrays` takes arrays of `dtype`."""
     return dtype in _DTYPE_NAMES
 
 
@@ -139,10 +136,7 @@ class ArrayFile:
     """A safetensors file that is open for reading. `metadata` holds strings from the header's `__metadata__`."""
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            ModelError: the file is missing, truncated or not a safetensors file.
-        """
+        """Raises `ModelError` if the file is missing, truncated or not a safetensors file."""
         self.path = path
         if (other := files.why_not_plain(path)) is not None:
             raise ModelError(f"{path} cannot be read: it is {other}, not a file")
@@ -195,11 +189,7 @@ class ArrayFile:
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield pairs of first element and 1-D CPU tensor. All tensors share one buffer, so use each before the next.
 
-        Args:
-            first, numel: part of the array to yield. None: up to the end.
-
-        Raises:
-            ModelError: see `read`.
+        `first`, `numel`: part of the array (None: up to the end). Raises as `read`.
         """
         array = self.arrays[name]
         if self._staging is None or self._staging.is_pinned() != pinned:
@@ -233,7 +223,6 @@ class ArrayFile:
             memory, start = memory[num_read:], start + num_read
 
     def close(self) -> None:
-        """Close the file."""
         if self._readers is not None:
             self._readers.shutdown()
         os.close(self._file)

@@ -24,8 +24,6 @@ from offloadkit.facts.files import path_of, why_no_name
 
 @dataclass
 class EarlierRun:
-    """Checkpoints of an earlier run that a new run will replace."""
-
     checkpoints: list[Path]
     """Checkpoints not removed yet. The earlier model stays until the new model replaces it."""
 

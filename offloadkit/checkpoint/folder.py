@@ -1,8 +1,8 @@
 """The output folder and its checkpoints: check the folder, verify checkpoints, save folders atomically.
 
 `manifest.json` lists a checkpoint's files with sizes and checksums, and the run that wrote them. It is written last, so
-a folder with a manifest is complete. It also numbers the checkpoints of a folder. Checkpoints of transformers' Trainer
-have no manifest: they are recognized by `optimizer.pt` and sort before all of ours.
+a folder with a manifest is complete. Checkpoints of transformers' Trainer have no manifest: they are recognized by
+`optimizer.pt` and sort before all of ours.
 """
 
 from __future__ import annotations
@@ -73,11 +73,7 @@ def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
 
 
 def check_saving(folder: Path) -> None:
-    """Try every operation that saving needs: create, replace and rename files and folders.
-
-    Raises:
-        OutputError: one of the operations fails.
-    """
+    """Try every operation that saving needs: create, replace and rename files and folders. Raises `OutputError`."""
     is_written, probe = False, None
     try:
         for left in folder.glob(f"{_PROBE}*"):
@@ -159,9 +155,7 @@ def readable_or_before(checkpoint: Path) -> Path:
 
 
 def _first_readable(checkpoints: Sequence[Path], then: str, *, recut: bool = False) -> Path:
-    """The first readable checkpoint of the first one's run; prints a line for each broken one before it. Raises
-    `ModelError` if none is readable.
-    """
+    """The first readable checkpoint of the first one's run; prints a line for each broken one before it."""
     broken: list[str] = []
     others: list[str] = []
     run = _run_of(checkpoints[0])
@@ -193,7 +187,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _sequence(checkpoint: Path) -> int:
-    """Counted from 1; 0 if it has none."""
+    """Counted from 1; 0 without a manifest."""
     manifest = _manifest(checkpoint)
     return 0 if isinstance(manifest, str) else manifest.sequence
 
@@ -211,10 +205,8 @@ def skipped_checkpoints(folder: Path) -> list[tuple[Path, str]]:
 def rotate_checkpoints(folder: Path, limit: int | None, best: str | None) -> None:
     """Remove the oldest checkpoints beyond `limit` (None or 0: no limit), but never the newest or the best one.
 
-    Incomplete checkpoints, and those this process found broken, are not counted and are removed as well.
-
-    Raises:
-        OutputError: a checkpoint cannot be removed.
+    Incomplete checkpoints, and those this process found broken, are not counted and are removed as well. Raises
+    `OutputError` if a checkpoint cannot be removed.
     """
     if limit is None or limit <= 0:
         return
@@ -231,11 +223,7 @@ def rotate_checkpoints(folder: Path, limit: int | None, best: str | None) -> Non
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Remove a checkpoint, its manifest first, so that a kill cannot leave a folder that looks complete.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove a checkpoint, its manifest first, so that a kill cannot leave a folder that looks complete."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     (checkpoint / "trainer_state.json").unlink(missing_ok=True)
     shutil.rmtree(checkpoint)
@@ -314,10 +302,8 @@ def write_manifest(checkpoint: Path, origin: Origin) -> None:
 
 
 def checksums(path: Path, name: str) -> list[str]:
-    """One 64-bit xxh3 per 64 MiB piece of a file, seeded with `name` (path in the checkpoint) and the piece's offset.
-
-    Raises:
-        OSError: the file cannot be read.
+    """One 64-bit xxh3 per 64 MiB piece of a file, seeded with `name` (path in the checkpoint) and the piece's
+    offset.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -389,11 +375,7 @@ def _manifest(checkpoint: Path) -> _Manifest | str:
 
 
 def origin_of(checkpoint: Path) -> Origin:
-    """The run, attempt and update that wrote the checkpoint.
-
-    Raises:
-        ModelError: the manifest cannot be read.
-    """
+    """The run, attempt and update that wrote the checkpoint. Raises `ModelError` if the manifest cannot be read."""
     manifest = _manifest(checkpoint)
     if isinstance(manifest, str):
         raise ModelError(f"the checkpoint {checkpoint} {manifest}")
@@ -437,7 +419,7 @@ def check_readable(checkpoint: Path, *, recut: bool = False, weights_alone: bool
 
 
 def _why_unreadable(checkpoint: Path, *, recut: bool) -> str | None:
-    """Why the checkpoint is unreadable, or None. Raises `ModelError` if the user must decide what to do."""
+    """Why the checkpoint is unreadable, or None. Raises `ModelError` if the user must decide."""
     if not checkpoint.is_dir():
         raise ModelError(f"Can't find a valid checkpoint at {checkpoint}: it is not a folder")
     has_manifest = (checkpoint / MANIFEST).is_file()
@@ -582,15 +564,10 @@ def free_bytes(folder: Path) -> int:
 
 
 def check_room(folder: Path, num_bytes: int, what: str) -> None:
-    """Check that `folder`'s file system has room, by `statvfs`, which includes project quotas (XFS, ext4), CephFS
-    folder quotas and quotas of many network drives, but often not user quotas. A write beyond a user quota fails in
-    `explained_write_errors`.
+    """Check that `folder`'s file system has `num_bytes` free; raises `OutputError` about `what`.
 
-    Args:
-        what: subject of the error message.
-
-    Raises:
-        OutputError: fewer than `num_bytes` bytes are free.
+    `statvfs` includes project quotas (XFS, ext4), CephFS folder quotas and quotas of many network drives, but often not
+    user quotas. A write beyond a user quota fails in `explained_write_errors`.
     """
     if (free := free_bytes(folder)) < num_bytes:
         raise OutputError(
@@ -715,7 +692,7 @@ def replace_folder(folder: Path, save: Callable[[Path], None], marker: str = "")
     try:
         with explained_write_errors(folder):
             recover_folder(folder)
-            if old.exists() and not folder.exists():  # a kill came between the two renames below
+            if old.exists() and not folder.exists():  # killed between the two renames below
                 old.rename(folder)
             for leftover in (new, old):
                 shutil.rmtree(leftover, ignore_errors=True)

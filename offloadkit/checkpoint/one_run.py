@@ -1,10 +1,9 @@
 """Exclusive claims on output folders: a second run in the same folder is refused.
 
 A claim is a record lock on a file in the folder. The system releases it when the process ends, and forked processes
-(DataLoader workers) do not inherit it. Within a process, claims are counted by thread. On file systems without locks,
-the file is rewritten every few seconds, and a changing file counts as a claim.
-
-A custom training loop has no output folder. It claims its checkpoints (`Saves`) by a file next to them.
+(DataLoader workers) do not inherit it. On file systems without locks, the file is rewritten every few seconds, and a
+changing file counts as a claim. A custom training loop has no output folder; it claims its checkpoints (`Saves`) by a
+file next to them.
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ def one_run(folder: Path) -> Iterator[None]:
 
 
 def has_claimed(folder: Path) -> bool:
-    """Whether this thread is inside `one_run(folder)`."""
     with _claiming:
         thread, _, _ = _claims.get(folder.resolve(), (None, 0, ""))
         return thread == threading.get_ident()
@@ -124,7 +122,6 @@ class Saves:
         os.pwrite(descriptor, json.dumps(self._holder | {"names": names}).encode(), 0)  # the text only grows
 
     def end(self) -> None:
-        """Release all claims."""
         for descriptor, path, _ in self._held.values():
             _remove(path)
             _close(descriptor)
@@ -194,7 +191,7 @@ def _claim_of_process(path: Path) -> Iterator[None]:
                 yield
             return
         with explained_write_errors(path.parent):
-            # use this descriptor: closing another one of the file would release the lock
+            # closing another descriptor of the file would release the lock
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         try:
@@ -217,11 +214,9 @@ def _close(descriptor: int) -> None:
 
 
 def _locked(path: Path) -> tuple[int, bool]:
-    """Open and lock the file. Returns the descriptor, and False if the file system has no locks.
+    """Open and lock the file; returns the descriptor, and False if the file system has no locks.
 
-    Raises:
-        OutputError: another process holds the lock.
-        OSError: the file cannot be opened or locked.
+    Raises `OutputError` if another process holds the lock.
     """
     for _ in range(_TRIES):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -32,7 +32,7 @@ class Origin(NamedTuple):
         return cls(os.urandom(6).hex(), 1, 0)
 
     def of_file(self, name: str) -> dict[str, Any]:
-        """Entry for a JSON file called `name`."""
+        """Entry for a JSON file."""
         return {**self._asdict(), "file": name}
 
     def of_arrays(self, name: str) -> dict[str, str]:
@@ -44,7 +44,7 @@ class Origin(NamedTuple):
 
 
 def parse_origin(found: Any) -> Origin:
-    """Parse an origin. Raises `KeyError` or `TypeError` if `found` has none."""
+    """Raises `KeyError` or `TypeError` if `found` has no origin."""
     return Origin(str(found["run"]), int(found["attempt"]), int(found["num_updates"]))
 
 

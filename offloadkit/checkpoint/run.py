@@ -175,7 +175,6 @@ class RunSnapshot:
         return values
 
     def load_states(self, saved: SavedStates) -> None:
-        """Read the optimizer states into the live tensors."""
         between = PeriodicCall(self.forget_pages)
         saved.load(self.states, self.ranges, between)
         between.finish()
@@ -313,7 +312,6 @@ def check_scheduler(folder: Path, values: dict[str, Any], own: dict[str, Any]) -
 
 
 def write_random(folder: Path, origin: Origin, rank: int = 0) -> None:
-    """Write this rank's random states into a checkpoint folder."""
     name = RANDOM_FILE_OF_RANK.format(rank) if rank else RANDOM_FILE
     write_json(folder / name, {ORIGIN: origin.of_file(name), **random_states()})
 

@@ -40,13 +40,8 @@ def write_states(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> None:
-    """Write one rank's `states` into `folder`. Rank 0 writes arrays that all ranks share.
-
-    Args:
-        shapes: full shapes of the parameters.
-
-    Raises:
-        OSError: the file cannot be written.
+    """Write one rank's `states` into `folder`; rank 0 also arrays that all ranks share. `shapes` are full shapes of the
+    parameters.
     """
     arrays, ranges = {}, {}
     for parameter, state in states.items():
@@ -88,10 +83,7 @@ class SavedStates:
     """The optimizer states in a checkpoint folder. Only headers are read before `load`."""
 
     def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            ModelError: a rank's file is missing, truncated or broken, or the ranges have gaps or overlaps.
-        """
+        """Raises `ModelError` if a rank's file is missing, truncated or broken, or the ranges have gaps or overlaps."""
         self._files = ExitStack()
         self._where = folder
         self._ranges: dict[str, dict[str, list[_Range]]] = {}
@@ -204,7 +196,6 @@ class SavedStates:
                         place.file.read(place.key, into, between, first=first - place.start)
 
     def close(self) -> None:
-        """Close the files."""
         self._files.close()
 
     def __enter__(self) -> Self:

@@ -137,11 +137,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read values written by `write_json`.
-
-    Raises:
-        ModelError: the file is missing, truncated or broken.
-    """
+    """Read values written by `write_json`. Raises `ModelError` if the file is missing, truncated or broken."""
     try:
         found = from_json(files.read_json(path))
         if not isinstance(found, dict):
@@ -196,18 +192,14 @@ def why_unlike(saved: Any, own: Any, place: str, *, whole: bool = False) -> str 
 def random_states() -> dict[str, Any]:
     """States of the generators of Python, numpy, torch and, if CUDA is initialized, the current GPU."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    cuda: Any = torch.cuda  # only some torch releases have types for these functions
+    cuda: Any = torch.cuda  # typed only in some releases of torch
     if cuda.is_initialized():  # get_rng_state would initialize CUDA
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 
 def check_random_states(states: dict[str, Any], path: Path) -> None:
-    """Try the states from the file `path` on temporary generators.
-
-    Raises:
-        ModelError: the states are invalid.
-    """
+    """Try the states from the file `path` on temporary generators. Raises `ModelError` if they are invalid."""
     try:
         random.Random().setstate(states["python"])
         np.random.RandomState().set_state(states["numpy"])

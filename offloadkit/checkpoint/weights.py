@@ -19,12 +19,7 @@ WEIGHT_FILE = "weights.safetensors"
 
 
 def write_weights(folder: Path, weights: Mapping[str, Any], origin: Origin) -> None:
-    """Write a `state_dict()`.
-
-    Raises:
-        ModelError: an entry is not a tensor.
-        OSError: the file cannot be written.
-    """
+    """Write a `state_dict()`. Raises `ModelError` if an entry is not a tensor."""
     write_arrays(folder / WEIGHT_FILE, _distinct(weights), origin.of_arrays(WEIGHT_FILE))
 
 
@@ -69,7 +64,7 @@ def load_weights(file: ArrayFile, weights: Mapping[str, Any]) -> None:
 
 
 def num_bytes_of(weights: Mapping[str, Any]) -> int:
-    """Bytes of a `state_dict()`, tied tensors counted once. Raises as `write_weights`."""
+    """Bytes of a `state_dict()`, tied tensors counted once."""
     return sum(tensor.nbytes for tensor in _distinct(weights).values())
 
 

@@ -1,7 +1,6 @@
 """`launch`: run a function in new processes of this machine, one per rank, that end with this process.
 
-Ranks get torchrun's environment variables, so `world.join` treats both alike. This process hosts the TCPStore, on a
-port chosen by the system.
+Ranks get torchrun's environment variables, so `world.join` treats both alike. This process hosts the TCPStore.
 
 torch and dill write the function and its arguments to a file. dill includes definitions of `__main__`, from a notebook
 or script, without running it again. A socket to every rank carries messages, errors and stop requests. When this
@@ -72,7 +71,7 @@ def launch(
 
     Args:
         folder: folder for a temporary folder, on a disk with room for tensors in arguments and results.
-        hear: called in this process with the rank and message of every `send_to_parent`.
+        on_message: called in this process with the rank and message of every `send_to_parent`.
         stops: polled; once true, rank 0 gets an interrupt.
 
     Raises:
@@ -155,7 +154,7 @@ class _Failure:
 
 
 def _first_error(ranks: Sequence[_Rank]) -> BaseException:
-    """Return the original error, with the other ranks' output as notes."""
+    """The original error, with the other ranks' output as notes."""
     failed = [(each.failure.is_consequence, each.failed_at, each) for each in ranks if each.failure is not None]
     first = min(failed, key=lambda one: one[:2])[2]
     assert first.failure is not None
@@ -198,7 +197,7 @@ class _Rank:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT if number else subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C in a terminal reaches this process alone
+                start_new_session=True,  # Ctrl-C in a terminal reaches only this process
                 pass_fds=(theirs.fileno(),),
             )
         pipes = (("stdout", self._process.stdout), ("stderr", self._process.stderr))
@@ -296,7 +295,7 @@ _HOW_TO_READ: dict[str, Any] = {"pickle_module": dill, "weights_only": False, "m
 
 
 def _write(what: Any, path: Path) -> None:
-    """Write any object. dill's "recurse" limits a function's globals to the globals that it uses."""
+    """dill's "recurse" limits a function's globals to the globals that it uses."""
     with _recursing():
         torch.save(what, path, pickle_module=dill, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
@@ -311,11 +310,7 @@ def _recursing() -> Iterator[None]:
 
 
 def _write_work(function: Callable[..., Any], arguments: dict[str, Any], path: Path) -> None:
-    """Write the function and its arguments.
-
-    Raises:
-        ConfigError: an argument cannot be pickled; the message names it.
-    """
+    """Raises a `ConfigError` that names the argument that cannot be pickled."""
     try:
         _write((function, arguments), path)
     except OSError:
@@ -391,7 +386,6 @@ _parent: _Parent | None = None
 
 
 def is_launched() -> bool:
-    """Whether `launch` has started this process."""
     return _parent is not None
 
 
@@ -402,7 +396,7 @@ def send_to_parent(message: Any) -> None:
 
 
 def _serve(handle: str, scratch: str) -> NoReturn:
-    """Entry point of a rank: run the function, send the result or error, and exit."""
+    """Entry point of a rank."""
     global _parent
     _parent = parent = _Parent(Link(int(handle)), scratch)
     os.set_inheritable(int(handle), False)

@@ -31,7 +31,7 @@ _NUM_EXCHANGES = 4
 _OF_CTAS = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS")
 """Environment variables that override the plan's number of NCCL thread blocks."""
 _MOST_CORES = 4096
-"""Ranks are not bound to cores of a host beyond this number."""
+"""Beyond this number of cores, ranks are not bound."""
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def planning_ranks(device: torch.device) -> Iterator[Solo | Group]:
 
 
 def cores_of_rank(ranks: Ranks) -> tuple[int, int]:
-    """Return the number of ranks on this host and the number of cores for this rank.
+    """Number of ranks on this host, and number of cores for this rank.
 
     Ranks with the same CPU affinity share its cores evenly. All ranks of a host share a container's CPU quota.
     """
@@ -62,8 +62,8 @@ def cores_of_rank(ranks: Ranks) -> tuple[int, int]:
 def shared_cores(ranks: Ranks, device: torch.device) -> Iterator[tuple[int, int]]:
     """Limit the C kernels of this process to its share of the host's cores (`cores_of_rank`) in the body.
 
-    If every rank of the host keeps as many cores on the NUMA node of its GPU, ranks are bound to these cores. RAM that
-    a rank populates is then also near its GPU.
+    If every rank of the host keeps as many cores on the NUMA node of its GPU, ranks are bound to these cores, and RAM
+    that a rank populates is near its GPU.
     """
     threads, cores = cpu.num_threads(), hardware.own_cores()
     near = _near_cores(ranks, device) or cores
@@ -108,7 +108,6 @@ def _bind(before: set[int], cores: set[int]) -> None:
 
 
 def measured_by(ranks: Solo | Group, device: torch.device, folder: str | Path | None = None) -> Hardware:
-    """Call `measure` for world size 1, `measured_together` for larger ones."""
     return measured_together(ranks, device, folder) if isinstance(ranks, Group) else measure(device, folder=folder)
 
 
@@ -116,10 +115,7 @@ def measured_together(ranks: Group, device: torch.device, folder: str | Path | N
     """Measure one rank's machine while all ranks work; equal on all ranks except for names of parts.
 
     Rates, sizes and costs are the worst over all ranks, because the ranks wait for the slowest one. The link is
-    measured by an exchange between all ranks.
-
-    Args:
-        folder: as for `measure`.
+    measured by an exchange between all ranks. `folder` as for `measure`.
     """
 
     def meet() -> None:

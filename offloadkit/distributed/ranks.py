@@ -1,21 +1,17 @@
 """Communication between the processes that train one model: `Solo` for world size 1, `Group` for larger ones.
 
-Both implement `Ranks`, so the engine never asks for the world size. `Solo` starts no thread and never calls
-torch.distributed.
-
-Values that must be equal on all ranks are summed in rank order by the rank that owns them, because a library may choose
-any order of summation.
+Both implement `Ranks`, so the engine never asks for the world size. Values that must be equal on all ranks are summed
+in rank order by the rank that owns them, because a library may choose any order of summation.
 
 | operations | calling thread | process group |
 |---|---|---|
 | `exchange`, `gather`, `broadcast` | main thread, or autograd's while that waits in backward | the device's |
-| `agree`, `told` | main thread | gloo |
+| `agree`, `broadcast_from` | main thread | gloo |
 | `sum`, `meet` | stepping thread | gloo |
 | detecting ranks that ended | a thread of `Watch` | gloo |
 
-Every rank must call the operations of a group in the same order. No two threads share a group.
-
-Bytes received by `exchange`, `gather` and `agree` are counted on the host when the operation is issued.
+Every rank must call the operations of a group in the same order. No two threads share a group. Bytes received by
+`exchange`, `gather` and `agree` are counted on the host when the operation is issued.
 """
 
 from __future__ import annotations
@@ -134,7 +130,7 @@ SOLO = Solo()
 
 
 def joined_ranks(device: torch.device) -> Solo | Group:
-    """Return a `Group` over torch.distributed's default group, or `SOLO` without a group or at world size 1.
+    """A `Group` over torch.distributed's default group, or `SOLO` without a group or at world size 1.
 
     Every rank must call this at the same point, because it creates process groups.
     """
@@ -184,8 +180,8 @@ class Group:
     def connect(self, most_ctas: int = 0) -> None:
         """Create the NCCL group of the GPUs; a no-op without GPUs.
 
-        NCCL would otherwise connect at the first operation. Connecting now makes its VRAM known
-        (`hardware.library_bytes`) before anything is placed.
+        Connecting now, not at the first operation, makes NCCL's VRAM known (`hardware.library_bytes`) before anything
+        is placed.
 
         Args:
             most_ctas: NCCL's maximum number of thread blocks, equal on all ranks; 0 is NCCL's default. A changed value
@@ -244,12 +240,12 @@ class Group:
     def _disconnect(self) -> None:
         group, self._most_ctas = self._between_devices, None
         if group is not None and dist.is_initialized():
-            with suppress(ValueError):  # the program has destroyed all groups and created new ones
+            with suppress(ValueError):  # the program has destroyed all groups
                 dist.destroy_process_group(group)
         self._between_devices = None  # set last, so that `_abort` can still abort the group
 
     def take_received(self) -> dict[str, int]:
-        """Return the bytes received since the last call, by kind of operation."""
+        """Bytes received since the last call, by kind of operation."""
         taken, self._received = self._received, Counter()
         return dict(taken)
 
@@ -288,9 +284,7 @@ class Group:
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Broadcast from rank 0, in place. `tensor` may be on any device, of any dtype; shapes must be equal on all
-        ranks.
-        """
+        """Broadcast from rank 0, in place. Any device and dtype; shapes must be equal on all ranks."""
         if tensor.numel() == 0:
             return
         flat = tensor.detach().reshape(-1)
@@ -343,7 +337,7 @@ class Group:
     # ---- shared RAM of ranks on one host, for the main thread --------------------------------------------------------
 
     def share(self, sizes: Sequence[int]) -> list[int]:
-        """Return descriptors of in-memory files of `sizes` bytes, shared by all ranks. The caller closes them.
+        """Descriptors of in-memory files of `sizes` bytes, shared by all ranks. The caller closes them.
 
         Raises:
             ConfigError: the ranks are on several hosts.
@@ -364,14 +358,14 @@ class Group:
             return made if self.rank == 0 else _opened(process, files, expected)
 
     def stepped(self, num_layers: int) -> list[Stepped]:
-        """Return one `Stepped` for every layer. Call it once."""
+        """One `Stepped` for every layer. Call it once."""
         (file,) = self.share([8 * self.size * (num_layers + 1)])
         seconds = self._timeout.total_seconds()
         self._stepped = SteppedLayers(file, self.rank, self.size, num_layers, seconds, self.lost)
         return self._stepped.layers
 
     def lost(self) -> int | None:
-        """Return a rank that is known to have died or failed."""
+        """A rank that is known to have died or failed."""
         return None if self._watch is None else self._watch.lost
 
     @contextmanager
@@ -397,14 +391,12 @@ class Group:
         return error is not None and _HANDLED not in vars(error)
 
     def fail(self) -> None:
-        """Tell the other ranks that this rank has failed."""
         if self._watch is not None:
             self._watch.fail()
 
     def close(self) -> None:
-        """Destroy the groups. Ranks that still wait for this rank get an error.
-
-        This rank counts as failed if it `is_failing`.
+        """Destroy the groups. Ranks that still wait for this rank get an error. This rank counts as failed if it
+        `is_failing`.
         """
         if self._stepped is not None:
             self._stepped.end()
@@ -417,7 +409,7 @@ class Group:
         self._took_vram(-self._library_bytes)
         if dist.is_initialized():
             for group in (self._of_main, self._of_stepping):
-                with suppress(ValueError):  # the program has destroyed all groups and created new ones
+                with suppress(ValueError):  # the program has destroyed all groups
                     dist.destroy_process_group(group)
         self._of_main = self._of_stepping = None
 
@@ -443,10 +435,7 @@ class Group:
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """
-        Raises:
-            RankError: torch.distributed failed, or another rank has.
-        """
+        """Raises `RankError` if torch.distributed or another rank has failed."""
         if self._watch is not None and self._watch.lost is not None:
             raise RankError(f"{what} was not begun: rank {self._watch.lost} has {_ENDED}")
         try:
@@ -473,16 +462,12 @@ _ENDED = "died or raised an error: look at that, and resume from a checkpoint"
 
 
 def host() -> int:
-    """Return a number shared by the processes of one running system."""
+    """A number shared by the processes of one running system."""
     return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
 
 
 def _opened(process: int, files: Sequence[int], expected: Sequence[int]) -> list[int]:
-    """Open `files` of another process and check their inodes against `expected`.
-
-    Raises:
-        RankError: a file cannot be opened or has another inode.
-    """
+    """Open `files` of another process and check their inodes against `expected`; raises `RankError`."""
     found: list[int] = []
     try:
         for file, name in zip(files, expected, strict=True):

@@ -1,7 +1,7 @@
 """Shared-memory counters of the layers that the ranks of a host have stepped. A rank waits only for slower ranks.
 
-A rank writes its own counters and reads the counters of the other ranks. They are aligned 8-byte words, which a
-processor writes atomically, and earlier writes to memory are visible before them.
+Each rank writes its own counters, aligned 8-byte words, which a processor writes atomically; earlier writes to memory
+are visible before them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ CHECKS_EVERY = 0.1
 
 
 class SteppedLayers:
-    """Shared counters of all layers.
-
-    Attributes:
-        layers: one `Stepped` for every layer.
-    """
+    """Shared counters of all layers, one `Stepped` each."""
 
     def __init__(
         self,
@@ -39,8 +35,7 @@ class SteppedLayers:
         timeout: float,
         lost: Callable[[], int | None],
     ) -> None:
-        """Map the shared memory.
-
+        """
         Args:
             file: descriptor of zero-filled shared memory; closed here.
             timeout: longest wait for another rank, in seconds.
@@ -58,7 +53,7 @@ class SteppedLayers:
         self._ended[self.rank] = 1
 
     def missing(self) -> int | None:
-        """Return another rank that has ended or is lost."""
+        """Another rank that has ended or is lost."""
         ended = [rank for rank in np.flatnonzero(self._ended).tolist() if rank != self.rank]
         return ended[0] if ended else self._lost()
 
@@ -67,7 +62,7 @@ class Stepped:
     """Shared counters of one layer."""
 
     def __init__(self, of: SteppedLayers, words: NDArray[np.int64]) -> None:
-        """words: int64 [ranks], the number of times that rank r has stepped its range of the layer."""
+        """`words`: int64 [ranks], the number of times that rank r has stepped its range of the layer."""
         self._of, self._words = of, words
         self._others = np.arange(len(words)) != of.rank
         self._expected = 0

@@ -1,9 +1,8 @@
 """`Watch` detects at once that another rank has ended, whatever the main thread is doing.
 
 The ranks form a ring. A thread of every rank waits for a message from the next rank, in a separate gloo group. A rank
-sends it when it closes its engine; if its process dies, its connections close and gloo raises an error in the waiting
-rank. A rank that learns of a failure tells the previous rank. There are no heartbeats, so a slow rank is never taken
-for dead.
+sends it when it closes its engine; if its process dies, gloo raises an error in the waiting rank. A rank that learns of
+a failure tells the previous rank. There are no heartbeats, so a slow rank is never taken for dead.
 """
 
 from __future__ import annotations
@@ -41,12 +40,10 @@ class Watch:
     """
 
     def __init__(self, rank: int, size: int, group: Any, give_up: Callable[[], None]) -> None:
-        """Start the thread.
+        """`group`: a gloo group of all ranks for `Watch` alone.
 
-        Args:
-            group: a gloo group of all ranks for `Watch` alone.
-            give_up: aborts operations that wait for the lost rank. Called by the thread, after printing all stacks, if
-                this rank has not closed its engine `GRACE_SECONDS` after the loss.
+        `give_up` aborts operations that wait for the lost rank. The thread calls it, after printing all stacks, if this
+        rank has not closed its engine `GRACE_SECONDS` after the loss.
         """
         self.lost: int | None = None
         self._rank, self._before, self._after = rank, (rank - 1) % size, (rank + 1) % size
@@ -62,7 +59,7 @@ class Watch:
         _forget_groups()
 
     def who_is_lost(self) -> int | None:
-        """Return `lost` after a failed operation, waiting briefly because the news may come later."""
+        """`lost` after a failed operation, waiting briefly because the news may come later."""
         self._noticed.wait(_NEWS_SECONDS)
         return self.lost
 

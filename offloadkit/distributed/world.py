@@ -1,7 +1,6 @@
-"""Joining the process group of a launcher, and running work on rank 0 for all ranks.
+"""Joining the process group of a launcher (`torchrun`, `accelerate launch`, `deepspeed`), and running work on rank 0.
 
-`torchrun`, `accelerate launch` and the `deepspeed` launcher set the environment variables. All entry points call this
-module first; `ranks.py` has the operations of an engine's ranks.
+All entry points call this module first; `ranks.py` has the operations of an engine's ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ _T = TypeVar("_T")
 
 
 def join(timeout: float | None = None) -> None:
-    """Join the launcher's process group, unless the process has joined a group already.
+    """Join the launcher's process group, unless the process has joined a group already. No effect without a launcher.
 
-    If the current device is the first GPU, it becomes the GPU of LOCAL_RANK. No effect without a launcher.
+    If the current device is the first GPU, it becomes the GPU of LOCAL_RANK.
 
     Args:
         timeout: longest wait of an operation for the other ranks in seconds, also in a group joined earlier. None keeps
@@ -94,7 +93,7 @@ def run_on_rank_0(what: str, run: Callable[[], _T]) -> _T:
 
 
 def _sendable(what: str, error: BaseException) -> BaseException:
-    """Return the error if it can be pickled, else a `RankError`."""
+    """The error if it can be pickled, else a `RankError`."""
     try:
         if isinstance(error, Exception):
             copy = pickle.loads(pickle.dumps(error))

@@ -1,9 +1,8 @@
 """Changes to a model's computation while it trains, registered per library.
 
 The engine itself knows no library. `offloadkit/__init__.py` registers a module per library, which is imported when a
-model of the library is first trained or planned.
-
-`claim` sets attributes that several models share, such as a config's, and restores them when the last model is done.
+model of the library is first trained or planned. `claim` sets attributes that several models share, such as a config's,
+and restores them when the last model is done.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ def changed(
     """Apply the registered changes to `model`; returns a function that undoes them.
 
     Args:
-        model: any module, on any device.
         kernels: whether the model runs on a GPU, or is planned for one.
         capability: compute capability of the GPU, if it is not the local one.
     """
@@ -108,13 +106,13 @@ def claim(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def unclaimed(owner: Any, name: str) -> Any:
-    """Return the attribute's value without claims."""
+    """The attribute's value without claims."""
     found = claims.get((id(owner), name))
     return getattr(owner, name) if found is None else found.before
 
 
 def without_claims(owner: Any) -> Any:
-    """Return `owner` if it has no claims, else a copy without them, always the same object."""
+    """`owner` if it has no claims, else a copy without them, always the same object."""
     found = [(name, each) for (identity, name), each in list(claims.items()) if identity == id(owner)]
     if not found:
         return owner
@@ -139,13 +137,12 @@ def configs_of(model: nn.Module) -> list[Any]:
 
 
 def caching_configs(model: nn.Module) -> list[Any]:
-    """The configs of `model` and its submodules that have `use_cache`."""
     return [config for config in configs_of(model) if hasattr(config, "use_cache")]
 
 
 @contextmanager
 def without_caches(configs: Sequence[Any]) -> Iterator[None]:
-    """While open, the key/value cache is off. Restores the configs."""
+    """While open, the key/value cache is off."""
     with ExitStack() as undo:
         for config in configs:
             if unclaimed(config, "use_cache"):  # another model with this config may be in its forward

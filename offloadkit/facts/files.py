@@ -13,14 +13,14 @@ from typing import Any
 from offloadkit.errors import ConfigError, shown
 
 MOST_JSON_BYTES = 2**28
-"""Maximum size of a JSON file. Tokenizers are the largest, with tens of megabytes."""
+"""Tokenizers are the largest, with tens of megabytes."""
 DEEPEST_JSON = 100
-"""Maximum nesting of JSON values. Python's recursion limit is about a thousand calls."""
+"""Python's recursion limit is about a thousand calls."""
 _LONGEST_PART, _LONGEST_NAME = 255, 4_095
 
 
 def why_no_name(name: str) -> str | None:
-    """Return why no file can have this name, as the end of a sentence, or None."""
+    """Why no file can have this name, as the end of a sentence, or None."""
     if "\0" in name:
         return "it has a NUL character in it"
     try:
@@ -51,9 +51,9 @@ def path_of(given: object, option: str) -> Path:
 
 
 def why_not_plain(path: str | os.PathLike[str]) -> str | None:
-    """Name a path's kind if it is not a regular file; None if it is or does not exist."""
+    """A path's kind if it is not a regular file; None if it is or does not exist."""
     try:
-        mode = os.stat(path).st_mode  # follows links, which the hub's cache consists of
+        mode = os.stat(path).st_mode  # follows links, as in the hub's cache
     except OSError:
         return None
     if stat.S_ISREG(mode):
@@ -78,11 +78,7 @@ def read_json(path: Path, object_pairs_hook: Callable[[list[tuple[str, Any]]], A
 
 
 def parse_json(text: bytes | str, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: invalid JSON or UTF-8, nested deeper than `DEEPEST_JSON`, or with a lone surrogate.
-    """
+    """Raises `ValueError` for invalid JSON or UTF-8, nesting deeper than `DEEPEST_JSON`, or a lone surrogate."""
     if isinstance(text, bytes):
         text = text.decode()
     try:

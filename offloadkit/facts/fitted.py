@@ -24,16 +24,18 @@ BOTH_WAYS_EFFICIENCY = 0.78
 """Fraction of PCIe's bytes per second in both directions together. Rates: 97.9 of 126 GB/s."""
 
 LINK_EFFICIENCY = 0.3
-"""Fraction of NVLink's bytes per second in one direction, in an exchange between all ranks: 136 of 450 GB/s between two
-H200s with 32 MiB to each. For links that were not measured."""
+"""Fraction of NVLink's bytes per second in one direction, in an exchange between all ranks, if not measured: 136 of 450
+GB/s between two H200s with 32 MiB to each.
+"""
 
 # ---- efficiency of the GPU relative to the measured rates -----------------------------------------------------------
 
 ELEMENTWISE_EFFICIENCY = 0.7
 """Fraction of the measured VRAM bandwidth that non-matmul ops reach (reductions, broadcasts, strided reads). Steps."""
 ATTENTION_EFFICIENCY = 0.4
-"""Fraction of the measured matmul rate that our attention kernels reach. Their bytes are counted separately. Rows
-"attention, ..." of commit e70d484."""
+"""Fraction of the measured matmul rate that our attention kernels reach; their bytes are counted separately. Rows
+"attention, ..." of commit e70d484.
+"""
 COMPILED_TRAFFIC = 0.6
 """Bytes that the non-matmul ops of a compiled block move, as a fraction of the same ops uncompiled. Steps."""
 STEP_EFFICIENCY = 0.85
@@ -61,7 +63,8 @@ DISK_OVERLAP = 0.8
 
 LOADED_LATER_BYTES = 128 << 20
 """Growth of a CUDA context after training has begun, because kernels are loaded when they first run: 0.1 GiB on an
-H200. A VRAM budget holds it back until the context stops growing, and so does a plan."""
+H200. A VRAM budget and a plan hold it back.
+"""
 
 # ---- several ranks --------------------------------------------------------------------------------------------------
 
@@ -73,19 +76,23 @@ Derived from VRAM outside torch's tensors: 2,083 and 2,079 MiB for t5-3b-2x24 an
 with `FEW_CTAS` (07f6458), including 564 for NCCL. The largest direct count of NCCL's own choice was 1,152 MiB.
 """
 NCCL_FEW_BYTES = 576 << 20
-"""VRAM of NCCL with `FEW_CTAS`, or over PCIe alone: 564 MiB between two H200s with NVLink. With `FEW_CTAS` over PCIe it
-took at most 474 MiB. NCCL's own choice, which is few over PCIe too, was not measured."""
+"""VRAM of NCCL with `FEW_CTAS`, or over PCIe alone: 564 MiB between two H200s with NVLink, at most 474 MiB with
+`FEW_CTAS` over PCIe. NCCL's own choice over PCIe, also few, was not measured.
+"""
 FEW_CTAS = 4
 """NCCL thread blocks where few are enough. A block occupies one of the GPU's processors, even while it waits for
 another rank. With all of T5-3B in VRAM of two H200s a step took 0.19 s with 4 blocks and 0.24 s with NCCL's own choice;
-the link gave 34 and 136 GB/s."""
+the link gave 34 and 136 GB/s.
+"""
 CROWDED = 1.1
-"""Largest planned step time with `FEW_CTAS`, relative to NCCL's own choice, because the plan does not count the GPU
-processors that NCCL's own choice takes."""
+"""Largest planned step time with `FEW_CTAS`, relative to NCCL's own choice, for which the plan does not count the GPU
+processors taken.
+"""
 AGREE_SECONDS = 3e-4
-"""Seconds of a gloo gather or sum of some thousand numbers, for each rank after the first, since gloo's ring has one
-step more for each. Two processes on a host with two cores took at least 0.26 to 0.33 ms to sum 3,000 to 43,000 numbers,
-and 0.18 to 0.32 ms to gather them."""
+"""Seconds of a gloo gather or sum of some thousand numbers, for each rank after the first, since each adds a step to
+gloo's ring. Two processes on a host with two cores took at least 0.26 to 0.33 ms to sum 3,000 to 43,000 numbers, and
+0.18 to 0.32 ms to gather them.
+"""
 EXCHANGE_SECONDS = 3e-5
 """Seconds of an empty exchange or all-gather: kernels start on all ranks and meet. Not measured."""
 
@@ -101,11 +108,9 @@ ENGINE_LAUNCHES = 54
 
 It is added to the time of a timed block, which runs without the engine. Compiling does not reduce it. The value is the
 difference to a loop without an engine for T5-large's blocks: rows "ours-on-gpu" of growth-t5-large-2 and -8, commit
-e70d484, both bound by Python.
-
-In backward the difference is 103, but nothing is added: the time of a block alone includes the start of autograd, with
-the GPU idle. The median one-GPU row with timed blocks is then planned at 0.93 of the measured seconds of backward and
-0.96 of the step (tests/engine/test_plan_launches.py).
+e70d484, both bound by Python. In backward the difference is 103, but nothing is added, because the time of a block
+alone includes the start of autograd, with the GPU idle. The median one-GPU row with timed blocks is then planned at
+0.93 of the measured seconds of backward and 0.96 of the step (tests/engine/test_plan_launches.py).
 """
 COMPILED_LAUNCHES = 0.44
 """Python's time for an operation of a compiled block, as a fraction of the uncompiled time. Launches."""
@@ -116,7 +121,8 @@ The same in forward, backward and compiled blocks. Launches of commit e70d484, T
 """
 RECOMPUTED_LAUNCHES = (1.1, 2.2)
 """Python's overhead in forward and backward for each operation of a recomputed block's forward, without the launches of
-the recomputation itself. Our attention counts as one operation. Launches."""
+the recomputation itself. Our attention counts as one operation. Launches.
+"""
 STREAMED_LAUNCHES = (37, 33)
 """Python's time in forward and backward for a flat layer whose weights are streamed. Launches."""
 LAYER_LAUNCHES = 28
@@ -127,14 +133,11 @@ CHUNK_LAUNCHES = 25
 """Python's time for a chunk of states that the GPU steps: copies, kernel and events. Steps."""
 THREAD_SLOWS = 0.5
 """Slowdown of Python in forward (fraction) by each working thread of the update (CPU step, and queueing of GPU steps of
-states in RAM), because all share the interpreter's lock.
-
-Steps barely constrain it: with 0 to 0.5 about as many rows of docs/results.md are planned within 15 %.
+states in RAM), because all share the interpreter's lock. Steps barely constrain it: with 0 to 0.5 about as many rows of
+docs/results.md are planned within 15 %.
 """
 RANKS_SLOW = 1.0
 """Slowdown of Python (fraction) by the CPU step if several ranks of a host run theirs at once and keep all cores and
-the RAM busy.
-
-Two ranks with T5-3B on two H200s: a forward took 57 to 60 ms of the main thread's processor time without a CPU step,
-and 115 to 142 ms with a CPU step during nearly all of it.
+the RAM busy. Two ranks with T5-3B on two H200s: a forward took 57 to 60 ms of the main thread's processor time without
+a CPU step, and 115 to 142 ms with a CPU step during nearly all of it.
 """

@@ -41,15 +41,14 @@ class Hardware:
     device: str
     """ "cuda:0" or "cpu"."""
     gpu_name: str | None
-    """None without a GPU."""
     compute_capability: tuple[int, int] | None
     supports_bf16: bool
     """Whether bf16 is native. Emulation does not count."""
     can_pin: bool
-    """Whether host memory can be pinned. If not, the copy rates are for pageable memory."""
+    """If not, the copy rates are for pageable memory."""
 
     vram_total_bytes: int
-    """VRAM that this process may use, limited by torch's per-process memory fraction."""
+    """Limited by torch's per-process memory fraction."""
     vram_free_bytes: int
     """VRAM that can still be allocated, including unused memory of torch's allocator."""
     vram_context_bytes: int
@@ -57,7 +56,7 @@ class Hardware:
     ram_total_bytes: int
     """The machine's RAM, or the cgroup's limit if that is less."""
     ram_available_bytes: int
-    """RAM that can still be used. Page cache counts as free."""
+    """Page cache counts as free."""
     cpu_name: str
     num_cores: int
 
@@ -75,9 +74,8 @@ class Hardware:
     cpu_tiny_bytes_per_second: float
     """The CPU step, `tiny`: 14 1/16 bytes per parameter. Bound by arithmetic like `compact`."""
     cpu_and_bus_bytes_per_second: float
-    """The CPU step (`exact`) and copies both ways at once, which share DRAM: the sum of their rates.
-
-    If they cannot run at once (no GPU, no pinned memory), the higher of the two rates.
+    """The CPU step (`exact`) and copies both ways at once, which share DRAM: the sum of their rates. If they cannot run
+    at once (no GPU, no pinned memory), the higher of the two rates.
     """
     vram_bytes_per_second: float
     """An in-place addition over a large array. Bytes read and bytes written both count."""
@@ -90,7 +88,8 @@ class Hardware:
 
     num_ranks: int = 1
     """Concurrent ranks on this host. `num_cores` and the rates of processor, RAM and bus are one rank's share; RAM in
-    bytes is the whole host's."""
+    bytes is the whole host's.
+    """
     link_bytes_per_second: float = 0.0
     """Bytes per second that a rank receives while all ranks exchange. 0: one rank, or unknown."""
     most_ctas: int = 0
@@ -101,20 +100,21 @@ class Hardware:
     """Whether GPUs of one host exchange over the bus that also carries copies to and from RAM."""
     network_bytes_per_second: float = 0.0
     """Bytes per second that a rank receives from other hosts in an exchange, if the link is for one host's ranks; else
-    0."""
+    0.
+    """
 
     disk_folder: str | None = None
-    """Folder of the disk measurement. None: not measured, and the next three fields are zero."""
+    """None: not measured, and the next three fields are zero."""
     disk_free_bytes: int = 0
     disk_read_bytes_per_second: float = 0.0
     disk_write_bytes_per_second: float = 0.0
 
     assumed: str = ""
-    """Sentence that names the assumed values. "": everything except the link was measured."""
+    """Sentence that names the assumed values; "" if everything except the link was measured."""
     assumed_card: str = ""
-    """Stand-in for an unnamed GPU, such as "assumed card of 8 GiB". "": the GPU is known."""
+    """Stand-in for an unnamed GPU, such as "assumed card of 8 GiB"; "" if the GPU is known."""
     link_assumed: str = ""
-    """Sentence that names the assumed link between ranks. "": measured, or one rank."""
+    """Sentence that names the assumed link between ranks; "" if measured, or one rank."""
 
 
 CPU_STEP_RATES: dict[Precision, str] = {
@@ -122,16 +122,14 @@ CPU_STEP_RATES: dict[Precision, str] = {
     "compact": "cpu_compact_bytes_per_second",
     "tiny": "cpu_tiny_bytes_per_second",
 }
-"""The field of `Hardware` with the CPU step's rate, by precision."""
+"""Field of `Hardware` with the CPU step's rate."""
 ASSUMED_DISK = 1.5e9
 """Bytes per second of reading and of writing a disk that was not measured."""
 
 
 def with_disk(machine: Hardware, folder: str) -> Hardware:
-    """Add the disk of `folder` to the machine, at assumed rates that the ranks of the host share.
-
-    Raises:
-        OutputError: `folder` is not a folder.
+    """Add the disk of `folder`, at assumed rates that the ranks of the host share. Raises `OutputError` if it is no
+    folder.
     """
     if not os.path.isdir(folder):
         raise OutputError(f"{folder} is not a folder: name one on a local disk, for optimizer states")
@@ -147,20 +145,21 @@ def with_disk(machine: Hardware, folder: str) -> Hardware:
 
 def is_bus(link: float, machine: Hardware) -> bool:
     """Whether a link with this rate is the GPUs' own bus. Every NVLink is faster than the bus with NCCL's own number of
-    thread blocks."""
+    thread blocks.
+    """
     return machine.device != "cpu" and link <= machine.h2d_bytes_per_second
 
 
 def busiest_device() -> torch.device:
-    """The CUDA device with most of this process's torch memory, or the CPU if the process has not used CUDA yet."""
-    cuda: Any = torch.cuda  # its signatures are typed in some releases of torch only
+    """The CUDA device with most of this process's torch memory, or the CPU if CUDA is not used yet."""
+    cuda: Any = torch.cuda  # typed only in some releases of torch
     if not cuda.is_initialized():
         return torch.device("cpu")
     return torch.device("cuda", max(range(cuda.device_count()), key=cuda.memory_reserved))
 
 
 def cores_near(device: torch.device) -> set[int]:
-    """The CPU cores of the GPU's NUMA node; empty if the system does not tell."""
+    """The CPU cores of the GPU's NUMA node; empty if unknown."""
     if device.type != "cuda":
         return set()
     found: Any = torch.cuda.get_device_properties(device)
@@ -180,7 +179,7 @@ def _core_numbers(text: str) -> set[int]:
 
 
 def own_cores() -> set[int]:
-    """The CPU cores that this thread may run on; empty if the system does not tell."""
+    """The CPU cores that this thread may run on; empty if unknown."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
@@ -192,11 +191,7 @@ def num_cores() -> int:
 
 
 def last_level_cache_bytes(cores: Path = _CPU_CACHES) -> int:
-    """Total bytes of the last-level caches of the cores that this process may use. 0 if the system does not tell.
-
-    Args:
-        cores: the system's folder of cores.
-    """
+    """Total bytes of the last-level caches of the cores that this process may use; 0 if unknown."""
     caches: dict[tuple[str, str], int] = {}
     for core in own_cores():
         folder = cores / f"cpu{core}" / "cache" / "index3"
@@ -257,14 +252,14 @@ def _cgroup_ram() -> list[tuple[int, int]]:
         usage = text_of(folder / "memory.current") or text_of(folder / "memory.usage_in_bytes")
         if usage.isdigit():
             stat = dict(line.split(" ", 1) for line in text_of(folder / "memory.stat").splitlines())
-            kinds = ("active_file", "inactive_file")  # v1 includes children in total_* only, v2 in the plain name
+            kinds = ("active_file", "inactive_file")  # v1 includes children only in total_*, v2 in the plain name
             cache = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
             found.append((limit, int(usage) - cache))
     return found
 
 
 def ram_limit_bytes() -> int:
-    """Total RAM that this process may use, in bytes: the machine's, or its cgroups' limit if that is less."""
+    """RAM that this process may use, in bytes: the machine's, or its cgroups' limit if that is less."""
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroup_ram())])
 
 
@@ -301,7 +296,7 @@ def restart_peak_ram() -> int | None:
     if high_water is None:
         return None
     try:
-        _CLEAR_REFS.write_text("5")  # sets VmHWM to what is resident now
+        _CLEAR_REFS.write_text("5")  # sets VmHWM to the present resident RAM
     except OSError:
         return None
     _highest_ram = max(_highest_ram, high_water)
@@ -325,7 +320,7 @@ def vram_bytes(device: torch.device) -> tuple[int, int]:
     device = indexed(device)
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
-    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in torch 2.6
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # missing in torch 2.6
     allowed = int(total * fraction(device)) if fraction else int(total)
     spare = reserved - torch.cuda.memory_allocated(device)
     return max(0, min(int(free), allowed - reserved)) + spare, min(int(total), allowed)
@@ -361,7 +356,6 @@ def supports_bf16(device: torch.device) -> bool:
 
 
 def default_device() -> torch.device:
-    """The current CUDA device if there is one, else the CPU."""
     return indexed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -393,7 +387,6 @@ def indexed(device: torch.device) -> torch.device:
 
 @cache
 def cpu_name() -> str:
-    """The processor's model name."""
     for line in text_of(Path("/proc/cpuinfo")).splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()

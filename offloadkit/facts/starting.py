@@ -9,12 +9,10 @@ from contextlib import contextmanager
 
 
 def say(doing: str) -> None:
-    """Print a line on stderr about work that takes seconds."""
     print(f"offloadkit: {doing} ...", file=sys.stderr, flush=True)
 
 
 def is_loaded(library: str) -> bool:
-    """Whether this process has imported `library`."""
     return library in sys.modules
 
 
@@ -22,7 +20,7 @@ def is_loaded(library: str) -> bool:
 def collector_off() -> Iterator[None]:
     """Disable Python's garbage collector.
 
-    Imports create hundreds of thousands of permanent objects. Scanning them repeatedly takes a fifth of the time that
+    Imports create hundreds of thousands of permanent objects; scanning them repeatedly takes a fifth of the time that
     transformers needs to load.
     """
     was_on = gc.isenabled()

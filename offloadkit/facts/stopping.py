@@ -18,7 +18,7 @@ class Stop:
     """A request to stop, which cannot be withdrawn.
 
     Attributes:
-        heeded: whether the loop has read `requested`, or promises to. Until then signals have their previous effect.
+        is_polled: whether the loop has read `requested`, or promises to. Until then signals have their previous effect.
         signal: the signal that requested the stop, and its time (`time.monotonic`); None if no signal did.
     """
 
@@ -38,7 +38,7 @@ class Stop:
 
     @property
     def is_requested(self) -> bool:
-        """As `requested`, for displays: reading it does not set `is_polled`."""
+        """Like `requested`, for displays: reading it does not set `is_polled`."""
         return self._requested.is_set()
 
     @property
@@ -53,7 +53,7 @@ class Stop:
     def catch_signals(self) -> None:
         """Turn signals into stop requests; a second signal has its previous effect. Ignored signals stay ignored.
 
-        Works on the main thread only, because Python cannot install handlers elsewhere; a line says so.
+        Works only on the main thread, because Python cannot install handlers elsewhere; a line says so.
         """
         if self in Stop._active:
             return
@@ -72,7 +72,6 @@ class Stop:
         Stop._active.append(self)
 
     def let_signals_go(self) -> None:
-        """Restore the previous signal handlers."""
         if self not in Stop._active:
             return
         Stop._active.remove(self)
@@ -103,7 +102,7 @@ class Stop:
 def forwarded(to: Callable[[int], object]) -> Iterator[None]:
     """Forward this process's SIGTERM and SIGHUP to `to`; a second one ends the process.
 
-    Works on the main thread only. Ignored signals stay ignored.
+    Works only on the main thread. Ignored signals stay ignored.
     """
     before: dict[int, Any] = {}
 

@@ -100,10 +100,7 @@ class Telemetry:
     """
 
     def __init__(self, log_path: str | Path | None = None, keep: int = 1_000) -> None:
-        """
-        Raises:
-            OutputError: the log cannot be written.
-        """
+        """Raises `OutputError` if the log cannot be written."""
         self.records: deque[StepRecord] = deque(maxlen=keep)
         self.peaks: Peaks = {}
         self.plan: Any = None
@@ -126,10 +123,8 @@ class Telemetry:
             raise OutputError(why) from error
 
     def log_to(self, path: str | Path, *, anew: bool) -> None:
-        """Append later records to a log, unless a log is set already. The first record opens the file.
-
-        Args:
-            anew: truncate the file first.
+        """Append later records to a log, unless a log is set already. The first record opens the file; `anew` truncates
+        it.
         """
         if self._log_path is None:
             self._log_path, self._empties_log = Path(path), anew

@@ -18,7 +18,6 @@ class Thread(threading.Thread):
     """A thread whose `start` raises `ThreadLimitError`."""
 
     def start(self) -> None:
-        """Start the thread. Raises `ThreadLimitError`."""
         with _named(self.name):
             super().start()
 
@@ -27,7 +26,6 @@ class ThreadPool(ThreadPoolExecutor):
     """A pool whose `submit` and `map` raise `ThreadLimitError`."""
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """See `ThreadPoolExecutor`. Raises `ThreadLimitError`."""
         with _named("of a pool"):
             return super().submit(fn, *args, **kwargs)
 

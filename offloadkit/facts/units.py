@@ -19,10 +19,7 @@ _LARGEST = 2**60
 
 
 def parse_bytes(size: int | str, option: str = "a size") -> int:
-    """Parse a size in bytes: an int, or a string such as "8GiB", "512 MB" or "8589934592".
-
-    Args:
-        option: name of the option, for messages.
+    """Parse a size in bytes: an int, or a string such as "8GiB", "512 MB" or "8589934592". `option` is for messages.
 
     Raises:
         ConfigError: it is not a size, is below 64 KiB (a unit is missing), or is more than any machine has.

@@ -1,7 +1,6 @@
 """Differentiable attention with a position bias, on the kernels of `attention_triton`.
 
-Models call `attend`. Compilers and the meta device see one operation, `torch.ops.offloadkit.attention`, with registered
-shapes and FLOPs.
+Compilers and the meta device see one operation, `torch.ops.offloadkit.attention`, with registered shapes and FLOPs.
 """
 
 from __future__ import annotations
@@ -20,17 +19,13 @@ except ImportError:
     attention_triton = None  # type: ignore[assignment]
 
 WIDTHS = (16, 32, 64, 128)
-"""Head widths that the kernels support."""
 DTYPES = (torch.bfloat16, torch.float16)
 LEAST_QUERIES = 16
 """Least rows of a matmul in Triton. Short targets and generation have fewer queries."""
 LEAST_CAPABILITY = (8, 0)
 """Older GPUs have no bf16 matmuls."""
 SCRATCH_BYTES = 128 << 20
-"""Target size of the weights and score gradients that backward writes for a group of heads.
-
-Backward takes one head at a time if a head needs more.
-"""
+"""Target size of the weights and score gradients that backward writes for a group of heads, at least for one head."""
 _SIZES = ("block_queries", "block_keys", "num_warps", "num_stages")
 BLOCKS: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {"forward": (64, 32, 4, 3), "queries": (64, 32, 4, 3), "keys": (32, 64, 4, 3)},
@@ -43,9 +38,9 @@ KiB, and 108 KiB on Hopper and Blackwell, which have 227 KiB. The kernels compil
 register spills (tests/kernels/test_compiled.py), but ran only on Hopper.
 """
 
-_cuda: Any = torch.cuda  # typed in some releases of torch only
+_cuda: Any = torch.cuda  # typed only in some releases of torch
 KERNELS: Any = attention_triton
-"""The kernel module; None without Triton. Tests replace it."""
+"""None without Triton. Tests replace it."""
 
 
 @cache
@@ -92,7 +87,7 @@ def _compile_aligned(query: Tensor, bias: Tensor, mask: Tensor | None, dropout: 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor | None, scaling: float, dropout: float
 ) -> Tensor:
-    """Return the first output of `attention`; same arguments.
+    """The first output of `attention`; same arguments.
 
     Bypasses torch's dispatcher, which takes as much Python time as launching the kernels, unless a compiler or the meta
     device must see the operation.
@@ -282,5 +277,5 @@ def _num_blocks(length: int, block: int) -> int:
 
 
 def _blocks(name: str, query: Tensor) -> dict[str, int]:
-    """Block sizes by kernel and device. Autotuning would make results vary."""
+    """Autotuning would make results vary."""
     return dict(zip(_SIZES, BLOCKS[query.device.type][name], strict=False))

@@ -1,11 +1,10 @@
 """Triton kernels of attention with a position bias. Imported only if Triton is installed.
 
 After Dao, "FlashAttention-2". Forward carries the maximum and the sum of every row across blocks of keys and writes no
-scores. Backward recomputes the scores once, for a few heads at a time:
-
-- `of_queries` computes the gradients of the queries, and writes the weights and the gradients of the scores.
-- `of_keys_and_values` multiplies these with the queries and the output's gradient.
-- The caller sums the gradients of the scores over the batch, which gives the gradient of the shared bias.
+scores. Backward recomputes the scores once, for a few heads at a time: `of_queries` computes the gradients of the
+queries, and writes the weights and the gradients of the scores; `of_keys_and_values` multiplies these with the queries
+and the output's gradient; the caller sums the gradients of the scores over the batch, which gives the gradient of the
+shared bias.
 
 Results are deterministic, because no sum is atomic. A hash of (seed, row of the batch, head, query, key) decides which
 weights are dropped, so backward and recomputation with the same seed drop the same weights.
@@ -40,7 +39,7 @@ def _is_kept(seed, row, queries, keys, num_keys, threshold):
 
 @triton.jit
 def _multiple(number, aligned: tl.constexpr):
-    """Return `number`; if `aligned`, tell the compiler that 16 divides it, which allows vectorized loads."""
+    """`number`; if `aligned`, the compiler knows that 16 divides it, which allows vectorized loads."""
     if aligned:
         return number // 16 * 16
     else:

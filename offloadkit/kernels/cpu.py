@@ -31,9 +31,7 @@ _MAX_MOMENTS, _MAX_SCALARS = 2, 8
 _NEWER = {"plan_seconds", "split"}
 """Functions missing in older builds of the library."""
 SLICE = 1 << 18
-"""Elements that torch splits at a time, to keep temporaries in the caches (five times as fast as splitting all
-at once).
-"""
+"""Elements that torch splits at a time: temporaries in the caches are five times as fast."""
 _LEVELS = ("baseline", "avx2", "avx512")
 _NO_LIBRARY = (
     "offloadkit's C kernels are missing or do not load, so the CPU optimizer step runs on torch operations: the same "
@@ -82,13 +80,11 @@ def _find_library() -> Path | None:
 
 @cache
 def c_library() -> ctypes.CDLL | None:
-    """The C library; None if it is missing or does not load."""
     path = _find_library()
     return None if path is None else load(path)
 
 
 def load(path: Path) -> ctypes.CDLL | None:
-    """Load a library file; None if it does not load."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError:  # built for another machine or a newer libc
@@ -119,7 +115,6 @@ def load(path: Path) -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the C library is loaded."""
     return c_library() is not None
 
 
@@ -131,9 +126,8 @@ def cpu_levels() -> list[str]:
 
 @contextmanager
 def forced_level(name: str) -> Iterator[None]:
-    """Force one level's kernels in this process, for tests. All levels are bit-equal.
-
-    Raises ValueError for a level that this CPU does not support.
+    """Force one level's kernels in this process, for tests. All levels are bit-equal. Raises ValueError for an
+    unsupported level.
     """
     library = c_library()
     if library is None or name not in cpu_levels():
@@ -232,10 +226,8 @@ def accumulate(accumulator: Tensor, gradient: Tensor, *, add: bool) -> None:
 
 
 def split_into(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
-    """`split_master` into existing arrays.
-
-    master: fp32; weights: bf16; remainder: int16; all 1-D, contiguous, of equal length, on the CPU. Raises TypeError
-    for a wrong dtype, ValueError for a wrong layout.
+    """`split_master` into existing arrays. master: fp32; weights: bf16; remainder: int16; layout and errors as for
+    `accumulate`.
     """
     arrays = master, weights, remainder
     if [array.dtype for array in arrays] != [torch.float32, torch.bfloat16, torch.int16]:

@@ -109,8 +109,7 @@ def _warn_without_step(reason: str) -> None:
 def launch_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
     """Launch the step's kernel. Raises the compiler's errors.
 
-    Kernels take weights, remainder, gradient, moments and scales. Missing arrays are passed as the weights, and the
-    kernel does not read them.
+    Missing arrays are passed as the weights, and the kernel does not read them.
     """
     names = [moment.name for moment in state.table.optimizer.moments]
     kernel: Any = getattr(gpu_triton, state.table.optimizer.name)

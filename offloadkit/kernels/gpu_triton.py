@@ -81,7 +81,6 @@ def _power_of_ten(exponent):
 
 @triton.jit
 def _level(number, least: tl.constexpr, largest: tl.constexpr, first_exponent: tl.constexpr):
-    """`moments.level`"""
     bits = (number.to(tl.float32) + 0.5).to(tl.int32, bitcast=True)
     decade = (bits >> 23) - 127 - first_exponent
     within = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) * 0.9 - 0.8
@@ -91,7 +90,6 @@ def _level(number, least: tl.constexpr, largest: tl.constexpr, first_exponent: t
 
 @triton.jit
 def _number(share, random, least: tl.constexpr, largest: tl.constexpr, first_exponent: tl.constexpr):
-    """`moments.round_to_number`"""
     decade = (share >= 1e-6).to(tl.int32) + (share >= 1e-5).to(tl.int32) + (share >= 1e-4).to(tl.int32)
     decade += (share >= 1e-3).to(tl.int32) + (share >= 1e-2).to(tl.int32) + (share >= 1e-1).to(tl.int32)
     first = ((decade + (127 + first_exponent)) << 23).to(tl.float32, bitcast=True)
@@ -122,7 +120,7 @@ def _load_moment(moment, scale, at, inside, rows, has_row, has_sign: tl.constexp
 
 @triton.jit
 def _store_moment(moment, scale, at, inside, rows, has_row, values, random, has_sign: tl.constexpr):
-    """random: uint32; the lower half rounds signed moments, the upper half unsigned moments."""
+    """`random`: uint32; the lower half rounds signed moments, the upper half unsigned moments."""
     if moment.dtype.element_ty == tl.float32:
         tl.store(moment + at, values, mask=inside)
     else:
@@ -182,7 +180,7 @@ def lion(
     beta1, beta2, one_minus_beta1, one_minus_beta2, decay, lr,
     key_low, key_upper, offset, is_bf16_gradient: tl.constexpr,
 ):  # fmt: skip
-    """As `adamw`, with fp32 exp_avg and without stochastic rounding."""
+    """Like `adamw`, with fp32 exp_avg and without stochastic rounding."""
     rows = tl.program_id(0).to(tl.int64) * 4 + tl.arange(0, 4)
     elements = rows[:, None] * 256 + tl.arange(0, 256)[None, :]
     inside = elements < length
@@ -200,7 +198,6 @@ PIECES = 32
 """Pieces of a 65,536-element block: 2048 elements each, 64 rows of 32 columns."""
 
 PIECES_AT_ONCE = 8
-"""Pieces per program."""
 
 
 @triton.jit

@@ -1,11 +1,9 @@
 """Fused head and cross-entropy over chunks of the vocabulary, without the full [tokens, vocabulary] logits.
 
 A chunk's logits are computed in the working dtype, as by the head, and the loss in fp32. Forward saves one logsumexp
-per token.
-
-Backward recomputes every chunk. The logits' gradient is rounded to the working dtype once, as without chunks. The
-weight's gradient is one matmul over all tokens, so no fp32 buffer of the weight's size exists. The hidden states'
-gradient is accumulated over chunks in fp32. The total is four matmuls of the head's size instead of three.
+per token. Backward recomputes every chunk: four matmuls of the head's size in total instead of three. The logits'
+gradient is rounded to the working dtype once, as without chunks. The weight's gradient is one matmul over all tokens.
+The hidden states' gradient is accumulated over chunks in fp32.
 
 Chunks of tokens instead would need an fp32 sum of the weight's size (2 GiB for Llama-3.1-8B), read and written by every
 chunk.
@@ -48,7 +46,6 @@ def token_losses(
 
 
 def no_autocast(like: Tensor) -> AbstractContextManager[None]:
-    """Disable autocast on this tensor's device."""
     device = like.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
@@ -100,10 +97,8 @@ class _TokenLosses(torch.autograd.Function):
 def _gradient(saved: tuple[Any, ...], d_losses: Tensor, steps: tuple[Step, ...], columns: slice) -> Tensor:
     """Gradient of the head's output in these columns: [tokens, columns], in the output's dtype.
 
-    It is (softmax - one-hot) * d_losses, propagated back through the steps.
-
-    Args:
-        saved: hidden, weight, bias, target and logsumexp.
+    It is (softmax - one-hot) * d_losses, propagated back through the steps. `saved`: hidden, weight, bias, target,
+    logsumexp.
     """
     hidden, weight, bias, target, logsumexp = saved
     with torch.enable_grad():

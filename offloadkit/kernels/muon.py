@@ -1,7 +1,7 @@
 """The step of matrices in a workspace: bit-equal to `reference.step_reference` on the same device, without allocating.
 
-A step on the stepping thread must not run out of VRAM, so a plan counts `Matrix.workspace_bytes`. The
-workspace also gives every matrix the same alignment, on which BLAS libraries base their choice of a kernel.
+A step on the stepping thread must not run out of VRAM, so a plan counts `Matrix.workspace_bytes`. The workspace also
+gives every matrix the same alignment, by which BLAS libraries choose a kernel.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def step_matrices(
     """One step in place of the matrices that `segments` name, one after the other. Raises as `check_state` does.
 
     Args:
-        memory: uint8, at least `workspace_bytes` of the matrix with the most; None: it is allocated.
+        memory: uint8, the largest `workspace_bytes` of the matrices; None: it is allocated.
     """
     check_state(state, gradient, segments)
     sizes = [segment.matrix.workspace_bytes for segment in segments if segment.matrix is not None]
@@ -79,7 +79,6 @@ def _step(
 
 
 def _orthogonalized(update: Tensor, workspace: _Workspace, s: MuonScalars) -> Tensor:
-    """`muon.orthogonalized` in the workspace."""
     is_tall = update.size(0) > update.size(1)
     x, other = (update.T if is_tall else update), workspace.two
     x.div_(x.norm().clamp(min=s.eps))
@@ -92,7 +91,6 @@ def _orthogonalized(update: Tensor, workspace: _Workspace, s: MuonScalars) -> Te
 
 
 def _read_master(state: FlatState, at: slice, workspace: _Workspace) -> Tensor:
-    """`reference.join_master` of a range in the workspace, or a view of fp32 master weights."""
     weights, remainder = state.weights[at], state.remainder
     if remainder is None:
         return weights
@@ -105,7 +103,7 @@ def _read_master(state: FlatState, at: slice, workspace: _Workspace) -> Tensor:
 
 
 def _write_master(state: FlatState, at: slice, master: Tensor, workspace: _Workspace) -> None:
-    """`reference.split_master` of a range; `master` is overwritten."""
+    """`master` is overwritten."""
     weights, remainder = state.weights[at], state.remainder
     if remainder is None:
         return

@@ -33,10 +33,8 @@ class AdamWScalars(NamedTuple):
 def adamw_scalars(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int) -> AdamWScalars:
     """Compute the scalars of step number `step` (from 1) in fp64 and round once to fp32.
 
-    Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", as in torch.optim.AdamW.
-
-    Raises:
-        ValueError: `step` is less than 1.
+    Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", as in torch.optim.AdamW. Raises ValueError
+    for a `step` below 1.
     """
     if step < 1:
         raise ValueError(f"step is {step}: AdamW counts its steps from 1")

@@ -1,8 +1,4 @@
-"""Lion: the scalars of a step and its fp32 formula in torch operations.
-
-The C kernel (kernels/cpu_lion.h) and the Triton kernel perform these operations in this order, each rounded once to
-fp32, so the results are bit-equal.
-"""
+"""Lion: the scalars of a step and its fp32 formula in torch operations, bit-equal to C and Triton as for `adamw`."""
 
 from __future__ import annotations
 

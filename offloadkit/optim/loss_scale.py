@@ -13,14 +13,8 @@ from offloadkit.facts.config import DynamicLossScale
 
 
 class LossScale:
-    """The loss scale.
-
-    Attributes:
-        scale: the factor for the next loss.
-    """
-
     def __init__(self, choice: Literal["dynamic"] | float | DynamicLossScale) -> None:
-        """choice: "dynamic", settings of the dynamic scale, or a fixed factor."""
+        """`choice`: "dynamic", settings of the dynamic scale, or a fixed factor."""
         how = DynamicLossScale() if choice == "dynamic" else choice
         self._how = how if isinstance(how, DynamicLossScale) else None
         self.scale = float(how.start if isinstance(how, DynamicLossScale) else how)
@@ -35,8 +29,8 @@ class LossScale:
     def update(self, *, overflow: bool) -> None:
         """Adjust the scale after a step.
 
-        The rule is DeepSpeed's `DynamicLossScaler.update_scale`: the first good step after an overflow does not count
-        towards the window.
+        As in DeepSpeed's `DynamicLossScaler.update_scale`, the first good step after an overflow does not count towards
+        the window.
         """
         how = self._how
         if how is None:
@@ -55,7 +49,7 @@ class LossScale:
             self.scale = max(self.scale / 2, how.minimum)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all values that decide later scales."""
+        """All values that decide later scales."""
         return {"scale": self.scale, "patience": self._patience, "num_good": self._num_good}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -8,8 +8,8 @@ Random bits are a hash of a key (from seed, step and parameter name) and the ele
 do not depend on processor, chunking or threads.
 
 Rounding to nearest would let moments stall. A step moves exp_avg_sq by a thousandth, and exp_avg by a tenth, of its
-distance to the new value. That is less than half the gap to the next number: 0.4 to 0.8 % in bf16; in the 8-bit maps
-0.7 % near the block's maximum, and more below it. A stalled exp_avg moves its weight in one direction forever.
+distance to the new value, less than half the gap to the next number: 0.4 to 0.8 % in bf16; in the 8-bit maps 0.7 % near
+the block's maximum, and more below it. A stalled exp_avg moves its weight in one direction forever.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def random_bits(key: int, first: int, count: int, device: torch.device | str = "
 def round_stochastically(values: Tensor, random: Tensor) -> Tensor:
     """Round fp32 to bf16, up or down with probabilities that preserve the mean.
 
-    random: integers of 0 .. 65535, added to the fp32 bits before truncation to the upper half. Overflow of the largest
-    bf16 becomes Inf; Inf stays; every NaN becomes one canonical NaN.
+    `random`: integers of 0 .. 65535, added to the fp32 bits before truncation to the upper half. Overflow of the
+    largest bf16 becomes Inf; Inf stays; every NaN becomes one canonical NaN.
     """
     bits = values.view(torch.int32)
     rounded = torch.where((bits & _EXPONENT) == _EXPONENT, bits, bits + random.to(torch.int32))
@@ -67,10 +67,10 @@ class Map(NamedTuple):
     """A map of 8-bit codes to levels of 0 .. 1, after the dynamic tree of Dettmers et al., "8-bit Optimizers via
     Block-wise Quantization" (arXiv 2110.02861).
 
-    Levels are numbered. Each of the seven decades from 1e-7 to 1 is cut into equal parts, whose midpoints are the
-    levels; a decade has twice as many levels as the decade below. Number n, with n + 0.5 = y * 2**e and 1 <= y < 2, is
-    the level (0.9 * y - 0.8) * 10**(e - first_exponent) * 1e-6; the least number is zero, the largest 1. (This is
-    computed, because a table lookup made the CPU wait for gathers: the step took 3 times as long.)
+    Each of the seven decades from 1e-7 to 1 is cut into equal parts, whose midpoints are the levels; a decade has twice
+    as many levels as the decade below. Number n, with n + 0.5 = y * 2**e and 1 <= y < 2, is the level (0.9 * y - 0.8) *
+    10**(e - first_exponent) * 1e-6; the least number is zero, the largest 1. (With a table lookup, whose gathers the
+    CPU waits for, the step took 3 times as long.)
     """
 
     least: int
@@ -104,7 +104,7 @@ def _power_of_ten(exponent: Tensor) -> Tensor:
 def round_to_number(shares: Tensor, random: Tensor, map: Map) -> Tensor:
     """Round `shares` (fp32 of 0 .. 1) to one of the two nearest levels and return its number (int32).
 
-    random: 0 .. 65535; the upper level is taken with the probability that preserves the mean.
+    `random`: 0 .. 65535; the upper level is taken with the probability that preserves the mean.
     """
     borders = torch.tensor([1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1], device=shares.device)
     decade = torch.bucketize(shares, borders, right=True, out_int32=True)
@@ -121,7 +121,6 @@ def encode_bf16(values: Tensor, random: Tensor, is_signed: bool) -> tuple[Tensor
 
 
 def decode_bf16(stored: Tensor, scales: Tensor | None, is_signed: bool) -> Tensor:
-    """Convert bf16 to fp32, exactly."""
     return stored.float()
 
 
@@ -129,7 +128,7 @@ def encode_8_bit(values: Tensor, random: Tensor, is_signed: bool) -> tuple[Tenso
     """Encode fp32 [n] as codes (uint8 [n]) and scales (fp32 [n / 256, rounded up]).
 
     A block's scale is its largest magnitude. The ratio of a magnitude to the scale is rounded to one of the two nearest
-    levels with probabilities that preserve the mean; random: integers of 0 .. 65535. A block with Inf or NaN gets the
+    levels with probabilities that preserve the mean; `random`: integers of 0 .. 65535. A block with Inf or NaN gets the
     scale NaN and decodes to NaN.
 
     Unsigned values are not negative, and only zero is stored as zero. Values below the smallest level, 3.25e-7 of the

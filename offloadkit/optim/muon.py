@@ -5,7 +5,7 @@ Newton-Schulz iterations in bf16, decoupled weight decay. Source: Jordan, "Muon:
 neural networks"; `match_rms_adamw`: Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982).
 
 A matrix is stepped as a whole, one matrix a call, from a contiguous bf16 copy of its update. Matmuls round by shape and
-layout, so two matrices are never stacked. `kernels.muon` does the same operations without allocating memory.
+layout, so two matrices are never stacked.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def muon_scalars(
     adjust_lr_fn: str,
     step: int,
 ) -> MuonScalars:
-    """Compute the scalars of a step. Muon ignores `step`."""
+    """Muon ignores `step`."""
     matches = adjust_lr_fn == "match_rms_adamw"
     return MuonScalars(lr, 1 - lr * weight_decay, momentum, nesterov, matches, eps, ns_steps, *ns_coefficients)
 

@@ -19,7 +19,7 @@ NORM_BLOCK = 65_536
 NORM_COLUMNS = 32
 
 _BLOCKS_AT_ONCE = 16
-"""Blocks gathered at a time by the reference, which keeps its temporaries below 40 MiB."""
+"""Blocks gathered at a time by the reference; its temporaries stay below 40 MiB."""
 
 
 def norm_blocks(ranges: Sequence[tuple[int, int]]) -> Tensor:
@@ -39,7 +39,7 @@ def block_sums_reference(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
     """Write the sum of squares of every block to `out`, in torch operations, on any device.
 
     gradient: bf16, fp16 or fp32, 1-D. blocks: int64 [num_blocks, 2] from `norm_blocks`. out: fp64 [num_blocks]. All on
-    one device. Raises TypeError or ValueError for anything else.
+    one device. Raises TypeError or ValueError otherwise.
     """
     check_arguments(gradient, blocks, out)
     if gradient.numel() == 0:
@@ -67,7 +67,7 @@ def _tree(squares: Tensor) -> Tensor:
 def sum_in_order(sums: Sequence[NDArray[np.float64]]) -> float:
     """Add all block sums in fp64, one array after another, from first to last.
 
-    Uses a running sum, because `sum` of an array or tensor adds in another order.
+    `sum` of an array or tensor would add in another order.
     """
     in_order = np.concatenate([np.zeros(1), *sums])
     return float(np.add.accumulate(in_order)[-1])

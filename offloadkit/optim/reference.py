@@ -18,7 +18,6 @@ SLICE = 1 << 18
 
 
 def round_to_fp32(value: float) -> float:
-    """Round to the nearest fp32 number."""
     return float(torch.tensor(value, dtype=torch.float32).item())
 
 
@@ -83,9 +82,8 @@ def _step_slice(state: FlatState, gradient: Tensor, at: slice, segment: Segment)
 
 
 def read_moments(state: FlatState, at: slice) -> list[Tensor]:
-    """fp32 moments of a range of elements: views if `exact`, otherwise copies.
-
-    If moments have scales, `at` starts at a multiple of 256.
+    """fp32 moments of a range of elements: views if `exact`, otherwise copies. With scales, `at` starts at a multiple
+    of 256.
     """
     kept, found = PRECISIONS[state.table.precision], []
     for moment in state.table.optimizer.moments:
@@ -95,7 +93,9 @@ def read_moments(state: FlatState, at: slice) -> list[Tensor]:
 
 
 def _store_moments(state: FlatState, at: slice, averages: Sequence[Tensor], random: Tensor) -> None:
-    """random: int64, 32 bits per element: the lower half rounds the first moment, the upper half the second moment."""
+    """`random`: int64, 32 bits per element: the lower half rounds the first moment, the upper half the second
+    moment.
+    """
     kept = PRECISIONS[state.table.precision]
     assert kept.encode is not None
     for index, (moment, values) in enumerate(zip(state.table.optimizer.moments, averages, strict=True)):

@@ -24,13 +24,13 @@ class Schedule:
     """Sets the learning rates of an optimizer's groups, and the first betas if they are cycled."""
 
     def __init__(self, optimizer: Optimizer, rates: Rates, momenta: Rates | None = None) -> None:
-        """momenta: schedule of the first betas. The second betas are then 0.99, as in DeepSpeed."""
+        """`momenta`: schedule of the first betas. The second betas are then 0.99, as in DeepSpeed."""
         self.optimizer, self.last_batch_iteration = optimizer, -1
         self._rates, self._momenta = rates, momenta
         self._write()
 
     def get_lr(self) -> list[float]:
-        """Return the learning rates of the next update, by group."""
+        """The learning rates of the next update, by group."""
         return self._rates(self.last_batch_iteration)
 
     get_last_lr = get_lr
@@ -43,11 +43,10 @@ class Schedule:
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the iteration. The optimizer's state holds the learning rates."""
+        """The iteration. The optimizer's state holds the learning rates."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict()`."""
         self.last_batch_iteration = int(state["last_batch_iteration"])
 
     def _write(self) -> None:

@@ -89,11 +89,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Attribute that `torch.amp.GradScaler` reads before it steps.
-
-        Raises:
-            EngineStateError: always.
-        """
+        """`torch.amp.GradScaler` reads it before it steps. Always raises `EngineStateError`."""
         raise EngineStateError(
             "torch.amp.GradScaler cannot step offloadkit's optimizer. The engine scales the loss of fp16 itself: leave "
             "the scaler out, or use GradScaler(enabled=False), and call engine.backward(loss), then engine.step()"
@@ -104,11 +100,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine().drop_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups are fixed once the engine is built.
-
-        Raises:
-            ModelError: the engine is already built.
-        """
+        """Raises `ModelError` if the engine is already built, because groups are fixed then."""
         if self._run is not None:
             raise ModelError(
                 "a parameter group cannot be added after the engine was built: its parameters have no flat layer. "
@@ -178,17 +170,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 def changed_options(
     groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], *, scheduled: bool = False
 ) -> str | None:
-    """Return a warning that names the options that a resumed run was given but replaces with saved ones.
+    """A warning that names the options that a resumed run was given but replaces with saved ones, or None.
 
-    Saved options win, as in `torch.optim`. With a scheduler the initial learning rates are compared.
-
-    Args:
-        groups: the options given to this run, one mapping per group.
-        saved: the saved run's options.
-        scheduled: whether a scheduler sets `lr`. torch's schedulers also write "initial_lr" into the groups.
-
-    Returns:
-        None if all options agree.
+    Saved options win, as in `torch.optim`. With a scheduler (`scheduled`), which sets `lr`, the initial learning rates
+    are compared.
     """
     found = []
     for at, (own, before) in enumerate(zip(groups, saved, strict=True)):
