@@ -25,7 +25,15 @@ class OffloadkitError(Exception):
 
 
 class ConfigError(OffloadkitError, ValueError):
-    """An option has an invalid value."""
+    """An option has an invalid value.
+
+    Attributes:
+        option: the option's name, if the message is that name followed by `problem`; else None.
+    """
+
+    def __init__(self, problem: str, *, option: str | None = None) -> None:
+        super().__init__(problem if option is None else f"{option} {problem}")
+        self.problem, self.option = problem, option
 
 
 class ModelError(OffloadkitError, ValueError):

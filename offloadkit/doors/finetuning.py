@@ -191,10 +191,9 @@ def _takes_hf_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
         try:
             return function(*args, **kwargs)
         except ConfigError as error:
-            ours, _, wrong = str(error).partition(" must be ")
-            if ours not in given:
+            if error.option not in given:
                 raise
-            raise ConfigError(f"{given[ours]} must be {wrong}") from None
+            raise ConfigError(error.problem, option=given[error.option]) from None
 
     return renamed
 

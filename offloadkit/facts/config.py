@@ -376,7 +376,7 @@ def check_counts(counts: Mapping[str, Any], *, least: int = 1, optional: Collect
     for name, value in counts.items():
         left_out = value is None and name in optional
         if not left_out and (type(value) is not int or not least <= value < 2**31):
-            raise ConfigError(f"{name} must be a whole number >= {least}, got {shown(value)}")
+            raise ConfigError(f"must be a whole number >= {least}, got {shown(value)}", option=name)
 
 
 def given_size(batch_size: object) -> dict[str, object]:

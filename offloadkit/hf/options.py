@@ -210,7 +210,7 @@ class FinetuneOptions:
         for name in ("epochs", "learning_rate"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int | float) or not 0 < value < float("inf")):
-                raise ConfigError(f"{name} must be a positive number, got {shown(value)}")
+                raise ConfigError(f"must be a positive number, got {shown(value)}", option=name)
         for name, choices in (("init", ("pretrained", "random")), ("baseline", ("predict", "measure"))):
             if not isinstance(value := getattr(self, name), str) or value not in choices:
                 raise ConfigError(f"{name} must be {choices[0]!r} or {choices[1]!r}, got {shown(value)}")
