@@ -1,4 +1,4 @@
-"""Runs whose peak RAM a test reads, each in a fresh process.
+"""Runs for tests of peak RAM, each in a fresh process.
 
 `python -m tests.peak_ram train|checkpoint|head FOLDER|WAY`.
 """
@@ -33,7 +33,7 @@ def save(folder: str) -> None:
 
 
 def train(folder: str) -> None:
-    """Print what a few steps of `finetune` were planned to take and took, in bytes; then by phase, [planned, took]."""
+    """Print planned and measured bytes of a few steps of `finetune`; then [planned, measured] by phase."""
     import offloadkit
     from offloadkit.facts import hardware
 
@@ -59,8 +59,8 @@ def train(folder: str) -> None:
 
 
 def checkpoint(folder: str) -> None:
-    """Print the bytes that saving and loading a checkpoint add to peak RAM, for states in RAM and on disk, and what the
-    checkpoint holds. Pieces are of 1 MiB."""
+    """Print the bytes that saving and loading a checkpoint add to peak RAM, for states in RAM and on disk, and the size
+    of the checkpoint. Pieces are of 1 MiB."""
     import torch
     from torch import nn
 
@@ -99,7 +99,7 @@ def head(way: str) -> None:
     if way == "in chunks":
         compute_loss_in_chunks(model)
     few, many = (torch.randint(VOCABULARY, (1, number)) for number in (8, NUM_ROWS))
-    model(input_ids=few, labels=few).loss.backward()  # gradients have their memory, kernels are loaded
+    model(input_ids=few, labels=few).loss.backward()  # allocates gradients and loads kernels
     before = hardware.process_ram_bytes()
     loss = model(input_ids=many, labels=many).loss
     loss.backward()

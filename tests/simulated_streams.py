@@ -1,7 +1,7 @@
-"""Streams that really run beside the host, without a GPU: each is a thread that does what was queued, late.
+"""Streams that really run concurrently, without a GPU: each stream is a thread that does queued work late.
 
-The compute stream is the calling thread: `tests/happens_before.py` looks at the waits that order its work. Waiting for
-an event that was not recorded, on the device or on the host, ends when it is reached, as on CUDA.
+The compute stream is the calling thread: `tests/happens_before.py` checks the waits that order its work. A wait for an
+event, on the device or on the host, ends when the event is reached, as on CUDA.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LateEvent(Event):
 
 
 class LateStream(Stream):
-    """Does its work on a thread of its own; every fifth piece late by up to `longest` seconds."""
+    """Works on a private thread; every fifth operation is late by up to `longest` seconds."""
 
     def __init__(self, simulation: Simulation, longest: float) -> None:
         self.longest = longest
@@ -87,14 +87,14 @@ class Simulation:
     """The CPU's streams while it is open.
 
     Attributes:
-        errors: what was raised on a stream's thread.
+        errors: errors raised on the streams' threads.
     """
 
     def __init__(self, *, seed: int, longest: float) -> None:
-        """
+        """Delays are drawn from `seed`.
+
         Args:
-            longest: seconds that an operation is late, at most; one stream in three is never late, one ten times as
-                late.
+            longest: longest delay in seconds; one stream in three has none, one in three ten times that.
         """
         self._draw, self._longest = random.Random(seed), longest
         self._compute = _Compute()
@@ -122,7 +122,7 @@ class Simulation:
 
     @staticmethod
     def delay(stream: CopyStream, longest: float) -> None:
-        """From now on every fifth operation of `stream` is late by up to so many seconds."""
+        """From now on every fifth operation of `stream` is late by up to `longest` seconds."""
         late = stream.device_stream
         assert isinstance(late, LateStream)
         late.longest = longest

@@ -1,4 +1,4 @@
-"""Notes whatever makes a thread wait for the device: calls of ours and of torch's, and torch's operations."""
+"""Records every wait for the device: calls of offloadkit and torch, and torch's operations."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _CALLS: list[tuple[str, Any]] = [
     ("torch.cuda.Stream", torch.cuda.Stream),
     ("torch.cuda.Event", torch.cuda.Event),
 ]
-"""Whose `synchronize` is noted."""
+"""Classes and modules whose `synchronize` is recorded."""
 _WORDS = "called a synchronizing CUDA operation"
-"""Of torch's sync debug mode."""
+"""Message of torch's sync debug mode."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Synchronisation:
     """One call that waited.
 
     Attributes:
-        thread: the name of the thread that made it.
-        stack: where from, innermost last.
+        thread: name of the calling thread.
+        stack: call stack, innermost call last.
     """
 
     what: str
@@ -48,10 +48,10 @@ class Synchronisation:
 
 @contextmanager
 def synchronisations() -> Iterator[list[Synchronisation]]:
-    """While it is open, all that waits for the device, on any thread, is added to the list.
+    """While it is open, every wait for the device on any thread is appended to the list.
 
-    With a GPU torch's operations too (`.item()`, a copy from memory that is not pinned): the sync debug mode, which is
-    the whole process's, makes each of them a warning, which is shown on the thread that waited.
+    With a GPU this includes torch's operations (`.item()`, a copy from unpinned memory): torch's sync debug mode, which
+    applies to the whole process, turns each into a warning on the thread that waited.
     """
     found: list[Synchronisation] = []
 
@@ -90,5 +90,5 @@ def synchronisations() -> Iterator[list[Synchronisation]]:
 
 
 def of_the_callers(found: Sequence[Synchronisation]) -> list[Synchronisation]:
-    """Those of the main thread and of autograd's threads, which run backward for it; the engine's own may wait."""
+    """Waits of the main thread and of autograd's threads, which run its backward; the engine's own threads may wait."""
     return [each for each in found if not each.thread.startswith("offloadkit-")]

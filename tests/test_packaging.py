@@ -52,7 +52,7 @@ def setup_py(tree: Path, *arguments: str, **environment: str) -> None:
 
 
 def quick_compiler(folder: Path) -> Path:
-    """cc, asked last of all not to optimise: that is most of the time of a build."""
+    """cc without optimisation, which takes most of the time of a build."""
     script = folder / "quick-cc"
     script.write_text('#!/bin/sh\nexec cc "$@" -O0\n')
     script.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The recipe's data: pairs from source code, and a held-out set that training has seen nothing of."""
+"""The recipe's data: pairs from source code, and a held-out set without overlap with the training set."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_unigram_loss_of_two_equally_frequent_tokens_is_the_logarithm_of_two
 
 
 def losses_of_two_ranks(*arguments: str) -> dict[str, list[float]]:
-    """Of recipes/deepspeed_parallel.py, by the way that it trains; on GPUs where there are two."""
+    """Losses of recipes/deepspeed_parallel.py on two ranks, by mode; on GPUs if there are two."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     root = Path(__file__).parents[1]
     hidden = {} if torch.cuda.device_count() > 1 else {"CUDA_VISIBLE_DEVICES": ""}
@@ -88,7 +88,7 @@ def losses_of_two_ranks(*arguments: str) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 def test_a_pipeline_and_cut_matrices_train_on_two_ranks_as_one_rank_does() -> None:
-    """Clipping included: the norm is that of all stages, and of all parts."""
+    """With clipping: the norm covers all pipeline stages and all parts."""
     found = losses_of_two_ranks("one", "pipeline", "tensor", "--updates", "6")
     assert found.keys() == deepspeed_parallel.TRAINS.keys()
     assert found["one"][-1] < 0.9 * found["one"][0]

@@ -1,6 +1,6 @@
-"""A group in one process: simulated ranks have the same gradients as this rank, and their weights do not change.
+"""A group in one process: simulated ranks have the same gradients as this rank, and constant weights.
 
-A stream does what the simulated ranks write to shared weights in RAM and read from them.
+A stream does their reads and writes of shared weights in RAM.
 """
 
 from __future__ import annotations

@@ -133,9 +133,7 @@ def test_a_saved_tensor_is_one_call_each_time_that_autograd_has_it(weights: Any,
     plain = calls_of_a_product(Placement())
     again = calls_of_a_product(None) + 3 * SAVED  # saved in forward and in recomputation, and read
     hooks = again if activations != "keep" else 2 * SAVED if weights == "ram" else 0
-    ring = (
-        2 if weights == "ram" else 0
-    )  # a weight's lookup in its buffer, or a gradient's check that the weight is in VRAM
+    ring = 2 if weights == "ram" else 0  # a weight's lookup in its buffer, or a gradient's check of the weight
     assert calls_of_a_product(Placement(weights, activations=activations)) <= plain + hooks + ring
 
 

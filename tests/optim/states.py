@@ -1,4 +1,4 @@
-"""Flat states and gradients that the tests of the optimizer share."""
+"""Flat states and gradients for the optimizer's tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRECISIONS: tuple[Precision, ...] = ("exact", "compact", "tiny")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _FULL_NAN = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
-"""Carelessly split, this NaN would become -0."""
+"""A careless split would turn this NaN into -0."""
 
 SPECIAL = torch.tensor(
     [
@@ -100,7 +100,7 @@ def make_gradient(dtype: torch.dtype, length: int, *, seed: int = 1) -> Tensor:
 
 
 def set_master(state: FlatState, master: Tensor) -> None:
-    """Makes `master`, fp32, the state's master weights, its working weights their rounding."""
+    """Set the master weights to `master` (fp32), and the working weights to its rounding."""
     if state.remainder is None:
         state.weights = master.clone()
     elif state.weights.dtype == torch.float16:
@@ -112,10 +112,10 @@ def set_master(state: FlatState, master: Tensor) -> None:
 def special_state(
     weights: torch.dtype, gradients: torch.dtype, place: str, kept: Precision = "exact", optimizer: str = "adamw"
 ) -> tuple[FlatState, Tensor]:
-    """Every special value as gradient beside every special value as `place`: "master", "exp_avg" or "exp_avg_sq".
+    """Every special value as gradient with every special value in `place`: "master", "exp_avg" or "exp_avg_sq".
 
-    A second half, in blocks of 256 elements of its own but for one, has them tamed: in "tiny" a block with Inf or NaN
-    shows nothing of its other values.
+    The second half has finite values of moderate size, almost entirely in separate blocks of 256 elements, because a
+    block of "tiny" with Inf or NaN hides its other values.
     """
     gradient, other = SPECIAL.repeat(SPECIAL.numel()), SPECIAL.repeat_interleave(SPECIAL.numel())
     gradient, other = (
@@ -142,7 +142,7 @@ def to(state: FlatState, device: str) -> FlatState:
 
 
 def assert_same_bits(actual: FlatState, expected: FlatState) -> None:
-    """Every array equal bit for bit, -0 and 0 told apart; a NaN equals any NaN."""
+    """Every array equal bit for bit, with -0 different from 0; any NaN equals any NaN."""
     assert actual.arrays.keys() == expected.arrays.keys()
     assert_same_array_bits(actual.weights, expected.weights, "weights")
     for name, array in expected.arrays.items():

@@ -66,7 +66,7 @@ def test_step_zero_is_refused() -> None:
 
 
 def test_the_square_root_is_correctly_rounded() -> None:
-    """torch's own fp32 root on the CPU is not; with eps 0 and weights 0 the update is -m / sqrt(v)."""
+    """torch's own fp32 square root on the CPU is not; with eps 0 and weights 0 the update is -m / sqrt(v)."""
     v = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
     state = flat(torch.zeros_like(v), None, torch.ones_like(v), v.clone())
     scalars = adamw_scalars(**OPTIONS, step=1)._replace(

@@ -1,4 +1,4 @@
-"""Lion: its formula, its C kernel, and what a run with it takes and refuses."""
+"""Lion: its formula, its C kernel, and the options that a run accepts and refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The definitions of `compact` and `tiny`: what is stored, with which odds, and that nothing explodes or stalls."""
+"""The definitions of `compact` and `tiny`: stored values, rounding probabilities, and stability over many steps."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_keys_tell_step_seed_and_name_apart_and_never_change() -> None:
 
 
 def test_random_bits_are_even_and_unrelated() -> None:
-    """Over elements, between a step and the next, and between the two moments' halves."""
+    """Over elements, from step to step, and between the halves for the two moments."""
     count = 1 << 18
     low, high = half_bits(random_key(0, "weight", 1), count)
     other, _ = half_bits(random_key(0, "weight", 2), count)
@@ -96,7 +96,7 @@ def test_special_values_in_bf16() -> None:
 
 
 def test_the_maps_are_those_of_the_paper() -> None:
-    """bitsandbytes' create_dynamic_map, but for 1.0 in place of 0.993 in the signed map."""
+    """bitsandbytes' create_dynamic_map, with 1.0 for 0.993 in the signed map."""
     signed, unsigned = [], []
     for exponent in range(7):
         for levels, count in ((signed, 2**exponent), (unsigned, 2 ** (exponent + 1))):
@@ -161,7 +161,7 @@ def test_no_exp_avg_sq_but_zero_is_stored_as_zero() -> None:
 
 @ROUNDED
 def test_vanishing_gradients_beside_large_ones_make_no_large_update(kept: Precision) -> None:
-    """exp_avg_sq far below its block's largest: were it zero, the next update would be exp_avg / eps."""
+    """If an exp_avg_sq far below its block's largest were rounded to zero, the next update would be exp_avg / eps."""
     state = zero_state(kept, 512)
     small = 10.0 ** -torch.linspace(0, 12, 511)
     for step in range(1, 31):
@@ -175,7 +175,7 @@ def test_vanishing_gradients_beside_large_ones_make_no_large_update(kept: Precis
 def test_with_nearest_rounding_a_dead_element_would_drift_with_stochastic_it_stops(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its exp_avg loses a tenth a step, less than half the gap to the next level, so nearest rounding puts it back."""
+    """Its exp_avg loses a tenth a step, less than half the gap to the next level, so nearest rounding restores it."""
 
     def drift() -> torch.Tensor:
         state = zero_state("tiny", 256)
@@ -200,7 +200,7 @@ def test_with_nearest_rounding_a_dead_element_would_drift_with_stochastic_it_sto
 
 @ROUNDED
 def test_exp_avg_sq_follows_its_mean(kept: Precision) -> None:
-    """Gradients grow fourfold: the mean over elements is that of `exact`; rounded to nearest, bf16 stands still."""
+    """Gradients grow fourfold. The mean over elements equals `exact`; with nearest rounding bf16 would not change."""
     exact, rounded = zero_state("exact", 2048), zero_state(kept, 2048)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 401):

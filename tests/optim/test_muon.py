@@ -1,4 +1,4 @@
-"""Muon: equality with torch.optim.Muon, of the step in a workspace with the reference, and its declared numbers."""
+"""Muon: equality with torch.optim.Muon and of workspace and reference steps, and its declared numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient norm's definition: written out in plain Python, in torch operations, and in C at every CPU level."""
+"""The gradient norm's definition in plain Python, in torch operations, and in C at every CPU level."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_without_the_c_kernel_the_reference_does_it(monkeypatch: pytest.MonkeyPa
 
 
 def plain_python_sum(gradient: torch.Tensor, start: int, length: int) -> float:
-    """The definition, word for word: squares, zero padding, adjacent rows, adjacent columns."""
+    """The definition literally: squares, zero padding, adjacent rows, adjacent columns."""
     squares = [value * value for value in gradient[start : start + length].double().tolist()]
     squares += [0.0] * (NORM_BLOCK - length)
     rows = [squares[at : at + 32] for at in range(0, NORM_BLOCK, 32)]
@@ -116,7 +116,7 @@ def test_blocks_are_added_in_order_without_compensation() -> None:
 def test_a_block_outside_the_gradient_is_refused(block: list[int]) -> None:
     if not cpu.available():
         pytest.skip("the C kernel is not built")
-    for blocks in ([block], [[0, 4], block]):  # each is looked at
+    for blocks in ([block], [[0, 4], block]):  # every block is checked
         with pytest.raises(ValueError, match="a block leaves the gradient of 70000 elements"):
             sums_of(torch.zeros(70_000), torch.tensor(blocks))
 

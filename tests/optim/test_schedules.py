@@ -1,4 +1,4 @@
-"""DeepSpeed's schedules, by their formulas, and where it is installed by DeepSpeed itself."""
+"""DeepSpeed's schedules by their formulas, and by DeepSpeed itself if it is installed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 def values(schedule: Any, groups: list[dict[str, Any]], steps: int = 30) -> list[list[Any]]:
-    """What the groups have before each of the updates."""
+    """The groups' values before each update."""
     found = []
     for _ in range(steps):
         found.append([(group["lr"], tuple(group["betas"])) for group in groups])

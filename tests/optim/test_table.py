@@ -1,4 +1,4 @@
-"""The declared table: an optimizer with three arrays is planned, placed, streamed and saved from its entry alone."""
+"""The declared table: a three-array optimizer is planned, placed, streamed and saved from its entry alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def scalars(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: 
 
 
 def update(weights: Tensor, gradient: Tensor, moments: Sequence[Tensor], numbers: Sequence[float]) -> None:
-    """AMSGrad, as torch.optim.AdamW(amsgrad=True) computes it."""
+    """AMSGrad, as in torch.optim.AdamW(amsgrad=True)."""
     (m, v, largest), (beta1, beta2, eps, decay, step_size, root) = moments, numbers
     m.mul_(beta1).add_(gradient * (1 - beta1))
     v.mul_(beta2).add_(gradient * gradient * (1 - beta2))

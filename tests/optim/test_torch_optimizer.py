@@ -1,4 +1,4 @@
-"""Which saved states an optimizer goes on with."""
+"""Saved states that an optimizer accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines, layers and micro-batches that the tests of the plan share."""
+"""Machines, layers and micro-batches for the tests of the plan."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ H200 = Hardware(
     fp16_flops_per_second=855e12,
     fp32_flops_per_second=51e12,
 )
-"""The host of the first rows of benchmarks/results.csv, as `measure()` found it."""
+"""The host of the first rows of benchmarks/results.csv, as measured by `measure()`."""
 
 TWO_CORES = replace(H200, num_cores=2, cpu_adamw_bytes_per_second=58.7e9 * 208 / 191)
-"""The same with the process bound to two cores (case cpu-adamw of benchmarks/results.csv)."""
+"""The same host with the process bound to two cores (case cpu-adamw of benchmarks/results.csv)."""
 
 T4 = Hardware(
     device="cuda:0",
@@ -76,7 +76,7 @@ T4 = Hardware(
     fp16_flops_per_second=25e12,
     fp32_flops_per_second=4e12,
 )
-"""Colab's free machine. Its rates are guesses: none is measured."""
+"""Colab's free machine. Its rates are guesses."""
 
 
 def shape(name: str = "block.0", numel: int = 1024, **changes: Any) -> LayerShape:
@@ -88,7 +88,7 @@ def shape(name: str = "block.0", numel: int = 1024, **changes: Any) -> LayerShap
 
 
 def stage(block: str, kept: int = 100, **changes: Any) -> Stage:
-    """A stage that needs nothing but what it keeps."""
+    """A stage without costs except the bytes it keeps."""
     made = Stage(block, Pass(), Pass(), kept, 10, 10, 0, kept, 0)
     return replace(made, **changes)
 
@@ -96,8 +96,8 @@ def stage(block: str, kept: int = 100, **changes: Any) -> Stage:
 def t5_3b(
     batch_size: int, tokens: int = 512, targets: int = 128, *, fused: bool = False
 ) -> tuple[list[LayerShape], MicroBatch]:
-    """Layers and work of T5-3B in bf16 as in the benchmarks: eager attention, no dropout, no padding. `fused`: norms
-    of one kernel, as `finetune` has them."""
+    """Layers and work of T5-3B in bf16 as in the benchmarks: eager attention, no dropout, no padding. `fused`: norms of
+    one kernel, as in `finetune`."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     from offloadkit.hf.loss import compute_loss_in_chunks

@@ -1,4 +1,4 @@
-"""Plans for cards that are not here."""
+"""Plans for absent cards."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_each_card_is_planned_for_by_its_own_rates(plan: Callable[..., Plan], mo
 
 
 def test_a_t4_computes_attention_without_our_kernels(plan: Callable[..., Plan]) -> None:
-    """They need bf16's tensor cores. So scores are stored, which takes VRAM."""
+    """The kernels need bf16 tensor cores. Without them, scores take VRAM."""
     t4, l4 = plan("T4"), plan("L4")
     assert t4.tiers["vram"]["activations"] > 2 * l4.tiers["vram"]["activations"]
     assert t4.basis.work is not None

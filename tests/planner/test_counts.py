@@ -1,4 +1,4 @@
-"""Bytes and seconds of many placements at once: equal to those that are computed one by one."""
+"""Bytes and seconds of many placements at once equal those computed one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WITH_DISK = replace(
 
 
 def unlike_layers() -> tuple[list[LayerShape], MicroBatch]:
-    """Blocks of two sizes, one of two dtypes, one that is used twice, one with a tied weight; layers outside them."""
+    """Blocks of two sizes: one with two dtypes, one used twice, one with a tied weight; layers outside of blocks."""
     layers = [shape("embedding", 2**25, in_block=False, shared=True), shape("outside", 2**14, in_block=False)]
     layers += [shape(f"block.{index}", 2**23 * (1 + index % 2)) for index in range(9)]
     layers += [shape("block.4", 2**10, dtype="fp32"), shape("block.9", 2**22, shared=True), shape("head", 2**25 + 256)]
@@ -95,7 +95,7 @@ def test_without_the_library_the_simulation_itself_is_asked(monkeypatch: pytest.
 
 @pytest.mark.parametrize("disk", [0, 2, 900])
 def test_where_ram_is_short_the_fewest_layers_change(disk: int) -> None:
-    """Set beside trying one layer more at a time."""
+    """Compared with a search that tries one layer more at a time."""
     layers, work = unlike_layers()
     search, given = Search(layers, work, WITH_DISK, 1), some_counts(200)
     needs = [search.needs(counts) for counts in given]
@@ -135,7 +135,7 @@ def test_a_search_that_is_kept_finds_what_a_new_one_finds() -> None:
 
 @pytest.mark.slow
 def test_more_ram_is_tried_only_where_some_was_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the plan says is the same as when every larger budget is tried."""
+    """The plan's text equals a search that tries every larger budget."""
     layers, work = unlike_layers()
     budgets = [int(3.7 * GIB), 4 * GIB, 64 * GIB]
     plans = [make_plan(layers, OffloadConfig(vram="3GiB", ram=ram), work=work, hardware=T4) for ram in budgets]

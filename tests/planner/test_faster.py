@@ -1,4 +1,4 @@
-"""Rates that are not those of the plan: which are judged, what machine they are of, and the plan for that machine."""
+"""Measured rates differ from the plan's: which rates are judged, the corrected machine, and the plan for it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def model_of(plan: Plan, machine: Hardware) -> StepModel:
 
 
 def computing(plan: Plan, machine: Hardware) -> float:
-    """Seconds of forward and backward with all weights in VRAM, where the update takes its threads but no time."""
+    """Seconds of forward and backward with all weights in VRAM and an update that occupies its threads but takes no
+    time."""
     where = [replace(each, weights="vram") for each in plan.placements]
     no_time: dict[str, Any] = {name: 1e30 for name in vars(H200) if name.endswith("_bytes_per_second")}
     at_once = replace(machine, **no_time | {"vram_bytes_per_second": machine.vram_bytes_per_second})
@@ -51,7 +52,7 @@ def computing(plan: Plan, machine: Hardware) -> float:
 
 
 def steps_on(machine: Hardware, plan: Plan, number: int = 3) -> list[StepRecord]:
-    """Records of steps by `plan`, as the model expects them of a machine."""
+    """Records of steps by `plan`, as the model predicts them for `machine`."""
     phases, rates = {"H2D": "h2d", "D2H": "d2h", "CPU step": "cpu_step"}, model_of(plan, machine).rates(plan.placements)
     seconds = {phases[name]: GIB / rate for name, rate in rates.items()}
     seconds |= {"forward": computing(plan, machine) + 0.5, "forward_bus_wait": 0.5}
@@ -104,7 +105,8 @@ def test_where_python_bounds_a_pass_its_launches_are_corrected() -> None:
 
 
 def test_what_the_updates_threads_take_from_python_is_planned_and_no_error_of_its_rate() -> None:
-    """Python bounds this plan; forward and backward take what its launches do, those beside the update longer."""
+    """Python bounds this plan. Forward and backward take as long as their launches, which are slower during the
+    update."""
     plan = plan_on(H200)
     slow = replace(times(25, "launch_seconds"), cpu_adamw_bytes_per_second=0.1 * H200.cpu_adamw_bytes_per_second)
     beside, alone = (
@@ -119,8 +121,8 @@ def test_what_the_updates_threads_take_from_python_is_planned_and_no_error_of_it
 
 
 def test_shorter_rows_tell_what_python_takes_and_nothing_of_the_gpu() -> None:
-    """The truth has the GPU of the plan, and rows of half the length. Python took 25 times the seconds of a bare H200,
-    and then those of one."""
+    """The true GPU is the plan's; rows have half the length. Python takes 25 times the seconds of a bare H200, then as
+    long as on a bare H200."""
     plan, slow = plan_on(H200), times(10, "launch_seconds")
     records = [replace(each, num_tokens=2048) for each in steps_on(times(25, "launch_seconds"), plan)]
     assert PYTHON not in found_in(plan, H200, records), "the GPU bounds this plan"
@@ -128,9 +130,9 @@ def test_shorter_rows_tell_what_python_takes_and_nothing_of_the_gpu() -> None:
     assert COMPUTE not in rates
     machine = corrected(plan, slow, plan.placements, rates)
     assert machine is not None
-    assert machine.launch_seconds == pytest.approx(25 * H200.launch_seconds, rel=0.15)  # as with rows as planned
+    assert machine.launch_seconds == pytest.approx(25 * H200.launch_seconds, rel=0.15)  # as with rows of planned length
 
-    half = times(2, "bf16_flops_per_second", "vram_bytes_per_second")  # what half the rows would take
+    half = times(2, "bf16_flops_per_second", "vram_bytes_per_second")  # twice the speed, for half the rows
     records = [replace(each, num_tokens=2048) for each in steps_on(half, plan)]
     machine = corrected(plan, slow, plan.placements, found_in(plan, slow, records))
     assert machine is not None

@@ -1,4 +1,4 @@
-"""A leaner plan for a run that is under way."""
+"""A leaner plan for a run in progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IN_VRAM = Placement(gradients="vram", states="vram", step="gpu")
 
 
 def unsearched(where: Placement, **options: object) -> Plan:
-    """The plan of a bare engine, which knows neither micro-batch nor machine."""
+    """The plan of a bare engine, without a micro-batch or a machine."""
     config, model = OffloadConfig(**options), TinyLM(depth=12)  # type: ignore[arg-type]
     base = plan_of(model, flat_layers(model, config), config)
     return placed(base, [possible(where, layer) for layer in base.layers])

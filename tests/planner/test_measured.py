@@ -1,4 +1,4 @@
-"""Predictions against what was measured on H200s (benchmarks/results.csv)."""
+"""Predictions compared with measurements on H200s (benchmarks/results.csv)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ONE_PLACEMENT = {
     "placed-8-2-cores": ("keep", TWO_CORES),
 }
 BY_OLDER_PYTHON = "placed-8-checkpoint"
-"""Bound by what Python took to recompute then, which is less now. Its step says nothing of today's."""
+"""Bound by the time that Python took to recompute then. Python is faster now, so this step is not compared."""
 COMMITS = ("e91df0c", "80b4ada", "ba2139a", "c40b67e", "17f72d8", "e70d484")
-"""Commits whose steps the plan's constants were fitted on. Rows of later commits are scored in docs/results.md."""
+"""Commits of the rows that the plan's constants were fitted to. docs/results.md scores the rows of later commits."""
 
 
 def named(rows: list[Row]) -> dict[str, Row]:
-    """Rows with the machine's rates by "case commit", " compiled" and " again" where these say more."""
+    """Rows with the machine's rates, named "case commit", with " compiled" and " again" to tell rows apart."""
     found: dict[str, Row] = {}
     for row in rows:
         name = f"{row['case']} {row['commit']}" + " compiled" * row["engine"].endswith("-compiled")
@@ -40,7 +40,7 @@ def named(rows: list[Row]) -> dict[str, Row]:
 
 PLANNED = [row for row in ROWS if row["rates"]]
 OLDER = named([row for row in PLANNED if row["commit"] in BEFORE_STREAMED_STATES])
-"""By the engine before states were streamed through VRAM."""
+"""Rows measured before states were streamed through VRAM."""
 STEPS = named([row for row in PLANNED if row["commit"] in COMMITS])
 CASES = OLDER | STEPS
 BEFORE = [
@@ -55,7 +55,7 @@ BEFORE = [
         "plan-drawn-2",
     )
 ] + ["plan-t5-large-disk d6b17f7", "plan-drawn-4 d6b17f7", "plan-llama-3b-6 31ba1b9"]
-"""Of `OLDER`: the CPU stepped all states in RAM. Small models, which Python bound, take less now."""
+"""Rows of `OLDER` with all states in RAM and stepped by the CPU. Small models, bound by Python, are faster now."""
 STEP_WITHIN = {
     "plan-t5-large-24 e91df0c": 0.7,
     "w1 e91df0c": 0.2,
@@ -65,8 +65,8 @@ STEP_WITHIN = {
     "growth-t5-large-32 e70d484 compiled": 0.2,
     "growth-t5-3b-2 e70d484 compiled": 0.2,
 }
-"""Bounds other than 0.15. The first three rows had norms of seven operations, each of which takes less of Python than
-one kernel's. The next two are of a slow host's Python. Python bounds the others, and its time moves from run to run."""
+"""Tolerances other than 0.15. The first three rows had norms of seven operations, each quicker in Python than the
+launch of one kernel. The next two are from a slow host. Python bounds the rest, and its time varies from run to run."""
 LEANER = {
     "w6-48 80b4ada compiled",
     "w7 80b4ada compiled",
@@ -77,13 +77,13 @@ LEANER = {
     "w3 c40b67e compiled",
     "growth-t5-large-8 e70d484 compiled",
 }
-"""Took less VRAM than planned. Compiled blocks keep less for backward: Llama's by 8 to 11 %, T5-large's by 6 %. T5-3B
-within 6 GiB, 46 of 48 blocks recomputed, took 7 % less."""
+"""Rows that took less VRAM than planned. Compiled blocks keep less for backward: Llama's 8 to 11 % less, T5-large's 6
+%. T5-3B within 6 GiB, with 46 of 48 blocks recomputed, took 7 % less."""
 
 
 @pytest.mark.parametrize("name", ONE_PLACEMENT)
 def test_memory_and_step_time_of_one_placement(name: str) -> None:
-    """Measured before the allocator's segments grew: it took up to 0.8 GiB more VRAM."""
+    """Measured before the allocator's segments grew, when it took up to 0.8 GiB more VRAM."""
     activations, hardware = ONE_PLACEMENT[name]
     measured = next(row for row in ROWS if row["case"] == name)
     layers, work = t5_3b(measured["batch_size"])
@@ -99,13 +99,13 @@ def test_memory_and_step_time_of_one_placement(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*STEPS, *BEFORE])
 def test_what_a_plan_of_its_own_choice_took(case: str) -> None:
-    """With the constants of today."""
+    """With the present constants."""
     row = CASES[case]
     search, placements = as_placed(CASES[case])
     vram, ram, disk = search.bytes(placements)
     assert disk == pytest.approx(row["planned_disk_bytes"], rel=0.02)
     assert 0.97 * row["vram_bytes"] < vram < (1.11 if case in LEANER else 1.05) * row["vram_bytes"]
-    measuring = case == "plan-t5-large-24 e91df0c"  # its peak of RAM was that of measuring the machine
+    measuring = case == "plan-t5-large-24 e91df0c"  # its peak of RAM came from measuring the machine
     assert ram == pytest.approx(row["ram_peak_bytes"], rel=0.35 if measuring else 0.05)
     step = search.model.seconds(placements).step
     assert step == pytest.approx(row["seconds"], rel=STEP_WITHIN.get(case, 0.15))
@@ -130,11 +130,11 @@ def test_what_the_plan_chooses_now_is_not_slower(case: str) -> None:
     vram, ram = row["vram_budget_bytes"], row["ram_budget_bytes"] or 120 * GIB
     chosen = search.best(vram, ram, machine["disk_free_bytes"] if machine["disk_read_bytes_per_second"] else 0)
     best = search.model.seconds(placements).step
-    assert search.model.seconds(chosen).step <= 1.002 * best  # the search goes step by step: it may stop just before
+    assert search.model.seconds(chosen).step <= 1.002 * best  # the search is greedy and may stop just before the best
 
 
 def test_the_table_of_right_plans() -> None:
-    """What the plan said before each run, beside what was measured then."""
+    """The plan's predictions before each run, and the measurements."""
 
     def beyond(rows: dict[str, Row], planned: str, measured: str, bound: float) -> set[str]:
         return {case for case, row in rows.items() if abs(row[planned] / row[measured] - 1) > bound}
@@ -162,7 +162,7 @@ def test_the_table_of_right_plans() -> None:
 
 
 def test_the_plan_s_score_is_over_all_rows_that_were_planned() -> None:
-    """Those without the machine's rates count too: 42 of 62 steps, where the 53 with rates alone give 41."""
+    """Rows without the machine's rates count too: 42 of 62 steps; the 53 rows with rates alone give 41."""
     old = [row for row in ROWS if row["planned_seconds"] and row["commit"] in COMMITS]
     right = [row for row in old if abs(row["planned_seconds"] / row["seconds"] - 1) <= 0.15]
     assert (len(right), len(old)) == (42, 62)

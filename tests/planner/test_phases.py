@@ -1,4 +1,4 @@
-"""What reading, saving and closing take beside training's steps, and what is said of it."""
+"""The bytes of reading, saving and closing next to the training steps, and the plan's text about them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IN_VRAM = Placement(states="vram", gradients="vram", step="gpu")
 
 
 def planned(*placements: Placement, layers: list[LayerShape] = LAYERS) -> Plan:
-    """A plan for the H200. `placements`: of the first layers; the others are in VRAM altogether."""
+    """A plan for the H200 with `placements` for the first layers; all further layers are in VRAM."""
     every = (*placements, *[IN_VRAM] * (len(layers) - len(placements)))
     held = activations(WORK, choices(layers, every, WORK))
     tiers = run_bytes(layers, every, 1, held=held, context_bytes=H200.vram_context_bytes)
@@ -37,7 +37,7 @@ def by_name(plan: Plan) -> dict[str, Phase]:
 
 
 def test_a_model_that_moves_to_ram_at_the_end_needs_room_for_all_of_it() -> None:
-    """One layer's weights are in RAM: closing brings the others there, which training had no room for."""
+    """One layer's weights are in RAM. Closing brings all layers there, and needs more room than training."""
     resident, mixed = planned(), planned(Placement(weights="ram"))
     assert by_name(resident)["closing"].ram == by_name(resident)["training"].ram
     framework = mixed.tiers["ram"]["framework"]
@@ -57,7 +57,7 @@ def test_a_large_layer_is_staged_in_ram_while_it_is_read() -> None:
     embedding = shape("embedding", 2**30)
     phases = by_name(planned(layers=[embedding, *LAYERS]))
     late = phases["training"].ram + embedding.weight_bytes() - phases["reading"].ram
-    assert 0 < late < GIB  # what the framework gets with the first step
+    assert 0 < late < GIB  # the framework's memory from the first step on
     assert phases["resuming"].ram == phases["reading"].ram > phases["training"].ram
     assert phases["reading"].vram < phases["training"].vram
 
@@ -95,7 +95,7 @@ def test_the_phases_are_a_small_table_in_the_details() -> None:
     made = planned(Placement(weights="ram"))
     table = made.details().split("\n  peaks by phase:\n    ")[1]
     assert max(map(len, table.splitlines())) <= 80
-    lines = re.split(r"\n    (?=\S)", table)  # what goes on below a line is further right
+    lines = re.split(r"\n    (?=\S)", table)  # continuation lines are indented further
     assert [" ".join(name.split()) for line in lines for name in line.split(": ")[1].split(",")] == list(PHASES)
     assert "GiB of VRAM and " in lines[0]
     assert made.to_dict()["phases"][0]["name"] == "reading"
@@ -110,7 +110,7 @@ def test_a_peak_is_named_if_it_is_not_what_was_planned(took: float, named: bool)
 
 
 def test_a_larger_micro_batch_of_evaluation_counts() -> None:
-    """Where it takes more than training, the plan has less in VRAM, or says why it does not fit."""
+    """If it takes more than training, the plan keeps less in VRAM, or explains why it does not fit."""
     held = 4 * GIB
     larger = replace(WORK, evaluation=MicroBatch((stage("block.0", forward_peak_bytes=held),), 640))
     card = replace(H200, ram_available_bytes=999 * GIB)

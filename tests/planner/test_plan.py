@@ -1,4 +1,4 @@
-"""The plan's arithmetic: bytes of each category by hand, and what is said about them."""
+"""The plan's arithmetic: bytes of each category by hand, and the text about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of several GPUs: what they share, what they send each other, and what is said of it."""
+"""The plan for several GPUs: shared resources, communication, and the text about it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def layers_of(num_ranks: int, number: int = 4, numel: int = N, **changes: Any) -
 
 
 def machine(**rates: float) -> Hardware:
-    """Nothing takes time but what is named."""
+    """Only the named rates take time."""
     names = [name for name in vars(H200) if name.endswith("_per_second")]
     every: dict[str, Any] = dict.fromkeys(names, LARGE) | {"launch_seconds": 0.0, "network_bytes_per_second": 0.0}
     return replace(H200, **every | rates)
@@ -59,7 +59,7 @@ def machine(**rates: float) -> Hardware:
 def seconds(
     num_ranks: int, where: Placement, accumulation: int = 1, flops: int = 0, *, once: bool = False, **rates: float
 ) -> Seconds:
-    """Of a step of four equal blocks. Without `flops` nothing is computed. `once`: sums are exchanged."""
+    """Seconds of a step of four equal blocks. Without `flops` nothing is computed. `once`: sums are exchanged."""
     layers, work = layers_of(num_ranks, exchanges_sums=once), Pass(flops=flops)
     stages = tuple(stage(layer.name, forward=work, backward=work) for layer in layers)
     made = StepModel(layers, MicroBatch(stages, 640), machine(**rates), accumulation)
@@ -106,7 +106,8 @@ def test_the_link_is_the_sheets_or_the_bus_and_says_so() -> None:
 
 
 def test_few_of_nccls_thread_blocks_are_chosen_where_the_link_is_fast_enough_with_them() -> None:
-    """They leave more of the GPU to compute. A step of this plan computes for 0.1 s and exchanges 5.4 GB."""
+    """Few thread blocks leave more of the GPU for computing. A step of this plan computes for 0.1 s and exchanges 5.4
+    GB."""
     for link, most_ctas in ((50e9, FEW_CTAS), (1e9, 0)):
         made = plan(2, replace(for_ranks(H200, 2, link=150e9), few_ctas_link_bytes_per_second=link), vram="60GiB")
         machine = made.basis.hardware
@@ -118,7 +119,7 @@ def test_few_of_nccls_thread_blocks_are_chosen_where_the_link_is_fast_enough_wit
 
 
 def test_few_are_chosen_where_a_plan_fits_with_them_alone() -> None:
-    """NCCL takes less VRAM with them. The link is so slow with them that the plan would choose otherwise."""
+    """NCCL takes less VRAM with few thread blocks, but the link is so slow that the plan would prefer many."""
     slow = replace(for_ranks(H200, 2, link=150e9), few_ctas_link_bytes_per_second=1e9)
     least = plan(2, replace(H200, most_ctas=FEW_CTAS), vram="1GiB").needs()["vram"]
     for more, most_ctas in ((1 << 20, FEW_CTAS), (NCCL_BYTES - NCCL_FEW_BYTES + (1 << 20), 0)):
@@ -129,7 +130,8 @@ def test_few_are_chosen_where_a_plan_fits_with_them_alone() -> None:
 
 
 def test_python_is_slower_beside_the_cpus_steps_of_several_ranks() -> None:
-    """Forward takes nothing but Python's time here. A layer's waits for its step, so the last one's is beside none."""
+    """Forward takes only Python's time here. A layer's forward waits for its step, so no step is left during the last
+    one."""
     layers, work = layers_of(2), Pass(num_operations=1000)
     stages = tuple(stage(layer.name, forward=work, backward=Pass()) for layer in layers)
     for num_ranks, slower in ((1, THREAD_SLOWS), (2, RANKS_SLOW)):
@@ -151,7 +153,7 @@ def test_more_than_eight_are_on_several_hosts() -> None:
 
 @pytest.mark.parametrize("where", [IN_VRAM, Placement(), LATE])
 def test_an_exchange_and_a_gather_take_what_the_link_takes(where: Placement) -> None:
-    """Each of three receives two other gradients of its third, and two thirds of the new weights."""
+    """Three ranks: each receives two other gradients of its third, and two thirds of the new weights."""
     rate = 1e9
     made = seconds(3, where, link_bytes_per_second=rate)
     exchange = 4 * (2 * 2 * layers_of(3)[0].own_numel / rate + EXCHANGE_SECONDS)
@@ -166,7 +168,8 @@ def test_an_exchange_and_a_gather_take_what_the_link_takes(where: Placement) -> 
 
 @pytest.mark.parametrize("where", [IN_VRAM, LATE, Placement(gradients="vram", step="gpu")])
 def test_sums_in_vram_are_exchanged_once_in_the_last_backward(where: Placement) -> None:
-    """Each of three receives two other sums of its third, in fp32. The last layer's exchange and adding are left."""
+    """Three ranks: each receives two other sums of its third, in fp32. Exchange and addition of the last layer are not
+    hidden."""
     rates = {"link_bytes_per_second": 1e9, "vram_bytes_per_second": 1e11, "bf16_flops_per_second": 1e12}
     own = layers_of(3)[0].own_numel
     exchange = 4 * (2 * 4 * own / 1e9 + EXCHANGE_SECONDS)
@@ -182,7 +185,7 @@ def test_sums_in_vram_are_exchanged_once_in_the_last_backward(where: Placement) 
 
 
 def test_sums_in_ram_are_added_there_before_the_norm() -> None:
-    """The link carries new weights alone. Each micro-batch goes to RAM whole, and is added to the whole sum."""
+    """The link carries only new weights. Each micro-batch goes to RAM whole, and is added to the whole sum."""
     own, dram = layers_of(3)[0].own_numel, 1e10
     rates = {"link_bytes_per_second": 1e9, "d2h_bytes_per_second": 1e9}
     made = seconds(3, Placement(), 2, once=True, cpu_adamw_bytes_per_second=dram, **rates)
@@ -200,13 +203,14 @@ def test_weights_in_ram_come_whole_over_each_bus_and_are_not_gathered() -> None:
     own, bucket = layers_of(2)[0].own_numel, 2 * N
     states = [8 * numel + 2 * numel for numel in (N, own)]
     for each, passing, weights in zip(made, states, (N, own), strict=True):
-        there = 4 * (bucket + passing + 2 * weights) + bucket  # one block is not there any more when backward begins
+        there = 4 * (bucket + passing + 2 * weights) + bucket  # one block is no longer in VRAM when backward begins
         assert each.busy["H2D"] == pytest.approx(there / 1e9)
     assert made[1].busy["link"] == pytest.approx(4 * (2 * own / 1e9 + EXCHANGE_SECONDS)), "gradients alone"
 
 
 def test_copies_share_the_bus_with_a_link_that_goes_over_it() -> None:
-    """Where gradients and states are in RAM, sums leave in backward and weights come in forward, beside the others'."""
+    """With gradients and states in RAM, sums leave in backward and weights arrive in forward, together with the other
+    ranks' data."""
     rates = {"d2h_bytes_per_second": 1e9, "h2d_bytes_per_second": 1e9, "link_bytes_per_second": 5e8}
     own, received = 4 * N // 2, 4 * (N + EXCHANGE_SECONDS * 5e8)
     for accumulation in (1, 2):
@@ -216,7 +220,7 @@ def test_copies_share_the_bus_with_a_link_that_goes_over_it() -> None:
         assert made.busy["D2H"] - apart.busy["D2H"] == pytest.approx(accumulation * received / 1e9)
         assert made.busy["H2D"] - apart.busy["H2D"] == pytest.approx(received / 1e9), "new weights once"
     assert apart.busy["H2D"] == pytest.approx(2 * own / 1e9)
-    streamed = Placement(gradients="vram", step="gpu")  # states come and go in forward, beside the others' new weights
+    streamed = Placement(gradients="vram", step="gpu")  # states travel in forward, like other ranks' new weights
     apart, made = (seconds(2, streamed, **rates, link_is_bus=value) for value in (False, True))
     for way in ("H2D", "D2H"):
         assert made.busy[way] - apart.busy[way] == pytest.approx(received / 1e9)
@@ -224,7 +228,7 @@ def test_copies_share_the_bus_with_a_link_that_goes_over_it() -> None:
 
 
 def test_the_link_works_beside_computing() -> None:
-    """The last layer's exchange and the first one's gather are what is left."""
+    """Only the last layer's exchange and the first layer's gather are not hidden."""
     flops = 10**12
     computing = {"bf16_flops_per_second": 1e12, "link_bytes_per_second": 1e9}
     made = seconds(2, IN_VRAM, flops=flops, **computing)
@@ -234,7 +238,7 @@ def test_the_link_works_beside_computing() -> None:
 
 
 def test_the_bus_and_the_cores_have_a_ranks_part_to_move() -> None:
-    """Of the fp32 sum, states and stepped weights, half; received gradients of one micro-batch go to RAM whole."""
+    """Half of the fp32 sum, states and stepped weights; received gradients of one micro-batch go to RAM whole."""
     d2h = seconds(2, Placement(), d2h_bytes_per_second=1e9).busy["D2H"]
     assert d2h == pytest.approx(4 * 4 * N / 2 / 1e9)
     added = seconds(2, Placement(), accumulation=2, d2h_bytes_per_second=1e9).busy["D2H"]
@@ -329,7 +333,7 @@ def test_another_gpu_is_named_only_where_it_is_faster() -> None:
 
 
 def test_more_micro_batches_are_named_only_where_they_are_faster() -> None:
-    """Their sums take VRAM that weights or activations would have."""
+    """Their sums take VRAM from weights or activations."""
     made = plan(2, vram="6GiB", ram="100GiB")
     rarely = replanned(made, gradient_accumulation=4)
     assert rarely.fits
@@ -340,7 +344,7 @@ def test_more_micro_batches_are_named_only_where_they_are_faster() -> None:
 
 
 def test_another_gpu_is_named_where_it_makes_a_plan_fit() -> None:
-    """The first GPU lacks RAM for the states, which two have in VRAM."""
+    """One GPU lacks RAM for the states; two GPUs hold them in VRAM."""
     short = plan(vram="13.75GiB", ram="6GiB")
     assert not short.fits
     (line,) = [line for line in short.explain().splitlines() if "such GPUs would fit" in line]
@@ -370,12 +374,12 @@ DISK = replace(H200, disk_read_bytes_per_second=1e9, disk_write_bytes_per_second
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation": 2}])
 def test_weights_that_no_vram_holds_are_in_ram_once_a_host(options: dict[str, Any]) -> None:
-    """Twenty blocks of 128 MiB, of which three and the gradients of two are in VRAM."""
+    """Twenty blocks of 128 MiB; VRAM holds three, and the gradients of two."""
     made = plan(3, vram="3.75GiB", ram="100GiB", **options)
     streamed = [layer for layer, where in zip(made.layers, made.placements, strict=True) if where.weights == "ram"]
     assert made.fits
     assert streamed
-    of_all = 3 * made.tiers["ram"]["working weights"]  # of resident weights, copies of what the CPU steps
+    of_all = 3 * made.tiers["ram"]["working weights"]  # including copies, for the CPU step, of resident weights
     assert sum(layer.weight_bytes() for layer in streamed) <= of_all <= 20 * (made.layers[0].weight_bytes() + 3 * 512)
     resident, living = made.layers[:2]
     moved = moved_bytes([resident, living], [IN_VRAM, Placement("ram")], frozen=7)
@@ -394,7 +398,7 @@ def test_states_are_on_disk_where_the_ram_of_a_host_has_no_room() -> None:
 
 
 def test_several_hosts_share_no_ram() -> None:
-    """Neither weights nor sums that are exchanged once are in RAM there."""
+    """Neither weights nor sums exchanged once are in RAM on several hosts."""
     far = {"vram": "6GiB", "ram": "400GiB", "gradient_accumulation": 2}
     made, near = plan(16, **far), plan(8, **far)
     for each in (made, near, plan(16, **far, exchange="micro_batch")):

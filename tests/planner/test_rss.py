@@ -1,4 +1,4 @@
-"""Peak resident RAM of whole processes, beside what the plan says."""
+"""Peak resident RAM of whole processes compared with the plan."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ print(json.dumps([grown, planned]))
 
 @pytest.fixture(autouse=True)
 def as_many_threads_as_for_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/conftest.py leaves one to each of two processes; a run on one thread peaks 0.4 % lower."""
+    """tests/conftest.py leaves one thread per process; a run on one thread peaks 0.4 % lower."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and trims glibc's heap")
 def test_loading_leaves_no_holes_in_the_heap() -> None:
-    """192 MiB of matrices of 4 MiB, drawn in the heap: without trimming, the larger part of them stays resident."""
+    """192 MiB of matrices of 4 MiB, drawn in the heap: without trimming, most of them stay resident."""
     done = subprocess.run(
         [sys.executable, "-c", DRAWN_IN_THE_HEAP], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -59,7 +59,7 @@ def test_loading_leaves_no_holes_in_the_heap() -> None:
 
 
 def printed(*arguments: str) -> list[Any]:
-    """The numbers that a run of tests/peak_ram.py prints last."""
+    """The numbers on the last line of tests/peak_ram.py's output."""
     command = [sys.executable, "-m", "tests.peak_ram", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found: list[Any] = json.loads(done.stdout.splitlines()[-1])
@@ -69,16 +69,16 @@ def printed(*arguments: str) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and trims glibc's heap")
 def test_a_run_takes_the_ram_that_its_plan_says(tmp_path: Path) -> None:
-    """The committed table has it for half a billion parameters, within 5 %; these are 0.14 billion.
+    """The committed table shows it for half a billion parameters, within 5 %; this model has 0.14 billion.
 
-    Of each phase too: a second copy of the weights would be 530 MiB.
+    Each phase is checked: a second copy of the weights would be 530 MiB.
     """
     peak_ram.save(str(tmp_path))
     planned, peak, num_parameters, phases = printed("train", str(tmp_path))
     assert num_parameters > 130e6
     assert abs(planned / peak - 1) < 0.08
     assert phases.keys() == {"reading", "first step", "training", "saving", "closing"}
-    for name, (expected, took) in phases.items():  # Python and its libraries differ by 200 MiB from those assumed
+    for name, (expected, took) in phases.items():  # Python and its libraries may differ by 200 MiB
         assert abs(expected - took) < 0.05 * took + 200 * MIB, name
 
 

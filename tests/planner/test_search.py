@@ -1,4 +1,4 @@
-"""The choice of placements: it fits, it is fast, more memory never makes it slower, and it is quick."""
+"""The search for placements: its choice fits, it is fast, more memory never makes it slower, and searching is quick."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_t5_3b_fits_cards_of_every_size(small_batch: Model, vram: int) -> None:
     [(1, "exact"), (4, "exact"), (1, "compact")],
 )
 def test_more_vram_is_never_slower(small_batch: Model, accumulation: int, precision: Any) -> None:
-    """But for what fits altogether: that is on the GPU altogether, though one CPU step could hide under forward."""
+    """Except when everything fits into VRAM: then the GPU steps all layers, though one CPU step could be hidden."""
     budgets = [3, 3.5, 5, 8, 12, 20, 36, 64]
     options = {"gradient_accumulation": accumulation, "precision": precision, "ram": "120GiB"}
     made = [plan(small_batch, vram=int(budget * GIB), **options) for budget in budgets]
@@ -113,7 +113,7 @@ def on_gpu_from_ram(made: Plan) -> int:
 
 
 def with_all_from_ram_on_cpu(made: Plan) -> float:
-    """Seconds of a step of the same plan where the CPU steps whatever is in RAM."""
+    """Seconds of a step of the plan if the CPU stepped all states in RAM."""
     assert made.basis is not None
     assert made.basis.work is not None
     placements = [
@@ -123,7 +123,7 @@ def with_all_from_ram_on_cpu(made: Plan) -> float:
 
 
 def test_both_processors_step_where_both_are_fast(small_batch: Model) -> None:
-    """How much that gains depends on DRAM, which serves both: here it moves 9 % more for both than for the cores."""
+    """The gain depends on DRAM, which serves both: here it moves 9 % more for both than for the cores alone."""
     of_the_cores_alone = []
     for dram in (H200.cpu_and_bus_bytes_per_second, 280e9):
         made = plan(small_batch, replace(H200, cpu_and_bus_bytes_per_second=dram), vram=(16 << 30) + LOADED_LATER_BYTES)
@@ -148,7 +148,7 @@ def test_layers_that_the_gpu_steps_are_spread_over_forward(small_batch: Model) -
 
 
 def test_without_room_for_the_buffers_the_cpu_steps() -> None:
-    """A card that holds the leanest placements, and one that holds the buffers too."""
+    """A card that holds the leanest placements, and a card that holds the buffers too."""
     layers = [shape(f"block.{index}", 2**24) for index in range(8)]
     work = MicroBatch(tuple(stage(layer.name, kept=2**20) for layer in layers), 640)
     search = Search(layers, work, TWO_CORES, 1)
@@ -160,8 +160,8 @@ def test_without_room_for_the_buffers_the_cpu_steps() -> None:
 
 
 def test_ram_that_is_short_is_saved_by_steps_on_the_gpu() -> None:
-    """Gradients and weights of layers that only the GPU steps are not in RAM: 10 bytes a parameter instead of 14."""
-    layers = [shape(f"block.{index}", 2**26, shared=True) for index in range(8)]  # whose weights stay in VRAM
+    """Gradients and weights of layers stepped only by the GPU are not in RAM: 10 bytes a parameter instead of 14."""
+    layers = [shape(f"block.{index}", 2**26, shared=True) for index in range(8)]  # their weights stay in VRAM
     work = MicroBatch(tuple(stage(layer.name, kept=2**20) for layer in layers), 640)
     search = Search(layers, work, H200, 1)
     _, most, _ = search.bytes(search.placements(Counts(0, 0, 0, 0)))
@@ -173,7 +173,7 @@ def test_ram_that_is_short_is_saved_by_steps_on_the_gpu() -> None:
 
 
 def test_what_fits_nowhere_is_planned_with_what_can_be_had() -> None:
-    """Not as the run that lacks the fewest bytes of both: RAM can be added to a machine, VRAM not to a card."""
+    """A machine can get more RAM, but a card no more VRAM, so the total of missing bytes does not decide."""
     layers = [shape(f"block.{index}", 2**27) for index in range(8)]
     work = MicroBatch(tuple(stage(layer.name, kept=2**28) for layer in layers), 640)
 
@@ -182,7 +182,7 @@ def test_what_fits_nowhere_is_planned_with_what_can_be_had() -> None:
 
     small = short("6GiB", "9GiB")
     assert set(small.lacking()) == {"ram"}
-    assert small.total_bytes("vram") > 5 * GIB  # the room that there is holds states
+    assert small.total_bytes("vram") > 5 * GIB  # the available room holds states
     assert "needs" in small.verdict
     assert "VRAM" not in small.verdict
     tiny = short("1GiB", "2GiB")

@@ -33,16 +33,16 @@ from offloadkit.planner.seconds import StepModel, layer_cost, pass_seconds
 from tests.planner.machines import H200, shape, stage
 
 N = 10**6
-"""Elements of a layer."""
+"""Elements per layer."""
 LARGE = 1e18
-"""A rate at which nothing takes time."""
+"""A rate that takes no time."""
 IN_RAM = Placement()
 IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", step="gpu")
 STREAMED = Placement(weights="ram")
 
 
 def machine(**rates: float) -> Hardware:
-    """Nothing takes time but what is named."""
+    """Only the named rates take time."""
     names = [name for name in vars(H200) if name.endswith("_per_second")]
     every: dict[str, Any] = dict.fromkeys(names, LARGE) | {"launch_seconds": 0.0} | rates
     return replace(H200, **every)
@@ -66,7 +66,7 @@ def test_a_pass_takes_what_its_products_and_its_other_operations_take() -> None:
 
 @pytest.mark.parametrize("own", [0, 50])
 def test_many_small_operations_take_as_long_as_starting_them(own: int) -> None:
-    """An attention of ours as long as several, but in what recomputation adds to each."""
+    """offloadkit's attention counts as several operations, except in the additional launches of recomputation."""
     work = Pass(num_operations=1000, num_attention=own)
     assert pass_seconds(work, machine(), "bf16") == pytest.approx(1000 * KERNEL_SECONDS)
     step = model(machine(launch_seconds=1e-3), forward=work, backward=replace(work, num_operations=2000))
@@ -76,7 +76,7 @@ def test_many_small_operations_take_as_long_as_starting_them(own: int) -> None:
     started = 4 * LAYER_LAUNCHES / 1000
     assert step.on_large_gpu() == pytest.approx(plain + started, rel=1e-3)
     seconds = step.seconds([IN_RAM] * 4)
-    beside = plain + started + 3 * STEP_LAUNCHES / 1000 * (1 - 1 / (1 + THREAD_SLOWS))  # the CPU's steps are started
+    beside = plain + started + 3 * STEP_LAUNCHES / 1000 * (1 - 1 / (1 + THREAD_SLOWS))  # launches of the CPU step
     assert seconds.step == pytest.approx(beside + STEP_LAUNCHES / 1000, rel=1e-3)
     assert seconds.busy["launches"] == pytest.approx(beside, rel=1e-3)
     again = sum(RECOMPUTED_LAUNCHES) + forward
@@ -88,8 +88,8 @@ def test_many_small_operations_take_as_long_as_starting_them(own: int) -> None:
 
 
 def test_python_is_slower_beside_each_thread_of_the_update_as_long_as_that_works() -> None:
-    """Not where the CPU's step and Python take turns anyway, and not beside other micro-batches."""
-    alone = 4 * FORWARD_LAUNCHES  # seconds; the CPU steps a layer in 2.5, and two layers stream through VRAM in 4
+    """No slowdown if the CPU step and Python take turns, or during other micro-batches."""
+    alone = 4 * FORWARD_LAUNCHES  # seconds; the CPU steps a layer in 2.5 s, and two layers stream through VRAM in 4 s
     through_vram = replace(IN_RAM, step="gpu")
     streamed = model(machine()).layers[0].transfer_bytes(through_vram)[0]
     rates = {"launch_seconds": 1e-3, "cpu_adamw_bytes_per_second": 26e6 / 2.5 / CPU_EFFICIENCY["exact"]}
@@ -101,7 +101,7 @@ def test_python_is_slower_beside_each_thread_of_the_update_as_long_as_that_works
         return work.seconds(placements).update_phase
 
     def gained(*spans: tuple[float, float]) -> float:
-        """By so much a step is longer than Python alone takes, if it is so many times slower for so many seconds."""
+        """How much longer a step is than Python alone, with (seconds, slowdown) spans."""
         return sum(seconds * (1 - 1 / factor) for seconds, factor in spans)
 
     one, both = 1 + THREAD_SLOWS, 1 + 2 * THREAD_SLOWS
@@ -117,7 +117,7 @@ def test_python_is_slower_beside_each_thread_of_the_update_as_long_as_that_works
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_python_takes_is_what_was_timed_with_the_models_blocks(compiled: bool) -> None:
-    """And what the engine adds to a block, which was timed without one."""
+    """Plus the engine's work for each block, which is not part of the timing."""
     work = Pass(num_operations=1000, num_attention=5)
     layers = [shape(f"block.{index}", N) for index in range(4)]
     stages = *(stage(layer.name, forward=work, backward=work) for layer in layers), stage("", forward=work)
@@ -131,7 +131,7 @@ def test_what_python_takes_is_what_was_timed_with_the_models_blocks(compiled: bo
 
 @pytest.mark.parametrize("own", [0, 7])
 def test_compiled_blocks_take_less_to_start(own: int) -> None:
-    """But for our attention, which a compiler starts as it is."""
+    """Except offloadkit's attention, which a compiler launches unchanged."""
     hardware, work = machine(launch_seconds=1e-3), Pass(num_operations=1000, num_attention=own)
     layers = [shape(f"block.{index}", N) for index in range(4)]
     batch = MicroBatch(
@@ -139,17 +139,17 @@ def test_compiled_blocks_take_less_to_start(own: int) -> None:
     )
     eager, compiled = (StepModel(layers, batch, hardware, 1, compiled=how).on_large_gpu() for how in (False, True))
     saved = 4 * (1 - COMPILED_LAUNCHES) * (FORWARD_LAUNCHES + BACKWARD_LAUNCHES)
-    assert eager - compiled == pytest.approx(saved, rel=1e-3)  # what lies outside of blocks is not compiled
+    assert eager - compiled == pytest.approx(saved, rel=1e-3)  # operations outside of blocks are not compiled
     operations = 1000 + own * ATTENTION_LAUNCHES
     started = (5 * FORWARD_LAUNCHES + 4 * BACKWARD_LAUNCHES) * operations / 1000 + 4 * LAYER_LAUNCHES / 1000
     assert eager == pytest.approx(started, rel=1e-3)
 
 
 def test_python_waits_for_a_layers_update() -> None:
-    """A layer's forward is started when it is stepped, and takes longer to start than to compute."""
+    """A layer's forward starts once the layer is stepped, and takes longer to launch than to compute."""
     hardware = machine(cpu_adamw_bytes_per_second=26e6 / CPU_EFFICIENCY["exact"], launch_seconds=1 / FORWARD_LAUNCHES)
     seconds = model(hardware, forward=Pass(num_operations=1)).seconds([IN_RAM] * 4)
-    last = 1  # nothing is stepped beside it any more
+    last = 1  # the CPU step has ended
     assert seconds.update_phase == pytest.approx(4 * (1 + STEP_LAUNCHES / FORWARD_LAUNCHES) + last, rel=1e-3)
 
 
@@ -202,7 +202,7 @@ def test_gradients_leave_behind_backward() -> None:
 
 
 def test_backward_waits_for_a_bucket() -> None:
-    """Copies of 3 s behind blocks of 1 s: block 3 waits for the copy of block 1."""
+    """Copies of 3 s after blocks of 1 s: block 3 waits for the copy of block 1."""
     hardware = machine(d2h_bytes_per_second=2e6 / 3, bf16_flops_per_second=1.0)
     assert model(hardware, backward=Pass(flops=1)).seconds([IN_RAM] * 4).backward_phase == pytest.approx(13, rel=1e-3)
 
@@ -269,7 +269,7 @@ def test_layers_outside_the_blocks_wait_where_they_are_computed() -> None:
 def test_gradients_are_added_at_the_speed_of_the_memory_that_holds_the_sum() -> None:
     layer, vram = shape(numel=1 << 20), H200.vram_bytes_per_second * STEP_EFFICIENCY
     cost = layer_cost(0, layer, H200, accumulation=4)
-    # The fp32 sum is read and written, the bf16 gradient is read; in RAM it was written there first.
+    # The fp32 sum is read and written, the bf16 gradient is read; in RAM the gradient was written first.
     assert cost.adding_in_vram == pytest.approx((4 + 4 + 2) * layer.numel / vram)
     assert cost.adding_in_ram == pytest.approx(
         (4 + 4 + 2 + 2) * layer.numel / (H200.cpu_adamw_bytes_per_second * ADD_EFFICIENCY)

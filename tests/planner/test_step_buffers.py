@@ -1,4 +1,4 @@
-"""Bytes of layers whose states are in RAM and are stepped by the GPU, by hand, and of the buffers they pass through."""
+"""Bytes of layers with states in RAM that the GPU steps, by hand, and of the buffers they pass through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of layers whose states are in RAM and that the GPU steps, on a machine with round numbers."""
+"""Seconds of layers with states in RAM that the GPU steps, on a machine with round numbers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ON_CPU = Placement()
 ON_GPU = Placement(step="gpu")
 LEAST_RAM = Placement(gradients="vram", step="gpu")
 CPU_SECOND = {"cpu_adamw_bytes_per_second": 26e6 / CPU_EFFICIENCY["exact"]}
-"""The CPU steps a layer of a million elements in a second."""
+"""The CPU steps a layer of a million elements in one second."""
 UP_SECOND = {"h2d_bytes_per_second": 10e6}
-"""States go to VRAM in a second."""
+"""A layer's states go to VRAM in one second."""
 
 
 @pytest.mark.parametrize(
@@ -31,13 +31,13 @@ UP_SECOND = {"h2d_bytes_per_second": 10e6}
     [
         (LEAST_RAM, 10, 10),
         (ON_GPU, 12, 10),
-        (Placement(weights="ram", gradients="vram", step="gpu"), 12 + 2, 12),  # and the weights, stepped
+        (Placement(weights="ram", gradients="vram", step="gpu"), 12 + 2, 12),  # and the stepped weights
         (Placement(weights="ram", step="gpu"), 14 + 2, 12),
     ],
 )
 def test_bytes_a_parameter_each_way(placement: Placement, h2d: int, d2h: int) -> None:
     rates = {"h2d_bytes_per_second": 1e6, "d2h_bytes_per_second": 1e6}
-    first = model(machine(**rates), num_blocks=3).seconds([placement] * 3)  # streamed weights are there in backward
+    first = model(machine(**rates), num_blocks=3).seconds([placement] * 3)  # weights are still in VRAM in backward
     assert first.busy["H2D"] == pytest.approx(3 * h2d, rel=1e-3)
     in_backward = 2 if placement.gradients == "ram" else 0
     assert first.busy["D2H"] == pytest.approx(3 * (d2h + in_backward), rel=1e-3)
@@ -60,16 +60,16 @@ def test_forward_waits_layer_by_layer() -> None:
 def test_cpu_and_gpu_step_at_once() -> None:
     hardware = machine(**CPU_SECOND, **UP_SECOND)
     step = model(hardware)
-    assert step.seconds([ON_CPU] * 4).step == pytest.approx(4 + 0.2, rel=1e-3)  # the last one's upload
+    assert step.seconds([ON_CPU] * 4).step == pytest.approx(4 + 0.2, rel=1e-3)  # upload of the last layer
     assert step.seconds([LEAST_RAM] * 4).step == pytest.approx(4, rel=1e-3)
     both = step.seconds([ON_CPU, LEAST_RAM, ON_CPU, LEAST_RAM])
-    assert both.step == pytest.approx(2 + 2 * 0.2, rel=1e-3)  # two uploads, which the states' way waits for
+    assert both.step == pytest.approx(2 + 2 * 0.2, rel=1e-3)  # states wait for two uploads
     assert both.busy["CPU step"] == pytest.approx(2, rel=1e-3)
     assert both.busy["H2D"] == pytest.approx(2.4, rel=1e-3)
 
 
 def test_a_processor_that_is_behind_does_not_hold_up_the_other() -> None:
-    """The GPU's layers come after the CPU's in forward, and are stepped beside them from the beginning."""
+    """The GPU's layers come after the CPU's in forward, and are stepped at the same time from the beginning."""
     step = model(machine(**CPU_SECOND, **UP_SECOND))
     assert step.seconds([ON_CPU, ON_CPU, LEAST_RAM, LEAST_RAM]).step == pytest.approx(2.4, rel=1e-3)
 
@@ -95,15 +95,15 @@ def test_both_directions_share_the_bus_as_long_as_both_are_in_use() -> None:
 def test_a_layers_chunks_follow_each_other_through_the_ring() -> None:
     ring = Ring(Queues(16))
     stepped, back = ring.step(h2d=4, d2h=4, kernel=0.4, num_chunks=4)
-    assert stepped == pytest.approx(4 + 0.4)  # each chunk waits for the step of the one before
-    assert back == pytest.approx(4 + 0.4 + 1)  # and the last one's way back
+    assert stepped == pytest.approx(4 + 0.4)  # each chunk waits for the step of the chunk before
+    assert back == pytest.approx(4 + 0.4 + 1)  # plus the last chunk's way back
 
 
 def test_a_chunk_waits_until_one_of_three_buffers_is_back() -> None:
-    """Nothing takes time but the way back: three layers of a chunk each are stepped at once, then one waits."""
+    """Only the way back takes time: three layers of one chunk each are stepped at once, then the next layer waits."""
     seconds = model(machine(d2h_bytes_per_second=10e6)).seconds([LEAST_RAM] * 4)
     assert seconds.update_phase == pytest.approx(1, rel=1e-3)
-    assert seconds.busy["D2H"] == pytest.approx(4, rel=1e-3)  # the rest of which goes on under backward
+    assert seconds.busy["D2H"] == pytest.approx(4, rel=1e-3)  # continues under backward
 
 
 def test_uploads_go_before_states() -> None:
@@ -129,15 +129,15 @@ def test_python_takes_its_time_for_each_chunk() -> None:
 
 
 def test_cores_and_copies_share_what_dram_gives() -> None:
-    """Two layers on either side: 52 MB in 2 s by the CPU, 24 MB up and 20 MB down in 2.4 s; of 44.3 MB/s there are 36
-    as long as both go on."""
+    """Each processor has two layers: 52 MB in 2 s by the CPU, 24 MB up and 20 MB down in 2.4 s. That is 44.3 MB/s, and
+    DRAM gives 36 while both run."""
     rates = {"h2d_bytes_per_second": 10e6, "d2h_bytes_per_second": 10e6, "both_bytes_per_second": 20e6}
     hardware = machine(**CPU_SECOND, **rates, cpu_and_bus_bytes_per_second=36e6)
     placements = [ON_CPU, LEAST_RAM, ON_CPU, LEAST_RAM]
     slower = (26 + 44 / 2.4) / 36
     busy = model(hardware).seconds(placements).busy
     assert busy["CPU step"] == pytest.approx(2 * slower, rel=1e-3)
-    assert busy["H2D"] == pytest.approx(2 * slower + 0.4, rel=1e-3)  # the last 0.4 s it has alone
+    assert busy["H2D"] == pytest.approx(2 * slower + 0.4, rel=1e-3)  # alone in the last 0.4 s
     roomy = replace(hardware, cpu_and_bus_bytes_per_second=46e6)
     assert model(roomy).seconds(placements).busy["CPU step"] == pytest.approx(2, rel=1e-3)
     assert model(hardware).seconds([ON_CPU] * 4).busy["CPU step"] == pytest.approx(4, rel=1e-3)

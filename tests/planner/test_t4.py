@@ -1,4 +1,4 @@
-"""A plan for Colab's free machine: 12 GiB of RAM and a T4, whose bf16 is emulated."""
+"""A plan for Colab's free machine: 12 GiB of RAM and a T4, which emulates bf16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offloadkit.planner import Plan
 from tests.planner.machines import GIB, T4
 
 D_MODEL, D_FF, NUM_BLOCKS = 768, 3072, 24
-"""Of t5-base."""
+"""T5-base."""
 
 
 @pytest.fixture(autouse=True)

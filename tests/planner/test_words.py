@@ -1,4 +1,4 @@
-"""What a plan says of who steps what, and of what limits the step."""
+"""The plan's text about the processor of each step, and about the bound of the step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ON_DISK = "optimizer states on disk (OffloadConfig(disk='/disk'), or --disk /dis
 
 
 def with_proposals(short: Plan, free_bytes: int, *smaller: tuple[str, ...]) -> Plan:
-    """`short`, which may propose a disk and micro-batches that are called smaller, and take as much."""
+    """`short` with proposals of a disk and of micro-batches that are named smaller but take as much."""
     machine, work = replace(H200, disk_free_bytes=free_bytes, **DISK), short.basis.work
     assert work is not None
     works = tuple((options, work) for options in smaller)
@@ -61,7 +61,7 @@ def with_proposals(short: Plan, free_bytes: int, *smaller: tuple[str, ...]) -> P
 
 
 def test_changes_are_tried_together_where_neither_is_enough() -> None:
-    """A smaller micro-batch changes nothing here; neither states in fewer bytes nor a small disk is enough."""
+    """A smaller micro-batch changes nothing here; smaller states or a small disk alone are not enough."""
     short = plan(vram="2GiB", ram="10GiB")
     made = with_proposals(short, 6 * GIB, ("batch_size=1",))
     words, other = nearest_fits(made, most=1)[0]
@@ -73,7 +73,7 @@ def test_changes_are_tried_together_where_neither_is_enough() -> None:
 
 
 def test_where_nothing_fits_the_leanest_settings_are_named_with_what_they_need() -> None:
-    """Not only more RAM for the present ones: far less is enough on a disk."""
+    """More RAM for the present settings is not the only proposal: with a disk far less is enough."""
     short = plan(vram="2GiB", ram="200MiB")
     made = with_proposals(short, 600 * GIB, ("batch_size=1",), ("batch_size=1", "max_input_length=9"))
     (more, whole), (lean, less), (leanest, least) = nearest_fits(made)
@@ -97,7 +97,7 @@ def test_who_steps_is_said_where_states_are_in_ram() -> None:
 
 @pytest.mark.slow
 def test_both_steppers_have_a_line_each() -> None:
-    """Where DRAM has more to give than the cores take: else the CPU steps them all."""
+    """If DRAM gives more than the cores take, both step; otherwise the CPU steps all layers."""
     made = plan(replace(H200, cpu_and_bus_bytes_per_second=300e9), vram="8GiB", ram="120GiB")
     wheres = made.placements
     on_gpu = sum(where.step == "gpu" and where.states == "ram" for where in wheres)
@@ -131,7 +131,7 @@ def test_what_limits_is_named(machine: Hardware, options: Any, facts: tuple[str,
 
 
 def test_what_limits_together_is_named_together() -> None:
-    """The CPU's step and the bus are done at the same time where the GPU has its share."""
+    """With the GPU's share, the CPU step and the bus finish at the same time."""
     roomy = replace(H200, cpu_and_bus_bytes_per_second=300e9)
     first = plan(roomy, vram="12GiB", ram="120GiB").explain().splitlines()[0]
     assert has_facts(first, "RAM's bandwidth", "limit")
@@ -139,7 +139,7 @@ def test_what_limits_together_is_named_together() -> None:
 
 
 def test_more_vram_lets_the_gpu_step_more() -> None:
-    """All weights are streamed, and there is no room for the buffers through which states pass."""
+    """All weights are streamed, and no room is left for the buffers that states pass through."""
     made = plan(TWO_CORES, num_layers=8, vram=(19 << 30) // 10 + LOADED_LATER_BYTES, ram="120GiB")
     assert made.fits
     assert {where.step for where in made.placements} == {"cpu"}
@@ -148,7 +148,7 @@ def test_more_vram_lets_the_gpu_step_more() -> None:
 
 
 def test_one_layer_is_one() -> None:
-    """With ever more VRAM, hint by hint."""
+    """More and more VRAM, hint by hint."""
     said = [plan(TWO_CORES, num_layers=4, vram=f"{mib}MiB", ram="120GiB").explain() for mib in range(800, 2600, 100)]
     assert any(" 1 more layer " in text or " 1 more layer:" in text for text in said)
     assert not any(" 1 more layers" in text for text in said)
@@ -175,7 +175,7 @@ def test_what_is_asked_for_can_be_read_back_and_is_enough(num_bytes: int) -> Non
 
 
 def test_larger_budgets_are_enough_as_they_are_written() -> None:
-    """Also of a disk that the user has named, and that is too small."""
+    """Also for a disk that the user has named and that is too small."""
     short = plan(replace(H200, disk_free_bytes=GIB, **DISK), vram="2GiB", ram="3GiB", disk="/disk")
     assert set(short.lacking()) == {"ram", "disk"}
     words, other = next(each for each in nearest_fits(short) if each[0][0].isdigit())
