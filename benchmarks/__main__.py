@@ -13,7 +13,6 @@ _FROM = ("disk", "random", "command")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Do what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Every figure of the documents.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="names of cases and engines")

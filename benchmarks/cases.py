@@ -1,4 +1,4 @@
-"""What is measured: models, engines and cases. To add a case, add an entry to `CASES`."""
+"""Models, engines and cases to measure. To add a case, add an entry to `CASES`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": _decoder(2560, 9728, 36, 32, 8, 151_936, tied=True) | {"model_type": "qwen3", "head_dim": 128},
     "qwen3-32b": _decoder(5120, 25_600, 64, 64, 8, 151_936, tied=False) | {"model_type": "qwen3", "head_dim": 128},
 }
-"""Shapes of models that are no T5; weights are random."""
+"""Shapes of models other than T5; weights are random."""
 HUB_NAMES = {
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
     "llama-3.2-3b": "meta-llama/Llama-3.2-3B",
@@ -55,7 +55,7 @@ HUB_NAMES = {
     "qwen3-4b": "Qwen/Qwen3-4B",
     "qwen3-32b": "Qwen/Qwen3-32B",
 }
-"""What `offloadkit plan` takes for them. T5s go by the names that they have here."""
+"""Names of these models for `offloadkit plan`. T5 models keep their names."""
 _T5_TINY = {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 
 
@@ -77,21 +77,21 @@ class EngineSetup:
     """An engine of `peer_engines.ENGINES`, or a door of `doors.DOORS`, with its options."""
 
     title: str
-    """In tables."""
+    """Name in tables."""
     engine: str
     options: tuple[tuple[str, Any], ...] = ()
     """Fields of `Work`."""
     package: str = ""
-    """The peer's, whose version is written down."""
+    """Package of the peer, whose version is recorded."""
 
     @property
     def plans(self) -> bool:
-        """Whether a case's budgets are for this engine."""
+        """Whether the budgets of a case apply to this engine."""
         return self.engine in ("offloadkit", "hashed") or self.is_door
 
     @property
     def is_door(self) -> bool:
-        """Whether it is one of `benchmarks.doors`: a whole training, not an engine's steps."""
+        """Whether the engine is a door of `benchmarks.doors`, which runs a whole training."""
         return self.engine.startswith("offloadkit-")
 
 
@@ -133,7 +133,7 @@ ENGINES = {
         )
     },
 }
-"""By the name that the command line takes."""
+"""Engines by their names on the command line."""
 
 ON_GPU = ("hf", "ours-on-gpu", "ours-on-gpu-compiled")
 OURS = ("offloadkit", "offloadkit-compiled")
@@ -145,37 +145,36 @@ MUON = ("offloadkit", "offloadkit-muon")
 
 @dataclass(frozen=True)
 class Case:
-    """One piece of work within one budget. Sizes are those of a micro-batch; budgets are in GiB."""
+    """A piece of work with a budget. Sizes are per micro-batch; budgets are in GiB."""
 
     claim: str
-    """What it is measured for: "W1" to "W7", "muon", "doors", "growth", "plan", "fit", "blog" or "try"."""
+    """Purpose of the case: "W1" to "W7", "muon", "doors", "growth", "plan", "fit", "blog" or "try"."""
     model: str
     batch_size: int
     input_length: int
     target_length: int = 0
     accumulation: int = 1
     vram: float | None = None
-    """What offloadkit plans with, CUDA's context included; None: what is free."""
+    """Budget of offloadkit's plan, including CUDA's context; None: all free VRAM."""
     ram: float | None = None
     cores: int = 0
-    """Cores that the process is bound to; 0: all."""
+    """Number of cores that the process is bound to; 0: all."""
     precision: Literal["exact", "compact", "tiny"] = "exact"
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     mask: Literal["full", "ragged"] = "full"
     on_disk: bool = False
     """Whether offloadkit may put states on the disk of the folder for temporary files."""
     for_all: bool = False
-    """Whether the budgets hold for the other engines too; else these have the whole card."""
+    """Whether the budgets hold for peers too; otherwise peers have the whole card."""
     engines: tuple[str, ...] = OURS
 
     def limits(self, setup: EngineSetup) -> dict[str, int | None]:
-        """Bytes of VRAM and RAM that the engine may take; None: what is free."""
+        """Bytes of VRAM and RAM that the engine may take; None: all that is free."""
         mine = setup.plans or self.for_all
         vram, ram = (self.vram, self.ram) if mine else (None, None)
         return {"vram": vram and int(vram * GIB), "ram": ram and int(ram * GIB)}
 
     def work(self, setup: EngineSetup, model_folder: str, disk: str) -> Work:
-        """What the engine is given."""
         return Work(
             model=model_folder,
             batch_size=self.batch_size,
@@ -207,7 +206,7 @@ def _llama(claim: str, rows: int, tokens: int, vram: float, model: str = "llama-
 
 
 def _drawn(seed: int, number: int) -> dict[str, Case]:
-    """Cases that nobody chose: model, micro-batch, accumulation, precision and budget are drawn."""
+    """Random cases: model, micro-batch, accumulation, precision and budget are drawn."""
     draw, cases = random.Random(seed), {}
     for index in range(number):
         model, budgets = draw.choice([("t5-large", (3, 8)), ("t5-3b", (4, 30)), ("llama-3.2-3b", (8, 40))])
@@ -220,7 +219,7 @@ def _drawn(seed: int, number: int) -> dict[str, Case]:
 
 
 _T4: dict[str, Any] = {"ram": 12.0, "cores": 2, "dtype": "fp16"}
-"""A free notebook's machine, its 15 GiB of VRAM aside."""
+"""A free notebook's machine, without its limit of 15 GiB of VRAM."""
 _PEERS = (*ON_GPU, *OURS, "torchao", *ZERO2)
 
 CASES: dict[str, Case] = {

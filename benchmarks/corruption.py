@@ -1,9 +1,9 @@
-"""Checkpoints that were damaged or mixed: each is refused by name, or gone on from bit for bit as if it were not.
+"""Damaged or mixed checkpoints are refused by name, or training resumes bit for bit as from an intact one.
 
-python -m benchmarks.corruption                                   # 200 damages, in a minute; no GPU is needed
+    python -m benchmarks.corruption                                   # 200 damages in a minute; needs no GPU
 
-Bits are flipped, files cut, removed, added, and exchanged with those of another run, step or rank, over all files of
-checkpoints of a loop on two ranks, and of a Trainer.
+Bits are flipped, and files are cut, removed, added, and exchanged with files of another run, step or rank. The
+checkpoints are saved by a loop on two ranks and by a Trainer.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Door:
     """A way to write and read checkpoints.
 
     Attributes:
-        first, second: of one run, after a step and after two.
-        other: of another run, after two.
-        load: goes on from a folder for a step, in a fresh model, and gives all numbers.
+        first, second: checkpoints of one run after one step and two steps.
+        other: another run's checkpoint after two steps.
+        load: resumes from a folder in a fresh model, takes one step, and returns all numbers.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Door:
 
 
 def small_engine(seed: int) -> OffloadEngine:
-    """Of a small model."""
+    """An engine over a small model."""
     torch.manual_seed(seed)
     module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
     config = OffloadConfig(learning_rate=1e-2, working_dtype="bf16", placement=Placement())
@@ -65,7 +65,7 @@ def small_engine(seed: int) -> OffloadEngine:
 
 
 def step(engine: OffloadEngine) -> None:
-    """An update, whose rows follow from the random state."""
+    """One update on random rows."""
     rows = torch.randn(4, 16, dtype=torch.bfloat16)
     engine.backward(engine(rows).float().square().mean())
     engine.step()
@@ -92,7 +92,7 @@ def _load_in_loop(folder: Path) -> Numbers:
 
 
 def loop(scratch: Path) -> Door:
-    """A loop of one's own. Two ranks have saved, and one goes on."""
+    """A bare loop: two ranks have saved, one rank resumes."""
     for seed in (0, 1):
         launch(_on_two_ranks, {"folder": scratch / f"loop-{seed}", "seed": seed}, NUM_RANKS, folder=scratch)
     run, other = scratch / "loop-0", scratch / "loop-1"
@@ -100,7 +100,7 @@ def loop(scratch: Path) -> Door:
 
 
 def small_trainer(folder: Path, seed: int, max_steps: int) -> Any:
-    """A Trainer of a small T5 with rows of its own, which saves after each step."""
+    """A Trainer of a small T5 with random rows, which saves after each step."""
     from transformers import Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
     from offloadkit import OffloadSeq2SeqTrainer
@@ -117,7 +117,7 @@ def small_trainer(folder: Path, seed: int, max_steps: int) -> Any:
 
 
 def trainer(scratch: Path) -> Door:
-    """The Trainer, whose weights are in HuggingFace's own file."""
+    """The Trainer; its weights are in HuggingFace's file."""
     for seed in (0, 1):
         made = small_trainer(scratch / f"trainer-{seed}", seed, 2)
         made.train()
@@ -140,7 +140,7 @@ def trainer(scratch: Path) -> Door:
 
 
 def damage(checkpoint: Path, kind: str, door: Door, draw: random.Random) -> str:
-    """Damage `checkpoint`, a copy of the door's second one; what was done, in words."""
+    """Damage `checkpoint`, a copy of the door's second checkpoint; returns a description."""
     path = draw.choice(sorted(path for path in checkpoint.rglob("*") if path.is_file()))
     content = bytearray(path.read_bytes())
     if kind == "flip":
@@ -179,7 +179,7 @@ def damage(checkpoint: Path, kind: str, door: Door, draw: random.Random) -> str:
     of = door.other if kind == "of another run" else door.first
     names = {path.name for path in of.iterdir() if path.is_file()}
     others = draw.sample(sorted(names), draw.randint(1, 3))
-    if draw.random() < 0.2:  # all but the states: the manifest is the other one's too
+    if draw.random() < 0.2:  # every file except states, so the manifest matches the copied files
         others = sorted(name for name in names if not name.startswith("states-"))
     for name in others:
         shutil.copy(of / name, checkpoint / name)
@@ -187,16 +187,16 @@ def damage(checkpoint: Path, kind: str, door: Door, draw: random.Random) -> str:
 
 
 def run(times: int = 200, seed: int = 0, say: Callable[[str], object] = print) -> dict[str, Counter[str]]:
-    """Damage checkpoints `times` times; by kind, how many were refused, and how many went on bit for bit.
+    """Damage checkpoints `times` times; returns the numbers of refused and of equal runs by kind of damage.
 
     Raises:
-        AssertionError: one went on with other numbers, or ended in an error that is not named.
+        AssertionError: a run continued with wrong numbers, or ended with an unnamed error.
     """
     draw, counts = random.Random(seed), {kind: Counter[str]() for kind in DAMAGES}
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings(), contextlib.ExitStack() as quiet:
         warnings.simplefilter("ignore")
         scratch = Path(name)
-        quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))  # plans
+        quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))  # hides plans
         quiet.enter_context(progress_bars(False))
         doors = [loop(scratch), trainer(scratch)]
         expected = [door.load(door.second) for door in doors]
@@ -225,7 +225,6 @@ def run(times: int = 200, seed: int = 0, say: Callable[[str], object] = print) -
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Do what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.corruption", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--times", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

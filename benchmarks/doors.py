@@ -1,7 +1,7 @@
-"""The same work through each door: `finetune`, HuggingFace's Trainer, TRL's SFTTrainer, a loop, a script for DeepSpeed.
+"""The same work through each door: `finetune`, HuggingFace's Trainer, TRL's SFTTrainer, a loop, a DeepSpeed script.
 
-Each door does what its users do: weights are read from a folder in the usual way, rows are text over bytes, and the
-budget is the only thing that offloadkit is told. Seconds and memory are those of the whole process.
+Each door is used in the usual way: weights are read from a folder, rows are text over bytes, and the budget is the only
+setting of offloadkit. Seconds and memory count the whole process.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from offloadkit.planner import Plan
 
 Row = dict[str, Any]
 _LEAST, _MOST = 32, 126
-"""Bytes of printable ASCII."""
+"""Range of printable ASCII."""
 _TIMES_THE_WEIGHTS = 8
-"""Bytes of a checkpoint and of the trained model, by those of the weights that are read."""
+"""Bytes of a checkpoint and the trained model, as a multiple of the bytes of weights read."""
 
 
 def prepare(task: dict[str, Any]) -> Row:
-    """Write the model's random weights and a tokenizer over bytes to the folder that the doors read."""
+    """Write random weights and a tokenizer over bytes to the folder read by the doors."""
     from transformers import ByT5Tokenizer
 
     work, folder = Work(**task["work"]), Path(task["folder"])
@@ -55,13 +55,14 @@ def prepare(task: dict[str, Any]) -> Row:
 
 
 def folder_of(work: Work) -> Path:
-    """Where the doors read the weights of this model, in the folder for temporary files."""
+    """Folder of this model's weights, in the folder for temporary files."""
     digest = hashlib.sha256((Path(work.model) / "config.json").read_bytes() + str(work.dtype).encode()).hexdigest()
     return Path(tempfile.gettempdir()) / "offloadkit-doors" / digest[:16]
 
 
 def measured(work: Work, engine: str) -> Row:
-    """What one door took, as `offloadkit.doors.engines.worker.measured` gives it, and what the plan said."""
+    """Measurements of one door, in the format of `offloadkit.doors.engines.worker.measured`, and the plan's
+    predictions."""
     device = hardware.default_device()
     vram = DeviceMemory(device)
     telemetry = Telemetry()
@@ -85,7 +86,7 @@ def measured(work: Work, engine: str) -> Row:
         "num_warmup": work.warmup,
         "last_loss": losses[-1],
         "vram_bytes": max(vram.peak_bytes, *(sizes.get("vram", 0) for sizes in peaks.values())),
-        "max_allocated_bytes": 0,  # torch's own counter starts anew with each phase
+        "max_allocated_bytes": 0,  # torch's counter is reset in each phase
         "peak_ram_bytes": hardware.process_peak_ram_bytes(),
         "num_parameters": plan.num_parameters,
         "figures": {
@@ -106,7 +107,7 @@ def measured(work: Work, engine: str) -> Row:
 
 
 def _rows(work: Work, num_steps: int) -> list[dict[str, str]]:
-    """Random text whose tokens, the end included, have the work's lengths."""
+    """Random text whose tokens, including the end token, have the lengths of the work."""
     draw = random.Random(work.seed)
 
     def text(length: int, first: bool) -> str:
@@ -140,9 +141,9 @@ def _finetune(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> 
 
 
 def _whole_run(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> tuple[Plan, list[float]]:
-    """`finetune` with an evaluation of twice the rows and a checkpoint, and again from that checkpoint.
+    """`finetune` with an evaluation of doubled micro-batches and a checkpoint, resumed from that checkpoint.
 
-    Where the disk has no room for the checkpoint, there is the evaluation alone.
+    If the disk has no room for the checkpoint, only the evaluation runs.
     """
     with tempfile.TemporaryDirectory() as output:
         more: Row = {"eval_dataset": _rows(work, 4), "per_device_eval_batch_size": 2 * work.batch_size}
@@ -152,7 +153,7 @@ def _whole_run(work: Work, folder: str, num_steps: int, telemetry: Telemetry) ->
             return _of_result(_finetuned(work, folder, num_steps, output, **more), telemetry)
         first = _finetuned(work, folder, num_steps, output, save_strategy="steps", save_steps=num_steps, **more)
         found = _of_result(first, telemetry)
-        del first  # with the model
+        del first  # frees the model
         gc.collect()
         again = _finetuned(work, folder, num_steps + 2, output, resume=True, **more)
         telemetry.peaks["resuming"] = again.peaks["resuming"]
@@ -250,7 +251,7 @@ def _loop(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> tupl
 
 
 def _deepspeed(work: Work, folder: str, num_steps: int, telemetry: Telemetry) -> tuple[Plan, list[float]]:
-    """A script for DeepSpeed, with the import changed, and the budget in a section of its config."""
+    """A DeepSpeed script with only the import changed, and the budget in a section of its config."""
     from transformers import DataCollatorForSeq2Seq
 
     import offloadkit as deepspeed
@@ -323,4 +324,4 @@ DOORS: dict[str, Callable[[Work, str, int, Telemetry], tuple[Plan, list[float]]]
     "loop": _loop,
     "deepspeed": _deepspeed,
 }
-"""By the engine's name in the table, after "offloadkit-"."""
+"""Doors by the engine's name in the table, without "offloadkit-"."""

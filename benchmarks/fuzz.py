@@ -1,13 +1,13 @@
-"""Inputs without a meaning at every door of the package: each is refused by a named error, or does no harm.
+"""Meaningless inputs at every door of the package are refused with a named error, or are harmless.
 
-python -m benchmarks.fuzz --show 50            # 20,000 inputs on two processes; no GPU and no network is needed
-python -m benchmarks.fuzz --rooms units names  # some of the rooms
-python -m benchmarks.fuzz --one datasets 17    # one input again, with its traceback
+    python -m benchmarks.fuzz --show 50            # 20,000 inputs on two processes; needs no GPU and no network
+    python -m benchmarks.fuzz --rooms units names  # some of the rooms
+    python -m benchmarks.fuzz --one datasets 17    # one input again, with its traceback
 
-An error is named where it is one of offloadkit's own types (a TypeError or ValueError counts too), is raised by a line
-of the package, and its message has the name of the file, option or key at fault, in letters that a terminal prints.
-Every input runs in a forked process with a limit of address space. One that takes longer than `SECONDS`, or ends its
-process, counts as unnamed.
+An error counts as named if it is one of offloadkit's types (or a TypeError or ValueError), is raised by a line of the
+package, and its message contains the name of the faulty file, option or key in printable letters. Every input runs in
+a forked process with a limited address space. An input that takes longer than `SECONDS`, or ends its process, counts
+as unnamed.
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ from benchmarks import fuzz_rooms
 from offloadkit.errors import OffloadkitError
 
 SECONDS = 10.0
-"""The longest that an input may take."""
+"""Time limit of an input."""
 GRACE = 5.0
-"""After them the process is ended."""
+"""Additional seconds before the process is killed."""
 ROOM_FOR_MEMORY = 6 * 2**30
-"""Bytes of address space that an input may take beside what the process has."""
+"""Bytes of address space for an input, in addition to the process's own."""
 LONGEST_MESSAGE = 4_000
-"""Letters. A longer one repeats what was given."""
+"""In letters. A longer message repeats the input."""
 _PER_PROCESS = 200
 _PACKAGE = str(Path(offloadkit.__file__).parent)
 
 
 @dataclass
 class Found:
-    """What an input led to."""
+    """The result of an input."""
 
     room: str
     number: int
     what: str
     """The input, in words."""
     verdict: str = "died"
-    """"accepted", "refused", or how it is unnamed: "unnamed", "slow", "died"."""
+    """"accepted", "refused", or for an unnamed error "unnamed", "slow" or "died"."""
     said: str = ""
     where: str = ""
-    """Type and innermost line of an error that is not named."""
+    """Type and innermost line of an unnamed error."""
     seconds: float = 0.0
 
     def in_words(self) -> str:
-        """The input, and what is wrong with what it led to."""
+        """The input and the fault of its result."""
         return f"{self.room} {self.number} {self.verdict}: {self.where}\n   {self.what}\n   {self.said[:300]!r}"
 
     @property
@@ -78,10 +78,10 @@ class Found:
 
 
 def why_unnamed(error: BaseException, words: Sequence[str]) -> str | None:
-    """Why an error is not named; None if it is.
+    """The reason why an error counts as unnamed; None for a named error.
 
     Args:
-        words: of which the message must have one.
+        words: the message must contain one of these.
     """
     if isinstance(error, fuzz_rooms.CommandLineError):
         return error.why_unnamed(words)
@@ -102,7 +102,7 @@ def _raises(frame: traceback.FrameSummary) -> bool:
 
 
 def why_unclear(message: str, words: Sequence[str]) -> str | None:
-    """Why a message does not say what is at fault; None if it does."""
+    """The reason why a message does not name the fault; None if it does."""
     if not any(word.lower() in message.lower() for word in words):
         return f"none of {', '.join(words)[:200]} is in the message"
     if len(message) > LONGEST_MESSAGE:
@@ -115,12 +115,12 @@ def why_unclear(message: str, words: Sequence[str]) -> str | None:
 
 
 def try_one(room: str, number: int, seed: int, stock: Path, trace: bool = False) -> Found:
-    """Make the input and feed it to its door, in this process."""
+    """Make the input and pass it to its door, in this process."""
     with tempfile.TemporaryDirectory(prefix="fuzz-", ignore_cleanup_errors=True) as name:
         draw = random.Random(f"{seed} {room} {number}")
         try:
             made = fuzz_rooms.ROOMS[room].make(draw, Path(name), stock)
-        except Exception as error:  # of this script
+        except Exception as error:  # an error of this script
             return Found(room, number, "it could not be made", said=str(error), where=f"{type(error).__name__}")
         found = Found(room, number, made.what)
         os.chdir(name)
@@ -132,7 +132,7 @@ def try_one(room: str, number: int, seed: int, stock: Path, trace: bool = False)
             found.verdict = "accepted"
         except fuzz_rooms.BeganError:
             found.verdict = "accepted"
-        except BaseException as error:  # whatever it is: it is judged
+        except BaseException as error:  # any error is judged
             if trace:
                 traceback.print_exc()
             found.said = str(error)[: 2 * LONGEST_MESSAGE]
@@ -146,7 +146,7 @@ def try_one(room: str, number: int, seed: int, stock: Path, trace: bool = False)
 
 
 def _serve(inputs: Sequence[tuple[str, int]], seed: int, stock: Path, pipe: int) -> NoReturn:
-    """In a forked process: try the inputs, and write a line before and after each."""
+    """Run in a forked process: try the inputs, and write a line before and after each."""
     status = 1
     try:
         os.setsid()
@@ -167,7 +167,7 @@ def _serve(inputs: Sequence[tuple[str, int]], seed: int, stock: Path, pipe: int)
 
 @dataclass
 class _Process:
-    """A forked process, its inputs, and where it is."""
+    """A forked process with its remaining inputs and the time of its last line."""
 
     inputs: deque[tuple[str, int]]
     process: int
@@ -203,7 +203,7 @@ def run(
     jobs: int = 2,
     say: Callable[[str], object] = print,
 ) -> list[Found]:
-    """Try inputs of the rooms, `share` of what each has, on so many processes."""
+    """Try a fraction `share` of the inputs of each room, on `jobs` processes."""
     num_inputs = {room: max(1, round(fuzz_rooms.ROOMS[room].num_inputs * share)) for room in rooms}
     every = [(room, number) for room in rooms for number in range(num_inputs[room])]
     random.Random(seed).shuffle(every)
@@ -213,7 +213,7 @@ def run(
         stock = Path(name)
         _stocked(stock)
         gc.collect()
-        gc.freeze()  # else each forked process copies what Python's collector looks at
+        gc.freeze()  # otherwise each forked process would copy the pages that garbage collection writes
         running: list[_Process] = []
         selector = selectors.DefaultSelector()
         said = time.monotonic()
@@ -254,7 +254,7 @@ def _lose(
     why: str,
     say: Callable[[str], object],
 ) -> None:
-    """End a process. The input that it was at counts; others wait for the next process."""
+    """End a process. Its present input counts; later inputs wait for the next process."""
     selector.unregister(each.pipe)
     how = _end(each)
     running.remove(each)
@@ -267,7 +267,8 @@ def _lose(
 
 
 def _stocked(stock: Path) -> None:
-    """Have a forked process fill the folder that inputs are made of: this one runs no thread and no engine."""
+    """Fill the folder of models and files in a forked process, because this process must run no thread and no
+    engine."""
     process = os.fork()
     if process == 0:
         status = 1
@@ -286,7 +287,7 @@ def _stocked(stock: Path) -> None:
 
 
 def report(found: Sequence[Found], seconds: float, seed: int, show: int, say: Callable[[str], object] = print) -> None:
-    """Print the counts by room, errors that are not named by kind, and `show` messages drawn at random."""
+    """Print counts by room, unnamed errors by kind, and `show` random messages."""
     rooms = dict.fromkeys(each.room for each in found)
     for room in sorted(rooms):
         counts = Counter(each.verdict for each in found if each.room == room)
@@ -314,7 +315,7 @@ def report(found: Sequence[Found], seconds: float, seed: int, show: int, say: Ca
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Do what the command line asks for; exit with 1 where an error is not named."""
+    """Exit with 1 if an error was unnamed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rooms", nargs="+", default=list(fuzz_rooms.ROOMS), choices=list(fuzz_rooms.ROOMS))
     parser.add_argument("--share", type=float, default=1.0, help="of the inputs of each room")
@@ -325,7 +326,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     fuzz_rooms.import_all()
     for path in Path(_PACKAGE).rglob("*.py"):
-        linecache.getlines(str(path))  # as they are now, whoever edits them while this runs
+        linecache.getlines(str(path))  # the present text, even if the files are edited meanwhile
     if given.one:
         with tempfile.TemporaryDirectory() as name:
             _stocked(Path(name))

@@ -1,4 +1,4 @@
-"""What `fuzz` feeds to which door: a room makes an input of a number, and says what the error must name."""
+"""The inputs of `fuzz`: a room makes an input from a number, and lists the words that an error must name."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ GIB = 2**30
 
 
 class BeganError(BaseException):
-    """The input was accepted: training, or a measurement, begins."""
+    """The input was accepted: a training or measurement begins."""
 
 
 class CommandLineError(Exception):
-    """The command line has ended with an exit status that is not 0."""
+    """The command line ended with a nonzero exit status."""
 
     def __init__(self, status: int, said: str) -> None:
         super().__init__(said)
         self.status, self.said = status, said
 
     def why_unnamed(self, words: Sequence[str]) -> str | None:
-        """Why the message does not say what is wrong; None if it does."""
+        """The reason why the message does not name the fault; None if it does."""
         from benchmarks.fuzz import why_unclear
 
         if self.status == 1 and "error: " not in self.said:
@@ -48,8 +48,8 @@ class Input:
     """One input.
 
     Attributes:
-        words: of which an error's message must have one.
-        seconds: the longest that it may take.
+        words: an error's message must contain one of these.
+        seconds: time limit.
     """
 
     what: str
@@ -115,17 +115,17 @@ def wild(draw: random.Random) -> Any:
 
 
 def wild_json(draw: random.Random) -> Any:
-    """A value as JSON may have it."""
+    """A random value of JSON's types."""
     return draw.choice(_JSON_VALUES)()
 
 
 def short(value: object) -> str:
-    """What a value is, in a few letters."""
+    """A short text of a value."""
     try:
         text = repr(value)
     except RecursionError:
         text = f"a deep {type(value).__name__}"
-    except ValueError:  # Python writes no number of more than 4,300 digits
+    except ValueError:  # Python does not print integers of more than 4,300 digits
         text = f"a huge {type(value).__name__}"
     text = text.encode("ascii", "backslashreplace").decode()
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} letters)"
@@ -147,7 +147,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def mutate(content: Any, draw: random.Random) -> tuple[Any, str]:
-    """A JSON value with something changed in it, and what."""
+    """A changed copy of a JSON value, and a description of the change."""
     content = copy.deepcopy(content)
     places = _places(content)
     if not places:
@@ -175,7 +175,7 @@ def _written(value: Any) -> bytes:
 
 
 def break_text(text: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """A file's bytes with something done to all of them, and what."""
+    """The changed bytes of a text file, and a description."""
     how = draw.choice(
         ["cut", "empty", "deep lists", "deep objects", "BOM", "UTF-16", "Latin-1", "NULs", "a byte", "a long number",
          "NaN", "twice", "text", "a list", "spaces", "a key twice", "not UTF-8", "null", "a string", "garbage"]
@@ -198,7 +198,7 @@ def break_text(text: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def replace_file(path: Path, draw: random.Random) -> str:
-    """Put something that is no plain file in the place of one; what."""
+    """Replace a file by something other than a plain file; returns a description."""
     how = draw.choice(
         ["gone", "a folder", "a pipe", "a device", "a dangling link", "a link to itself", "a link to a folder"]
     )
@@ -214,7 +214,7 @@ def replace_file(path: Path, draw: random.Random) -> str:
 
 
 def break_json(path: Path, draw: random.Random) -> str:
-    """Damage a file of JSON; what was done."""
+    """Damage a JSON file; returns a description."""
     kind = draw.random()
     if kind < 0.65:
         content, what = mutate(json.loads(path.read_text()), draw)
@@ -228,7 +228,7 @@ def break_json(path: Path, draw: random.Random) -> str:
 
 
 def break_safetensors(path: Path, draw: random.Random) -> str:
-    """Damage the header of a file of safetensors; what was done."""
+    """Damage the header of a safetensors file; returns a description."""
     whole = path.read_bytes()
     (length,) = struct.unpack("<Q", whole[:8])
     header, rest = whole[8 : 8 + length], whole[8 + length :]
@@ -253,7 +253,7 @@ def break_safetensors(path: Path, draw: random.Random) -> str:
 
 
 def break_pickle(path: Path, draw: random.Random) -> str:
-    """Damage a file of `torch.save`; what was done."""
+    """Damage a file of `torch.save`; returns a description."""
     if draw.random() < 0.2:
         return f"{path.name}: {replace_file(path, draw)}"
     content, what = break_text(path.read_bytes(), draw)
@@ -262,7 +262,7 @@ def break_pickle(path: Path, draw: random.Random) -> str:
 
 
 def wild_name(draw: random.Random, inside: str = "") -> tuple[str, str]:
-    """A path that most systems do not take, and what it is."""
+    """A path that most systems refuse, and a description."""
     how = draw.choice(
         ["long", "long folder", "NUL", "surrogate", "empty", "dots", "deep", "newline", "a device", "a file",
          "a link loop", "home of nobody", "long bytes", "spaces", "root", "proc"]
@@ -283,11 +283,11 @@ def wild_name(draw: random.Random, inside: str = "") -> tuple[str, str]:
     return name, how
 
 
-# -- what inputs are made of
+# -- models and files
 
 
 def import_all() -> None:
-    """Import what the rooms use, once, before processes are forked."""
+    """Import all libraries of the rooms once, before processes are forked."""
     import datasets
     import torch
     import transformers
@@ -359,7 +359,7 @@ _DS_FP16 = {
 
 
 def small_engine(**options: Any) -> Any:
-    """Of a small model, on the CPU."""
+    """An engine over a small model on the CPU."""
     import torch
     from torch import nn
 
@@ -437,7 +437,7 @@ def stock(folder: Path) -> None:
 
 
 def _seal(checkpoint: Path) -> None:
-    """Write a manifest with the checksums of the files as they are now: what is read after it must be named too."""
+    """Write a manifest with the current checksums, so that errors past this check must be named too."""
     from offloadkit.checkpoint.folder import origin_of, write_manifest
 
     write_manifest(checkpoint, origin_of(checkpoint))
@@ -463,7 +463,7 @@ def _loop_checkpoint(draw: random.Random, scratch: Path, stock: Path) -> Input:
 
 
 def _break_file(folder: Path, name: str, draw: random.Random) -> tuple[str, str]:
-    """Damage a file whose name begins with `name`; what was done, and its name."""
+    """Damage a file whose name begins with `name`; returns (description, file name)."""
     path = next(each for each in sorted(folder.iterdir()) if each.name.startswith(name))
     breaks = {".json": break_json, ".safetensors": break_safetensors}
     what = breaks.get(path.suffix, break_pickle)(path, draw)
@@ -475,7 +475,7 @@ def _break_file(folder: Path, name: str, draw: random.Random) -> tuple[str, str]
 
 
 def stat_is_plain(path: Path) -> bool:
-    """Whether it is a file with an end."""
+    """Whether the path is a regular file of finite size."""
     return path.is_file() and not path.is_symlink()
 
 
@@ -652,7 +652,7 @@ def _weights(draw: random.Random, scratch: Path, stock: Path) -> Input:
 
 
 def _break_index(path: Path, draw: random.Random) -> str:
-    """Have an index name a file that it should not."""
+    """Make an index name a wrong file."""
     content = json.loads(path.read_text())
     folder = path.parent
     key = draw.choice(list(content["weight_map"]))
@@ -794,7 +794,7 @@ def _finetune(draw: random.Random, scratch: Path, stock: Path) -> Input:
     given |= {"tokenizer": "byte", "use_cpu": True, "callbacks": [_began_callback()]}
     given |= {"model": stock / draw.choice(["t5", "llama"]), "train_dataset": _rows()}
     if key == "num_gpus" and type(value) is int and value > 1:
-        value = -value  # else processes are started, which takes long
+        value = -value  # otherwise processes would be started, which is slow
     given[key] = value
     if key in ("output_dir", "logging_dir") and isinstance(value, str) and value.startswith("/"):
         given[key] = str(scratch)
@@ -1018,7 +1018,7 @@ def _command_line(draw: random.Random, scratch: Path, stock: Path) -> Input:
             if (result.exit_code == 1 and "does not fit" in result.output) or (
                 command == "doctor" and "stop" in result.output
             ):
-                return  # a plan, and the doctor, say so by the exit status
+                return  # a plan and the doctor report this by the exit status
             raise CommandLineError(result.exit_code, result.output)
 
     return Input(f"{command} {option} {short(text)}", tuple(words), call)
@@ -1118,7 +1118,7 @@ _GOOD: dict[str, list[dict[str, Any]]] = {
     ],
     "bert": [{"text": "w1", "label": "good"}],
 }
-"""Rows that each model learns from."""
+"""Rows that each model can learn from."""
 
 
 def _wild_rows(name: str, draw: random.Random) -> Any:
@@ -1175,7 +1175,7 @@ def _rows_in_memory(draw: random.Random, scratch: Path, stock: Path) -> Input:
     if kind != "list" and isinstance(rows, list):
         try:
             data = pandas.DataFrame(rows) if kind == "pandas" else datasets.Dataset.from_list(rows)
-        except Exception:  # these rows make none, in another library
+        except Exception:  # another library cannot make a data set of these rows
             kind = "list"
     words = ("row", "column", "dataset", "labels", "tokens", "file")
     return Input(f"{kind} of rows {short(rows)}", words, _prepare(name, data, stock, draw))
@@ -1228,7 +1228,7 @@ def _as_parquet(path: Path, draw: random.Random) -> bytes:
     return whole
 
 
-# -- rooms: what the system refuses
+# -- rooms: refusals by the system
 
 
 def _threads(draw: random.Random, scratch: Path, stock: Path) -> Input:
@@ -1275,7 +1275,7 @@ def _threads(draw: random.Random, scratch: Path, stock: Path) -> Input:
 
 
 class _KillsItsWorker:
-    """Rows, one of which ends the process that reads it."""
+    """Rows; reading one of them ends the process."""
 
     def __init__(self, at: int, signal: int) -> None:
         self.at, self.signal = at, signal

@@ -1,7 +1,7 @@
-"""Small trainings through each door, which `kills.py` starts, kills and lets go on.
+"""Small trainings through each door, which `kills.py` starts, kills and resumes.
 
-Each goes on from what it finds in its folder, and reports what it has done: "began 6", "step 7", "saved 9". They run in
-processes that are forked from one that has imported everything; `command` starts a fresh one.
+Each resumes from the contents of its folder and reports its progress: "began 6", "step 7", "saved 9". They run in
+processes forked from one that has imported everything; `command` starts a fresh process.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from offloadkit.facts.config import OffloadConfig
 
 NUM_STEPS, SAVE_STEPS, EVAL_STEPS = 24, 3, 4
 MICRO_BATCHES = 6
-"""Of all ranks in a step of the loop."""
+"""Micro-batches of all ranks in a step of the loop."""
 _NUM_ROWS, _HIDDEN = 24, 256
 _SHAPE = {"vocab_size": 384, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
 
 
 @dataclass(frozen=True)
 class Work:
-    """What to train.
+    """Settings of a training.
 
     Attributes:
         folder: the output folder.
-        inputs: holds the model's config and rows for the doors that read files; see `write_inputs`.
-        by_epoch: save and evaluate after each epoch of 12 steps, else after each `SAVE_STEPS` and `EVAL_STEPS`. The
-            loop then saves into one folder again and again, else into one for each step.
-        draws: whether the loop's rows depend on the random state, which ranks that are new do not have.
-        resumes: whether it goes on with what is there; else it begins anew.
-        overwrites: whether `finetune` and the command line replace what is there; they do after a killed first save.
+        inputs: folder with the model's config and rows for doors that read files; see `write_inputs`.
+        by_epoch: save and evaluate after each epoch of 12 steps, and let the loop save into one folder repeatedly;
+            otherwise save every `SAVE_STEPS` steps into a folder for each step, and evaluate every `EVAL_STEPS`.
+        draws: whether the loop's rows depend on the random state, which additional ranks do not have.
+        resumes: whether to resume from the folder's contents.
+        overwrites: whether `finetune` and the command line replace the folder's contents, as after a killed first save.
         pause: seconds after each step.
-        report: is called with what was done.
-        acts: is called at each step's end and in each step of an evaluation, with a word for it.
+        report: called with each report.
+        acts: called with a description at the end of each step and in each evaluation step.
     """
 
     folder: Path
@@ -78,7 +78,7 @@ class Work:
 
 
 def write_inputs(folder: Path) -> None:
-    """A model's config and rows."""
+    """Write a model's config and rows."""
     T5Config(
         **_SHAPE, dropout_rate=0.1, decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"]
     ).save_pretrained(folder / "model")
@@ -87,7 +87,7 @@ def write_inputs(folder: Path) -> None:
 
 
 class Reports(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Reports what a Trainer does, on rank 0."""
+    """Reports a Trainer's progress on rank 0."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -119,7 +119,7 @@ def _engine(num_ranks: int) -> OffloadEngine:
 
 
 def loop(work: Work) -> None:
-    """A loop of one's own, also on several ranks. A monitor tells it of signals."""
+    """A bare loop on one or several ranks. A monitor handles signals."""
     world.join()
     rank, size = world.rank(), world.size()
     alone, report = size == 1, work.report if rank == 0 else lambda text: None
@@ -156,7 +156,7 @@ def loop(work: Work) -> None:
 
 
 def load(engine: OffloadEngine, work: Work, schedule: Any = None) -> int:
-    """Go on from what the loop has saved; the steps that were done."""
+    """Resume from the loop's checkpoint; returns the number of completed steps."""
     where = work.folder / ("checkpoint" if work.by_epoch else f"checkpoint-{newest_step(work.folder)}")
     beside = [where, *(where.with_name(f".{where.name}-{what}") for what in ("new", "old"))]  # a save may be half done
     if not work.resumes or not any((each / MANIFEST).is_file() for each in beside):
@@ -165,7 +165,7 @@ def load(engine: OffloadEngine, work: Work, schedule: Any = None) -> int:
 
 
 def rewritten(work: Work) -> None:
-    """What several ranks have saved last, as one rank saves it."""
+    """Save the last checkpoint of several ranks again as one rank."""
     with _engine(1) as engine:
         schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda done: 1 / (1 + done))
         load(engine, work, schedule)
@@ -174,7 +174,7 @@ def rewritten(work: Work) -> None:
 
 
 def trainer(work: Work) -> None:
-    """The Trainer, also on several ranks."""
+    """The Trainer on one or several ranks."""
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(T5Config(**_SHAPE, dropout_rate=0.1, decoder_start_token_id=0))
     rows = [{"input_ids": torch.randint(2, 40, (6,)), "labels": torch.randint(2, 40, (4,))} for _ in range(_NUM_ROWS)]
@@ -198,7 +198,6 @@ def _arguments(work: Work) -> dict[str, Any]:
 
 
 def tuned(work: Work) -> None:
-    """`finetune`."""
     arguments = _arguments(work)
     arguments["batch_size"] = arguments.pop("per_device_train_batch_size")
     result = finetune(
@@ -225,7 +224,6 @@ def command(work: Work, num_ranks: int = 1) -> list[str]:
 
 
 def commanded(work: Work) -> None:
-    """The command line."""
     transformers_trainer.DEFAULT_CALLBACKS.append(Reports(work))
     cli.app(command(work))
 

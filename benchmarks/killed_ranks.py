@@ -252,7 +252,6 @@ def _finished(folder: Path, scratch: Path, ranks: int, last_step: int) -> tuple[
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Do what the command line asks for."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.killed_ranks", description=(__doc__ or "").split("\n")[0]
     )

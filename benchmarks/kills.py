@@ -1,19 +1,19 @@
-"""Trainings that are killed or told to end at random: the newest checkpoint is there, and the end is bit for bit.
+"""Trainings killed or stopped at random: the newest checkpoint exists, and the end is bit for bit the same.
 
-python -m benchmarks.kills                                   # 300 kills over all doors and 20 pairs; needs no GPU
-python -m benchmarks.kills --doors loop finetune --kills 40 --pairs 0 --seed 7
+    python -m benchmarks.kills                                   # 300 kills over all doors and 20 pairs; needs no GPU
+    python -m benchmarks.kills --doors loop finetune --kills 40 --pairs 0 --seed 7
 
-A training is started, ended by SIGKILL, SIGTERM, SIGINT or SIGHUP at a random moment of its life (by time, or at the
-n-th step, evaluation step or change of a file), and goes on from what is in its folder, until it has ended by itself.
-Then its last checkpoint, its model and its evaluations are compared with those of a run that nobody disturbed.
+A training is started and ended by SIGKILL, SIGTERM, SIGINT or SIGHUP at a random moment (a time, or the n-th step,
+evaluation step or change of a file). It is resumed from its folder until it completes. Then its last checkpoint, its
+model and its evaluations are compared with an undisturbed run.
 
-- After each kill it goes on from the newest checkpoint that was reported, or from one that was saved after that.
+- After each kill it resumes from the newest reported checkpoint or a later one.
 - After a signal other than SIGKILL no completed update is lost, and the message names the checkpoint.
 - No process is left, and no file that an undisturbed run does not leave.
 
-Most trainings are forked from this process, which has imported everything (`kill_doors.py`): a fresh one takes seconds
-to import. `fresh` starts the command line as a user does, and `launched` with two ranks; their moments are those of a
-whole life, importing included. Pairs are two trainings in one folder, of which the second must be refused by name.
+Most trainings are forked from this process, which has imported all libraries (`kill_doors.py`), because imports take
+seconds. `fresh` starts the command line as a user does, and `launched` starts it with two ranks; both may be killed
+while they import. In a pair, a second training in the folder of the first must be refused by name.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ SHARES = {
     "loop": 50, "trainer": 60, "finetune": 60, "cli": 50, "loop on 2 ranks": 30, "trainer on 2 ranks": 30, "fresh": 12,
     "launched": 8,
 }  # fmt: skip
-"""Of the kills, by door."""
+"""Number of kills by door; the sum is the default number of kills."""
 _MOST_SECONDS = 300.0
-"""A life may take."""
+"""Time limit of a life."""
 _END_SECONDS = 60.0
-"""So long after a kill all processes of a training must have ended."""
+"""Time from a kill until all processes of a training must have ended."""
 LOOP_ON_RANKS, TRAINER_ON_RANKS = "loop on 2 ranks", "trainer on 2 ranks"
 PAIRS = (
     *(
@@ -84,12 +84,12 @@ _MESSAGES = (
 
 @dataclass
 class Kill:
-    """When and how a training is to be ended.
+    """When and how to end a training.
 
     Attributes:
-        after: seconds of its life; or None.
-        at: the number of an event in it (`Work.acts`); or None.
-        to_all: whether all its processes get the signal, else one alone.
+        after: seconds after its start; or None.
+        at: number of an event (`Work.acts`); or None.
+        to_all: whether all its processes get the signal, or only one.
     """
 
     number: signal.Signals
@@ -101,11 +101,11 @@ class Kill:
 
 @dataclass
 class Life:
-    """What one start of a training has done.
+    """The record of one start of a training.
 
     Attributes:
-        statuses: of its processes.
-        began, step, saved: the step that it went on from, the last one that was done and that was saved; -1: none.
+        statuses: exit statuses of its processes.
+        began, step, saved: the step it resumed from, its last completed step, its last saved step; -1: none.
         hit: whether the signal came before its end, and `where`.
         num_events: see `Work.acts`.
     """
@@ -130,7 +130,7 @@ class Life:
 
 
 class _Process:
-    """A forked or fresh process, and what it reports."""
+    """A forked or fresh process and its reports."""
 
     def __init__(self, process: int, reports: int | None, log: Path) -> None:
         self.process, self.reports, self.log = process, reports, log
@@ -168,9 +168,9 @@ class _Process:
 def _forked(
     train: Callable[[Work], None], work: Work, kill: Kill | None, log: Path, environ: dict[str, str]
 ) -> _Process:
-    """Train in a process of its own, which ends as a script would that calls `train`."""
+    """Train in a forked process that ends like a script would."""
     reading, writing = os.pipe()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # none may be raised outside of the `try`
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal must not interrupt code outside of the `try`
     process = os.fork()
     if process:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -190,7 +190,7 @@ def _forked(
         os.environ |= environ
         tempfile.tempdir = environ["TMPDIR"]
         torch.set_num_threads(1)
-        random.seed(0)  # which a fork seeds anew
+        random.seed(0)  # a fork seeds it
         np.random.seed(0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -216,7 +216,7 @@ def _forked(
 def _count_events(
     folder: Path, report: Callable[[str], None], kill: Kill | None
 ) -> tuple[Callable[[str], None], Callable[[], int]]:
-    """A function that counts what happens, and sends the signal at the event that it is to come at; and the count.
+    """Return a function that counts events and sends the signal at `kill.at`, and one that returns the count.
 
     Renames, removals, syncs and openings of files in `folder` count too.
     """
@@ -253,12 +253,12 @@ def _fresh(work: Work, log: Path, environ: dict[str, str], num_ranks: int) -> _P
             stdout=out, stderr=out, env={**os.environ, **environ, "CUDA_VISIBLE_DEVICES": ""}, cwd=ROOT,
             start_new_session=True,
         )  # fmt: skip
-    process.returncode = 0  # it is waited for by its number
+    process.returncode = 0  # `_Process` waits for the pid itself
     return _Process(process.pid, None, log)
 
 
 def _start(door: str, work: Work, kill: Kill | None, scratch: Path, num_ranks: int | None = None) -> list[_Process]:
-    """The processes of a training: one for each rank, or the one that launches them."""
+    """The processes of a training: one for each rank, or one launcher."""
     name, _, ranks = door.partition(" on ")
     size = num_ranks or (int(ranks.split()[0]) if ranks else 1)
     (scratch / "tmp").mkdir(exist_ok=True)
@@ -309,7 +309,7 @@ def _see_through(door: str, processes: Sequence[_Process], kill: Kill | None) ->
         now = time.monotonic()
         if all(ended):
             break
-        if any(ended) and life.began < 0 and now > killed_at + 1 > 1:  # they wait to meet: their launcher ends them
+        if any(ended) and life.began < 0 and now > killed_at + 1 > 1:  # without a launcher, ranks wait for it
             for each in processes:
                 each.kill(signal.SIGKILL)
         if life.hit and not killed_at:
@@ -331,14 +331,14 @@ def _see_through(door: str, processes: Sequence[_Process], kill: Kill | None) ->
 
 
 def _end_all() -> None:
-    """Kill what is left after an error."""
+    """Kill remaining processes after an error."""
     for each in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             each.kill()
 
 
 def _send(door: str, processes: Sequence[_Process], kill: Kill) -> None:
-    if door == "launched" and not kill.to_all:  # one rank, if there are any yet
+    if door == "launched" and not kill.to_all:  # one rank, if ranks exist yet
         ranks = [each for each in psutil.Process(processes[0].process).children() if "_serve" in str(each.cmdline())]
         for each in ranks[kill.victim : kill.victim + 1]:
             each.send_signal(kill.number)
@@ -353,7 +353,7 @@ def _tail(processes: Sequence[_Process]) -> str:
 
 
 def _left() -> list[str]:
-    """Processes that a training has left. This one is the parent of those whose own has ended."""
+    """Processes left by a training. Orphans become children of this process."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -361,13 +361,13 @@ def _left() -> list[str]:
 
 
 def _steps(folder: Path) -> list[str]:
-    """The lines of its log of steps."""
+    """The lines of the training's log of steps."""
     log = folder / "steps.jsonl"
     return log.read_text().splitlines() if log.exists() else []
 
 
 def _read_fresh(life: Life, folder: Path, logged: int) -> None:
-    """What a process without reports has done, from what it said and left."""
+    """Fill in the record of a process without reports from its output and files."""
     went_on = re.search(r"going on from \S*checkpoint-(\d+)", life.text)
     life.began = int(went_on[1]) if went_on else -1
     with suppress(IndexError, ValueError):  # a line may be cut
@@ -380,7 +380,7 @@ def _read_fresh(life: Life, folder: Path, logged: int) -> None:
 
 @dataclass
 class Outcome:
-    """What a training has left: tensors of its last checkpoint and of its model, random states, and evaluations."""
+    """Tensors of the last checkpoint and the model, random states, and evaluations."""
 
     tensors: dict[str, torch.Tensor]
     values: dict[str, Any]
@@ -394,11 +394,11 @@ def _outcome(folder: Path) -> Outcome:
     tensors = {
         f"{path.parent.name}/{path.name}/{name}": each for path in files for name, each in load_file(path).items()
     }
-    if json.loads((last / "run.json").read_text()).get("evaluation_is_due"):  # it was ended in the very last one
+    if json.loads((last / "run.json").read_text()).get("evaluation_is_due"):  # it was stopped before the last one
         return Outcome(tensors, {})
     values: dict[str, Any] = {path.name: json.loads(path.read_text()) for path in last.glob("random*.json")}
     for states in values.values():
-        del states["origin"]  # every run, and every attempt, has its own
+        del states["origin"]  # differs between runs
     if (last / "trainer_state.json").exists():
         logs = json.loads((last / "trainer_state.json").read_text())["log_history"]
         values["evaluations"] = {log["step"]: log["eval_loss"] for log in logs if "eval_loss" in log}
@@ -415,7 +415,7 @@ def _check_same(found: Outcome, expected: Outcome, what: str) -> None:
 
 
 def _names(folder: Path) -> set[str]:
-    """Of what is in an output folder, checkpoints aside."""
+    """Names in an output folder, without checkpoints."""
     return {path.name for path in folder.iterdir() if not path.name.startswith("checkpoint-")}
 
 
@@ -423,8 +423,8 @@ class Trainings:
     """Kills trainings of one door.
 
     Attributes:
-        counts: of what was done, by a word for it.
-        longest: seconds from a kill until all processes were gone.
+        counts: counts by event.
+        longest: seconds from a kill until all processes had ended.
     """
 
     def __init__(self, door: str, scratch: Path, inputs: Path, draw: random.Random) -> None:
@@ -434,36 +434,35 @@ class Trainings:
         scratch.mkdir()
 
     def work(self, name: str, by_epoch: bool) -> Work:
-        """For a new training."""
+        """Settings of a new training."""
         folder = self.scratch / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         return Work(folder, self._inputs, by_epoch, draws=self.door != LOOP_ON_RANKS)
 
     def undisturbed(self, by_epoch: bool) -> tuple[Outcome, Life, set[str]]:
-        """What a run leaves that nobody ends, how it went, and the names in its folder."""
+        """The outcome and record of an undisturbed run, and the names in its folder."""
         if by_epoch not in self._whole:
             work = self.work("undisturbed", by_epoch)
             life = live(self.door, work, None, self.scratch)
             assert set(life.statuses) == {0}, f"{self.door}: an undisturbed run failed\n{life.text}"
             names = _names(work.folder)
-            if self.door == LOOP_ON_RANKS:  # any number of ranks is to end as one does
+            if self.door == LOOP_ON_RANKS:  # any number of ranks must end like one rank
                 work = self.work("undisturbed", by_epoch)
                 assert live("loop", work, None, self.scratch).statuses == [0]
             self._whole[by_epoch] = self.outcome(work), life, names
         return self._whole[by_epoch]
 
     def outcome(self, work: Work) -> Outcome:
-        """What a training has left."""
         if self.door == LOOP_ON_RANKS:
             assert live("rewritten", work, None, self.scratch).statuses == [0], "its last checkpoint cannot be read"
         return _outcome(work.folder)
 
     def one(self, most: int) -> int:
-        """Kill one training, at most so often, and compare its end; how often it was killed.
+        """Kill one training at most `most` times and compare its outcome; returns the number of kills.
 
         Raises:
-            AssertionError: something was lost, differs or was left.
+            AssertionError: a result is lost, differs, or a process or file is left.
         """
         by_epoch = self._draw.random() < 0.4
         expected, whole, names = self.undisturbed(by_epoch)
@@ -500,7 +499,7 @@ class Trainings:
         return replace(kill, at=self._draw.randint(1, max(1, int(whole.num_events * left))))
 
     def _saved_after(self, life: Life, kill: Kill | None, saved: int, what: str) -> int:
-        """The step that the next life must go on from, at least."""
+        """The earliest step that the next life may resume from."""
         saved = max(saved, life.saved, life.began)
         if kill is None or not life.hit or kill.number == signal.SIGKILL:
             return saved
@@ -521,10 +520,10 @@ class Trainings:
 
 
 def pair(of: Trainings, second: str, draw: random.Random) -> None:
-    """Start another training in the folder of one that is at a random step.
+    """Start a second training in the folder of a training that is at a random step.
 
     Raises:
-        AssertionError: it was not refused by name, or the first one ended otherwise than alone.
+        AssertionError: the second was not refused by name, or the first ended differently than alone.
     """
     loops = "loop" in of.door + second
     by_epoch = draw.random() < 0.4 and (not loops or (of.door, second) == ("loop", "loop"))
@@ -575,17 +574,17 @@ def run(
     out: Path | None = None,
     say: Callable[[str], object] = print,
 ) -> list[Row]:
-    """Kill trainings `times` times, over `doors`, and start `pairs` pairs; a row for each door and one for the pairs.
+    """Kill trainings `times` times over `doors`, start `pairs` pairs, and return a row for each door and for the pairs.
 
     Args:
-        out: a table, to which they are appended.
+        out: a table to append the rows to.
 
     Raises:
-        AssertionError: something was lost, differs or was left.
+        AssertionError: a result is lost, differs, or a process or file is left.
     """
     draw, rows = random.Random(seed), list[Row]()
     commit = git_commit()
-    ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1, 0, 0, 0)  # what a killed training leaves becomes this one's
+    ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1, 0, 0, 0)  # orphans of killed trainings become children of this process
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name, ended_by_signals():
         scratch = Path(name)
@@ -617,7 +616,6 @@ def run(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Do what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kills", type=int, default=300, dest="times")
     parser.add_argument("--pairs", type=int, default=20)

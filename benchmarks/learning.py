@@ -1,12 +1,12 @@
-"""Whether training that saves memory still learns: final losses of the precisions, and of fp16 beside fp32.
+"""Learning under memory savings: final losses of the precisions, and of fp16 compared with fp32.
 
     python -m benchmarks.learning precisions            # exact, compact, tiny on two tasks, five seeds each
     python -m benchmarks.learning fp16                  # 300 steps of T5 v1.0 and v1.1 in fp32, fp16 and bf16
 
-`precisions`: a precision learns where its mean held-out loss lies within two standard deviations (over the seeds) of
+`precisions`: a precision learns if its mean held-out loss lies within two standard deviations (over the seeds) of
 `exact`. The tasks are the demo's, and a small Llama that reads source code as bytes. A seed decides initial weights,
-order of the rows and stochastic rounding; the rows are the same for all. `fp16`: no loss is NaN, and the mean of the
-last 30 losses is within 2 % of fp32's, on the same weights and batches.
+order of the rows and stochastic rounding; the rows are the same for all seeds. `fp16`: no loss is NaN, and the mean of
+the last 30 losses is within 2 % of fp32's, with equal weights and batches.
 
 Small models leave most of a machine idle, so `--jobs` runs go side by side, each on its share of the cores.
 """
@@ -35,13 +35,13 @@ PRECISIONS = ("exact", "compact", "tiny")
 DTYPES = ("fp32", "fp16", "bf16")
 TASKS = {"precisions": ("demo", "llama"), "fp16": ("t5 v1.0", "t5 v1.1")}
 NUM_DEVIATIONS = 2.0
-"""Standard deviations of `exact` that a precision's mean may lie away from it."""
+"""Tolerance of a precision's mean, in standard deviations of `exact`."""
 FP16_BOUND = 0.02
-"""Relative difference from fp32 that fp16's final loss may have."""
+"""Tolerance of fp16's final loss, relative to fp32's."""
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    """Run what the command line asks for; print the table, write the result file, return its rows."""
+    """Run the selected mode, print the table, write the result file, and return its rows."""
     options = parse(arguments)
     trials = trials_of(options)
     print(f"{len(trials)} trainings, {options.jobs} at a time", file=sys.stderr)
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
 
 def _in_table(summary: Row, commit: str) -> table.Row:
-    """A summary as a row of the one table: the case is the task, the engine a precision or dtype."""
+    """A summary as a row of results.csv: the case is the task, the engine a precision or dtype."""
     from offloadkit.facts import hardware
 
     machine = hardware.describe_machine(hardware.default_device())
@@ -79,7 +79,6 @@ def _in_table(summary: Row, commit: str) -> table.Row:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=__doc__.split("\n", 1)[0])
     parser.add_argument("mode", choices=list(TASKS), help="exact, compact, tiny | fp32, fp16, bf16")
     parser.add_argument("--task", nargs="+", help="default: both of the mode's")
@@ -105,7 +104,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def trials_of(options: argparse.Namespace) -> list[Trial]:
-    """Every training of a mode, those compared with each other one after the other."""
+    """All trainings of a mode; trainings that are compared are neighbours."""
     common: dict[str, Any] = {"steps": options.steps, "tiny": options.tiny}
     if options.mode == "fp16":
         return [Trial(task, dtype=dtype, **common) for task in options.task for dtype in DTYPES]
@@ -118,7 +117,7 @@ def trials_of(options: argparse.Namespace) -> list[Trial]:
 
 
 def name_of(row: Row) -> str:
-    """Which training a row is of."""
+    """The name of a row's training."""
     return f"{row['task']}, {row['precision']}, {row['dtype']}, seed {row['seed']}"
 
 
@@ -126,7 +125,7 @@ def name_of(row: Row) -> str:
 
 
 def run_trials(trials: Sequence[Trial], jobs: int) -> list[Row]:
-    """A row for each trial, in their order; one job runs in this process."""
+    """A row for each trial, in order; with one job in this process."""
     rows: dict[Trial, Row] = {}
     for trial, row in _finished(trials, jobs):
         rows[trial] = row
@@ -139,7 +138,7 @@ def _finished(trials: Sequence[Trial], jobs: int) -> Iterator[tuple[Trial, Row]]
     if jobs == 1:
         yield from ((trial, run_trial(trial)) for trial in trials)
         return
-    context = multiprocessing.get_context("spawn")  # a forked child may use no CUDA
+    context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
     shares = context.Queue()
     for share in core_shares(jobs):
         shares.put(share)
@@ -152,29 +151,29 @@ def _finished(trials: Sequence[Trial], jobs: int) -> Iterator[tuple[Trial, Row]]
 
 
 def core_shares(jobs: int) -> list[list[int]]:
-    """The cores of this process dealt out to `jobs`; several get the same where there are more jobs than cores."""
+    """The cores of this process divided over `jobs`; jobs share cores if there are more jobs than cores."""
     cores = sorted(os.sched_getaffinity(0))
     size = max(1, len(cores) // jobs)
     return [[cores[(job * size + index) % len(cores)] for index in range(size)] for job in range(jobs)]
 
 
 def _begin_worker(shares: Any, scratch: str) -> None:
-    """Before any library counts cores; rates measured beside others are not kept as the machine's."""
+    """Bind the worker before a library counts cores; rates measured here are not cached for the machine."""
     cores = shares.get()
     os.sched_setaffinity(0, cores)
     os.environ["OMP_NUM_THREADS"] = str(len(cores))
     os.environ["XDG_CACHE_HOME"] = scratch
 
 
-# ---- what the rows say -----------------------------------------------------------------------------------------------
+# ---- summaries -------------------------------------------------------------------------------------------------------
 
 
 def compare_precisions(rows: Sequence[Row]) -> list[Row]:
-    """For each task and precision the mean held-out loss, and how far it lies from that of `exact`.
+    """For each task and precision, the mean held-out loss and its distance from `exact`.
 
-    `difference_in_sds` and `train_difference_in_sds` count in standard deviations (of a sample, over the seeds) of
-    `exact`; a positive one is a higher loss. `paired_difference` is the mean difference between trainings that share a
-    seed, `paired_error` its standard error: they see smaller effects, for a seed moves both losses alike.
+    `difference_in_sds` and `train_difference_in_sds` are in standard deviations (of a sample, over the seeds) of
+    `exact`; positive means a higher loss. `paired_difference` is the mean difference between trainings with the same
+    seed, and `paired_error` its standard error: they detect smaller effects, because a seed moves both losses alike.
     """
     summaries = []
     for task in dict.fromkeys(row["task"] for row in rows):
@@ -219,8 +218,8 @@ def _distance(runs: Sequence[Row], reference: Sequence[Row]) -> Row:
 
 
 def compare_dtypes(rows: Sequence[Row]) -> list[Row]:
-    """For each task and dtype the final loss (mean of the last 30) and its relative difference from fp32's; the mean
-    and the largest relative difference of single losses; NaN losses and skipped steps; whether the bound holds."""
+    """For each task and dtype, the final loss (mean of the last 30 losses) and its relative difference from fp32's, the
+    mean and largest relative difference of single losses, NaN losses, skipped steps, and whether the bound holds."""
     summaries = []
     for task in dict.fromkeys(row["task"] for row in rows):
         runs = {row["dtype"]: row for row in rows if row["task"] == task}
@@ -266,7 +265,7 @@ COLUMNS = {
 
 
 def lines_of(mode: str, summaries: Iterable[Row]) -> list[str]:
-    """One line for each summary, and what the verdict means."""
+    """One line for each summary, and an explanation of the verdict."""
     columns = COLUMNS[mode]
     lines = [["task", *columns, "verdict"]]
     for row in summaries:

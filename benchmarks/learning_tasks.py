@@ -1,6 +1,6 @@
-"""The trainings that `learning.py` compares: four tasks, each a small model with its rows and its recipe.
+"""The trainings compared by `learning.py`: four tasks, each a small model with its rows and its recipe.
 
-The text is the standard library of the Python that runs this, so nothing is fetched.
+The text is the standard library of the running Python, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,39 +22,37 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 LAST = 30
-"""Steps at the end whose mean is the final training loss."""
+"""Number of last steps whose mean is the final training loss."""
 
 
 Row = dict[str, Any]
 
 
 class Trial(NamedTuple):
-    """One training."""
-
     task: str
     precision: str = "exact"
     dtype: str = "auto"
-    """Of the working weights; "auto": as `finetune` chooses."""
+    """Dtype of the working weights; "auto": chosen by `finetune`."""
     seed: int = 0
     steps: int | None = None
-    """None: the task's own number."""
+    """None: the task's default."""
     tiny: bool = False
     optimizer: str = "adamw"
 
 
 class Recipe(NamedTuple):
-    """A model, its rows, and how it is trained."""
+    """A model, its rows, and its training arguments."""
 
     model: Any
     train: list[dict[str, Any]]
     held_out: list[dict[str, Any]] | None
     tokenizer: Any
     arguments: dict[str, Any]
-    """For `finetune`."""
+    """Arguments of `finetune`."""
 
 
 def run_trial(trial: Trial) -> Row:
-    """The row of one training; what goes wrong becomes its `failed`."""
+    """The row of one training; an error is stored under `failed`."""
     row: Row = {**trial._asdict(), "cores": len(os.sched_getaffinity(0))}
     began = time.perf_counter()
     try:
@@ -66,7 +64,7 @@ def run_trial(trial: Trial) -> Row:
 
 
 def train(recipe: Recipe, trial: Trial) -> Row:
-    """The figures of one training through `offloadkit.finetune`, with the default placement: states in RAM."""
+    """Train with `offloadkit.finetune` and the default placement (states in RAM); returns the figures."""
     import torch
 
     import offloadkit
@@ -118,7 +116,7 @@ def by_tenths(losses: Sequence[float]) -> list[float]:
 
 
 def demo(trial: Trial) -> Recipe:
-    """The demo's model and recipe (offloadkit/doors/demo/run.py); more held-out dates, for a finer figure."""
+    """The demo's model and recipe (offloadkit/doors/demo/run.py), with more held-out dates for a finer figure."""
     from transformers import ByT5Tokenizer
 
     from offloadkit.doors.demo import run
@@ -135,7 +133,7 @@ def demo(trial: Trial) -> Recipe:
 
 
 def llama(trial: Trial) -> Recipe:
-    """A Llama of three million parameters over bytes: 4 blocks, 256 wide; each row is a stretch of a source file."""
+    """A Llama of three million parameters over bytes: 4 blocks, 256 wide; each row is a piece of a source file."""
     from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
     length, num_train, num_held_out, batch_size = (64, 512, 32, 8) if trial.tiny else (256, 20_000, 1024, 32)
@@ -172,8 +170,9 @@ def llama(trial: Trial) -> Recipe:
 
 @cache
 def source_rows(length: int, num_train: int, num_held_out: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of `length` bytes as ByT5 counts them (byte + 3), out of the standard library's files; a tenth of the files
-    is held out. Stretches are drawn by a fixed seed from each part's files, laid end to end.
+    """Rows of `length` bytes in ByT5's ids (byte + 3) from the standard library; a tenth of the files is held out.
+
+    Each row is a piece of the concatenated files, drawn with a fixed seed.
 
     Raises:
         ValueError: there is too little text.
@@ -199,8 +198,8 @@ def source_rows(length: int, num_train: int, num_held_out: int) -> tuple[list[di
 def t5(trial: Trial) -> Recipe:
     """T5-base's width with four encoder and four decoder blocks, writing docstrings as in recipes/docstrings.py.
 
-    v1.0: relu, head tied to the embeddings; v1.1: gated-gelu and a head of its own. HuggingFace draws that head for
-    hidden states that v1.0 scales down by the root of the width and v1.1 does not; it is scaled here.
+    v1.0: relu, head tied to the embeddings; v1.1: gated-gelu and an untied head. HuggingFace initialises that head for
+    hidden states that v1.0 divides by the root of the width. v1.1 does not, so the head is scaled here.
     """
     import torch
     from transformers import T5Config, T5ForConditionalGeneration, set_seed
@@ -235,7 +234,7 @@ def t5(trial: Trial) -> Recipe:
 
 @cache
 def docstring_rows(num_pairs: int | None) -> tuple[list[dict[str, Any]], Any]:
-    """The recipe's training pairs, out of the first `num_pairs` or all, and a tokenizer trained on them."""
+    """The first `num_pairs` (or all) training pairs of the recipe, and a tokenizer trained on them."""
     from recipes.docstrings import docstring_pairs, split, train_tokenizer
 
     pairs, _ = split(list(itertools.islice(docstring_pairs(Path(sysconfig.get_paths()["stdlib"])), num_pairs)))

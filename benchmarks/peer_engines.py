@@ -31,7 +31,7 @@ class Torchao(Engine):
         self._optimizer = CPUOffloadOptimizer(
             model.parameters(),
             torch.optim.AdamW,
-            offload_gradients=work.accumulation == 1,  # it cannot accumulate with it
+            offload_gradients=work.accumulation == 1,  # not supported with accumulation
             lr=LEARNING_RATE,
             weight_decay=0.0,
             fused=True,
@@ -52,7 +52,8 @@ class Torchao(Engine):
 
 
 class TorchaoFp32(Torchao):
-    """On fp32 parameters under autocast: exact states, twice the weights and gradients on the device."""
+    """torchao's optimizer on fp32 parameters under autocast: exact states, twice the weights and gradients on the
+    device."""
 
     master_weights = True
 
@@ -83,7 +84,7 @@ class RoundPipe(Engine):
         self._num_parameters = model.num_parameters()
         llama.create_causal_mask = _with_new_names(llama.create_causal_mask)
         self._num_micro_batches, self._device = work.accumulation, device
-        self._num_parts = 2 if work.batch_size % 2 == 0 else 1  # it computes on one while the other one moves
+        self._num_parts = 2 if work.batch_size % 2 == 0 else 1  # it computes one part while it moves the other
         self._model = wrap_model_to_roundpipe(
             model,
             use_sequential_preset=True,
@@ -94,10 +95,10 @@ class RoundPipe(Engine):
         self._optimizer = Adam(self._model.optim_parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Forward and backward: it has no streaming call for either alone. The batch is sent from RAM."""
+        """Forward and backward, because RoundPipe streams only both together. The batch is sent from RAM."""
         share = 1 / (self._num_parts * self._num_micro_batches)
         if id(batch) not in self._in_ram:  # every step repeats the same batches
-            masked = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}  # it asks for a mask
+            masked = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}  # it requires a mask
             self._in_ram[id(batch)] = {name: tensor.cpu() for name, tensor in masked.items()}
         inputs = self._in_ram[id(batch)]
         loss: torch.Tensor = self._model.forward_backward(
@@ -106,7 +107,7 @@ class RoundPipe(Engine):
         return loss * self._num_micro_batches
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Done by forward."""
+        """`forward` has done it."""
 
     def step(self, is_boundary: bool) -> None:
         """At a boundary: start Adam on the CPU."""
@@ -126,7 +127,7 @@ class RoundPipe(Engine):
 
 
 def _with_new_names(create_causal_mask: Callable[..., Any]) -> Callable[..., Any]:
-    """RoundPipe 0.1.1 calls it with the argument names of transformers before 5.x."""
+    """RoundPipe 0.1.1 uses argument names of transformers before 5.x."""
 
     def created(*, input_embeds: torch.Tensor, cache_position: Any = None, **others: Any) -> Any:
         return create_causal_mask(inputs_embeds=input_embeds, **others)

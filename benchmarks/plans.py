@@ -1,4 +1,4 @@
-"""What the plan says for a machine that was measured before: nothing runs, and no such machine is needed."""
+"""Plans for a machine measured earlier; nothing is trained, and the machine is not needed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from offloadkit.planner.search import Counts, Search
 NORMS_OF_SEVERAL_OPERATIONS = ("c9fd74b", "d6b17f7", "31ba1b9", "e91df0c", "80b4ada")
 """Commits before norms were one kernel."""
 EAGER_ATTENTION = (*NORMS_OF_SEVERAL_OPERATIONS, "ba2139a", "c40b67e")
-"""Commits before T5's attention ran in our kernels."""
+"""Commits before T5's attention ran in offloadkit's kernels."""
 
 
 def plan_cases(names: Sequence[str] = (), *, out: Path = table.PATH, commit: str | None = None) -> list[Row]:
-    """Append a planned row for each case to `out`, replacing its older planned rows, and return the new ones.
+    """Append a planned row for each case to `out`, replacing its older planned rows, and return the new rows.
 
-    The rates are those of the newest measured row of an H200 with as many cores as the case; budgets are the case's.
+    The rates come from the newest measured row of an H200 with as many cores as the case, the budgets from the case.
 
     Args:
-        names: of `CASES`; none: those of claim "fit".
+        names: keys of `CASES`; none: all cases of claim "fit".
 
     Raises:
         ValueError: no row of `out` has rates of an H200 with as many cores, or a case does not fit.
@@ -99,10 +99,10 @@ def hardware_of(rates: dict[str, Any]) -> Hardware:
 
 
 def as_placed(row: Row) -> tuple[Search, tuple[Placement, ...]]:
-    """The placements of a row, which a plan of that time chose, on the machine as it was measured in that run.
+    """The placements that the plan of a row chose, with a search for the machine as measured in that run.
 
     Raises:
-        ValueError: today's search knows no such placements.
+        ValueError: the present search has no such placements.
     """
     compiled = row["engine"].endswith("-compiled")
     layers, work = layers_and_work(
@@ -142,8 +142,8 @@ def layers_and_work(
     """Layers and traced micro-batch of a case's model as offloadkit trains it on a GPU.
 
     Args:
-        rows, tokens, targets: of the micro-batch; targets 0: the model has no decoder of its own.
-        norms, attention: whether our kernels run them; older rows were measured without.
+        rows, tokens, targets: shape of the micro-batch; targets 0: a model without a decoder's targets.
+        norms, attention: whether offloadkit's kernels run them; older rows were measured without these kernels.
     """
     from offloadkit.engine.tracing import trace_micro_batch
     from offloadkit.hf.load import auto_class_of, infer_task

@@ -1,9 +1,9 @@
-"""The power is cut in the middle of saves: what was reported saved is on the disk, whole, and goes on bit for bit.
+"""The power is cut during saves: every reported save is whole on the disk, and training resumes from it bit for bit.
 
-python -m benchmarks.power_cut                                    # 200 cuts, in ten minutes; needs cc, and no GPU
+    python -m benchmarks.power_cut                                    # 200 cuts, in ten minutes; needs cc, and no GPU
 
-`power_cut.c` is preloaded. It keeps what was synced, and ends the process at a chosen rename, removal, new folder or
-sync. What was not synced is gone then: bytes of files, and names in folders. It is the worst that a disk may do.
+The preloaded `power_cut.c` keeps a copy of synced data, and ends the process at a chosen rename, removal, new folder or
+sync. Everything that was not synced is lost then: bytes of files, and names in folders. No disk may do worse.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ _DISK = "POWER_CUT_DISK"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Do what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.power_cut", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--times", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -54,10 +53,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def start(times: int, seed: int) -> None:
-    """Compile the library and run `times` cuts in a process that it is preloaded into.
+    """Compile the library and run `times` cuts in a process that preloads it.
 
     Raises:
-        CalledProcessError: something that was reported saved was lost; or cc failed.
+        CalledProcessError: a reported save was lost; or cc failed.
     """
     with tempfile.TemporaryDirectory() as scratch:
         library = Path(scratch, "power_cut.so")
@@ -69,7 +68,7 @@ def start(times: int, seed: int) -> None:
 
 
 def restored(folder: Path, identity: str, disk: Path) -> None:
-    """Make the new `folder` what the disk holds of the folder `identity` after the cut."""
+    """Create `folder` with the contents that the disk holds for the folder `identity` after the cut."""
     folder.mkdir()
     names = disk / "folders" / identity
     for line in names.read_text().splitlines() if names.is_file() else []:
@@ -83,7 +82,7 @@ def restored(folder: Path, identity: str, disk: Path) -> None:
 
 
 def _in_fork(do: Callable[[Callable[[str], None]], object]) -> tuple[list[str], int]:
-    """What `do` reports in a process of its own, and how that ended: autograd and engines have threads."""
+    """(reports of `do`, exit status) from a forked process, because autograd and engines have threads."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
@@ -91,7 +90,7 @@ def _in_fork(do: Callable[[Callable[[str], None]], object]) -> tuple[list[str], 
         status = 1
         try:
             torch.set_num_threads(1)
-            random.seed(0)  # which a fork seeds anew
+            random.seed(0)  # a fork seeds it
             np.random.seed(0)
             do(lambda text: (os.write(writing, f"{text}\n".encode()), None)[1])
             status = 0
@@ -110,7 +109,7 @@ def _digest(files: dict[str, Any]) -> str:
 
 
 def save_in_loop(folder: Path, report: Callable[[str], None]) -> None:
-    """Four saves of a loop of one's own, into one folder that did not exist; each is reported when it has returned."""
+    """Four saves of a bare loop into one new folder, each reported after its return."""
     with corruption.small_engine(seed=0) as engine:
         torch.manual_seed(0)
         for _ in range(4):
@@ -120,14 +119,14 @@ def save_in_loop(folder: Path, report: Callable[[str], None]) -> None:
 
 
 def find_of_loop(folder: Path, report: Callable[[str], None]) -> None:
-    """What a loop goes on from."""
+    """Resume a loop, and report its checkpoint."""
     with corruption.small_engine(seed=7) as engine:
         engine.load_checkpoint(folder / "mine" / "checkpoint")
     report("checkpoint " + _digest(_manifest(folder / "mine" / "checkpoint")))
 
 
 def save_by_trainer(folder: Path, report: Callable[[str], None]) -> None:
-    """Four saves of a Trainer that keeps one checkpoint, and then the trained model, twice."""
+    """Four saves of a Trainer that keeps one checkpoint, then two saves of the trained model."""
 
     class Reports(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -143,7 +142,7 @@ def save_by_trainer(folder: Path, report: Callable[[str], None]) -> None:
 
 
 def find_of_trainer(folder: Path, report: Callable[[str], None]) -> None:
-    """What a Trainer goes on from, and the model."""
+    """Report the checkpoint that a Trainer would resume from, and the model."""
     report("checkpoint " + _digest(_manifest(newest_checkpoint(folder / "mine" / "run"))))
     model = folder / "mine" / "model"
     beside = model.with_name(".model-old")
@@ -152,7 +151,7 @@ def find_of_trainer(folder: Path, report: Callable[[str], None]) -> None:
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
-    """The checksums of a checkpoint's files, which loading has compared."""
+    """The checksums of a checkpoint's files, which loading has verified."""
     files: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())["files"]
     return files
 
@@ -165,10 +164,10 @@ DOORS = {"loop": (save_in_loop, find_of_loop), "trainer": (save_by_trainer, find
 
 
 def run(times: int, seed: int) -> None:
-    """Cut the power `times` times, in processes that are forked from this one, which has the library preloaded.
+    """Cut the power `times` times, in processes forked from this one, which has the library preloaded.
 
     Raises:
-        AssertionError: something that was reported saved was lost, or is not what it was.
+        AssertionError: a reported save is lost or changed.
     """
     library, disk = ctypes.CDLL(None), Path(os.environ[_DISK])
     draw, counts = random.Random(seed), Counter[str]()
@@ -209,7 +208,7 @@ def run(times: int, seed: int) -> None:
 
 
 def _check(what: str, find: Any, folder: Path, said: list[str], expected: list[str]) -> None:
-    """Each kind that was reported is there: the last one reported, or the one after it."""
+    """For each reported kind, the last reported save or the one after it exists."""
     there, status = _in_fork(lambda report: find(folder, report)) if said else ([], 0)
     assert status == 0, f"{what}: what was reported is lost or cannot be read"
     for kind in ("checkpoint", "model"):

@@ -1,4 +1,4 @@
-"""What is measured on several GPUs: engines and cases. To add a case, add an entry to `RANK_CASES`."""
+"""Engines and cases on several GPUs. To add a case, add an entry to `RANK_CASES`."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ RANK_ENGINES = {
     ),
     "zero2": EngineSetup("DeepSpeed ZeRO-2", "zero2-on-gpu", package="deepspeed"),
 }
-"""By the name that the command line takes. Fields of `Work` are options. DDP keeps no master weights, as people have
-it: with fp32 states a model of 7 G parameters leaves no room for a row in 80 GiB."""
+"""Engines by their names on the command line, with fields of `Work` as options. DDP is used without master weights, as
+usual: fp32 states of a model of 7 G parameters would leave no room for a row in 80 GiB."""
 
 
 @dataclass(frozen=True)
 class RankCase(Case):
-    """A case on several GPUs. Sizes are those of a rank's micro-batch, VRAM is each GPU's, RAM that of all ranks."""
+    """A case on several GPUs. Sizes are per micro-batch of a rank, VRAM is per GPU, RAM is for all ranks."""
 
     num_gpus: int = 2
     pcie_only: bool = False
     """Whether NCCL copies through RAM, as on cards without a link or peer access."""
     slow: bool = False
-    """Whether steps are so slow that fewer of them run (`ranks.FEW_STEPS`)."""
+    """Whether steps are so slow that only a few of them run (`ranks.FEW_STEPS`)."""
     traced: bool = False
-    """Whether some further steps are traced, to see what bounds them (`rank_trace`)."""
+    """Whether some further steps are traced to find their bounds (`rank_trace`)."""
     limit: float = 150.0
-    """Seconds after which all processes of a turn are killed."""
+    """Time limit of a turn in seconds; then all its processes are killed."""
     engines: tuple[str, ...] = ("ours",)
 
 
 _RAM = 235
-"""GiB that ours may take of a host with 256. A virtual machine may show less until its memory was used once."""
+"""GiB for offloadkit on a host with 256 GiB. A virtual machine may show less until its memory was used once."""
 _RAM_OF_FOUR = 470
-"""GiB that ours may take of a host with four GPUs and 512 GiB."""
+"""GiB for offloadkit on a host with four GPUs and 512 GiB."""
 
 
 def _ram(num_gpus: int) -> float:
@@ -131,5 +131,6 @@ RANK_CASES: dict[str, RankCase] = {
         "try", "t5-tiny", 2, 16, 8, engines=("zero2", "zero2-offload-200m", "zero3-offload-200m")
     ),
 }
-"""Names end in GPUs x GiB of each, of which a card keeps `ranks.SPARE_BYTES`; "strong": one GPU's batch in all; "x4":
-four micro-batches an update; "hashed": two micro-batches in all, of the same rows, so the weights must be the same."""
+"""Names end in GPUs x GiB per GPU, and `ranks.SPARE_BYTES` of each card stay free. "strong": the batch of one GPU,
+divided over all; "x4": four micro-batches an update; "hashed": two micro-batches in total, of the same rows, so weights
+must be equal."""

@@ -1,5 +1,5 @@
-"""The peers on several GPUs, as their users have them; ours with its weights hashed; and the bytes that a rank
-receives from the others."""
+"""The peers on several GPUs in their usual configuration, offloadkit with hashes of its weights, and the bytes that a
+rank receives."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from offloadkit.offload.layers import repeated_blocks
 from offloadkit.planner import Dtype
 
 _SPARE_BYTES = 1 << 29
-"""VRAM that stays free while DDP's largest batch is looked for: other batches take somewhat more."""
+"""VRAM that stays free in the search for DDP's largest batch, because some batches take more."""
 _MOST_TIMES = 32
-"""DDP's largest batch is at most so many times the case's."""
+"""Limit of DDP's largest batch, as a multiple of the case's batch."""
 
 
 class _Stepped(Engine):
-    """Gradients are clipped, and a torch optimizer steps, when a window ends. The model adds up all ranks'."""
+    """A model that sums gradients over ranks: at the end of a window they are clipped and a torch optimizer steps."""
 
     _optimizer: torch.optim.Optimizer
     _num_micro_batches: int
@@ -73,7 +73,7 @@ class Ddp(_Stepped):
     """DistributedDataParallel with the weights' dtype for gradients and AdamW's states, and no master weights.
 
     Attributes:
-        batch_size: rows of a micro-batch, in place of the work's: the most that fit.
+        batch_size: the largest number of rows in a micro-batch that fits, in place of the work's.
     """
 
     def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
@@ -92,12 +92,12 @@ class Ddp(_Stepped):
         return super().forward(batch)
 
     def _largest(self, work: Work) -> int:
-        """The most rows that fit on every rank, to an eighth. No rank talks to others while it tries.
+        """The largest number of rows that fits on every rank, to an eighth. Ranks do not communicate during the trials.
 
         Raises:
-            torch.OutOfMemoryError: not one row does.
+            torch.OutOfMemoryError: a single row does not fit.
         """
-        for at in range(work.accumulation):  # so that gradients and states are there
+        for at in range(work.accumulation):  # allocates gradients and states
             self.backward(self.forward(_one_batch(work, 1, self._device)))
             self.step(at + 1 == work.accumulation)
         spare = torch.empty(_SPARE_BYTES if self._device.type == "cuda" else 0, dtype=torch.uint8, device=self._device)
@@ -124,7 +124,7 @@ class Ddp(_Stepped):
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `most` that `fits`, to an eighth; 0 if 1 does not. Small ones are tried first."""
+    """The largest number up to `most` that `fits`, to an eighth; 0 if 1 does not. Small numbers are tried first."""
     low = 0
     while low < most:
         if not fits(following := min(most, max(1, 2 * low))):
@@ -146,8 +146,8 @@ class Zero2OnGpu(Zero2):
 
 
 class Hashed(Offloadkit):
-    """Ours with deterministic kernels. Its row also has the sha256 of all trained weights and the last gradient norm,
-    and closes it."""
+    """offloadkit with deterministic kernels. Its row adds the sha256 of all trained weights and the last gradient norm,
+    and closes the engine."""
 
     def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
         num_threads = torch.get_num_threads()
@@ -181,10 +181,10 @@ ENGINES: dict[str, EngineFactory] = {
 
 
 class Received(TorchDispatchMode):
-    """While it is active, counts what this rank receives by the operations of torch.distributed, as rings do them.
+    """While it is active, counts the bytes that this rank receives in torch.distributed, as in ring algorithms.
 
-    With N ranks an all-reduce of B bytes receives 2B (N - 1) / N, a gather of B bytes in all, or a reduce-scatter from
-    B bytes, B (N - 1) / N. A broadcast or reduction counts as its mean over the ranks, B (N - 1) / N.
+    With N ranks an all-reduce of B bytes receives 2B (N - 1) / N, a gather to B bytes, or a reduce-scatter from B
+    bytes, B (N - 1) / N. A broadcast or reduction counts with its mean over the ranks, B (N - 1) / N.
 
     Attributes:
         num_bytes: by operation, such as "allreduce".

@@ -1,4 +1,4 @@
-"""What bounds a step on several GPUs: the GPU's own time by kind of work, and the processor time of the ranks."""
+"""The bounds of a step on several GPUs: the GPU's time by kind of work, and the processor time of the ranks."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def _meet() -> None:
 def by_kind(events: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Seconds of a profiler's events on the GPU, each moment counted once, and copied bytes.
 
-    "computing" is kernels other than NCCL's. "only NCCL" has no such kernel beside it, "only copies" no kernel, and
-    "idle" nothing: the GPU waits for Python, the CPU's step or another rank.
+    "computing" is the time of kernels other than NCCL's, "only NCCL" the time of NCCL's kernels alone, "only copies"
+    the time of copies without kernels. In "idle" the GPU waits for Python, the CPU step or another rank.
     """
     spans: dict[str, list[Span]] = {"compute": [], "nccl": [], "H2D": [], "D2H": []}
     moved = {"H2D bytes": 0.0, "D2H bytes": 0.0}
@@ -91,7 +91,7 @@ def by_kind(events: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """Length of the union."""
+    """Length of the union of the spans."""
     total, until = 0.0, float("-inf")
     for began, ended in sorted(spans):
         total += max(0.0, ended - max(began, until))

@@ -1,23 +1,23 @@
-"""Engines on several GPUs of this machine, each alone in fresh processes; one row each in the table.
+"""Engines on several GPUs of this machine, one after the other in fresh processes; one table row each.
 
-    python -m benchmarks ranks --plan                          # what the plan says of each case; needs no GPU
+    python -m benchmarks ranks --plan                          # plans of all cases; needs no GPU
     python -m benchmarks ranks tiny-1 tiny-2 --device cpu      # a try without a GPU
 
-All of it on two H200s, in commands of at most ten minutes. Each stops by itself; what was measured is in the table:
+Everything on two H200s, in commands of at most ten minutes, which stop by themselves and keep measured rows:
 
     OUT="--out ranks.csv --commit $(git rev-parse --short HEAD)"
-    # 1. T5-3B and Llama-8B: ours beside FSDP2
+    # 1. T5-3B and Llama-8B: offloadkit and FSDP2
     python -m benchmarks ranks t5-3b-1x24 t5-3b-2x24 t5-3b-2x28 t5-3b-2 llama-8b-2x24 llama-8b-2x80 llama-8b-2 \
         llama-8b-1x24 $OUT --seconds 570
     # 2. Accumulation on a link and on PCIe
     python -m benchmarks ranks llama-7b-x1 llama-7b-x4 t5-3b-2x24-pcie llama-7b-x1-pcie llama-7b-x4-pcie $OUT \
         --seconds 430
-    # 3. Where time is left: strong scaling, T5-11B, DeepSpeed; then the first command's cases again, for a median
+    # 3. If time is left: strong scaling, T5-11B, DeepSpeed; then the first command again, for a median
     python -m benchmarks ranks t5-3b-2x24-strong llama-8b-2x24-strong t5-3b-2-deepspeed t5-11b-2x80 t5-11b-2x24 $OUT \
         --seconds 570
-    # One GPU is enough for this: ranks share it. Numbers, memory and bytes are as on two, seconds are not
+    # Ranks may share one GPU here. Numbers, memory and bytes are as on two GPUs, seconds are not
     python -m benchmarks ranks t5-3b-1x24-hashed t5-3b-2x24-hashed $OUT
-    python -m benchmarks merge ranks.csv                       # afterwards, where the table is kept
+    python -m benchmarks merge ranks.csv                       # afterwards, into the repository's table
 
 On four H100s, most important cases first:
 
@@ -64,13 +64,13 @@ _PCIE_ONLY = {"NCCL_P2P_DISABLE": "1"}
 FEW_WARMUP, FEW_STEPS = 2, 3
 """For slow cases."""
 SPARE_BYTES = 2 << 30
-"""VRAM that a budget leaves on a card: 80 GiB are 77 on an H100."""
+"""VRAM of a card that a budget does not use: 80 GiB are 77 on an H100."""
 _LEAST_SECONDS = 20.0
-"""With less time left no process is started."""
+"""No process is started with less time left."""
 
 
 class NotMeasuredError(Exception):
-    """A rank could not measure. Its one argument is a row's "status" and "reason"."""
+    """A rank could not measure. Its argument holds a row's "status" and "reason"."""
 
 
 def run(
@@ -88,12 +88,12 @@ def run(
 ) -> list[Row]:
     """Measure, append a row for each case and engine to `out`, and return these rows.
 
-    The turns alternate between all cases and engines. The file is written after each of them.
+    The turns alternate between all cases and engines. The file is written after each turn.
 
     Args:
-        engines: of `RANK_ENGINES`; none: those of each case.
+        engines: keys of `RANK_ENGINES`; none: the engines of each case.
         turns: fresh processes for each engine.
-        seconds: for all of it. What is not over by then is killed, and what has not begun is named.
+        seconds: total time limit. Then running turns are killed, and turns that have not begun are named.
         device: "cpu" hides the GPUs.
         notes: written into each row.
     """
@@ -147,7 +147,7 @@ def _said(raw: Raw) -> str:
 
 
 def _measured(case: RankCase, engine: str, steps: int, limit: float, device: str | None, verbose: bool) -> Raw:
-    """One turn: what the ranks found together, or why they did not."""
+    """The combined result of all ranks in one turn, or the reason of its failure."""
     setup, began = RANK_ENGINES[engine], time.monotonic()
     heard: dict[int, Raw] = {}
 
@@ -187,10 +187,10 @@ def _failed(error: BaseException) -> Raw:
 
 @contextlib.contextmanager
 def _variables(case: RankCase, device: str | None) -> Iterator[None]:
-    """The environment that the ranks inherit."""
+    """Environment variables of the ranks."""
     before = dict(os.environ)
     os.environ.update(_VARIABLES | (_PCIE_ONLY if case.pcie_only else {}))
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # set in images of containers: each turn would compile again
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # set in container images; each turn would compile again
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
@@ -201,7 +201,7 @@ def _variables(case: RankCase, device: str | None) -> Iterator[None]:
 
 
 def _together(raws: Sequence[Raw], case: RankCase) -> Raw:
-    """One turn's figures: of the slowest and the fullest rank, and sums of tokens and RAM."""
+    """One turn's figures: of the slowest rank and the rank with the most memory, and sums of tokens and RAM."""
     first, slowest = raws[0], max(raws, key=lambda raw: float(raw["step_seconds"]))
     tokens, planned = sum(raw["num_tokens"] for raw in raws), first.get("planned", {})
     figures = {
@@ -213,7 +213,7 @@ def _together(raws: Sequence[Raw], case: RankCase) -> Raw:
     }
     if "received" in planned:
         figures["planned to be received"] = _most(raw["planned"]["received"] for raw in raws)
-        figures |= first.get("figures", {})  # by which Python's time was planned
+        figures |= first.get("figures", {})  # the plan's times of Python
     if first.get("telemetry_seconds"):
         figures["seconds of the last step"] = _rounded(slowest["telemetry_seconds"])
         figures["bytes moved in the last step"] = slowest["moved"]
@@ -241,7 +241,7 @@ def _rounded(figures: dict[str, float]) -> dict[str, float]:
 
 
 def _most(received: Iterable[dict[str, int]]) -> dict[str, int]:
-    """By kind, the bytes of the rank that has most."""
+    """The largest number of bytes over all ranks, by kind."""
     most: dict[str, int] = {}
     for each in received:
         most |= {kind: max(number, most.get(kind, 0)) for kind, number in each.items()}
@@ -252,11 +252,11 @@ def _most(received: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def take_gpu(rank: int) -> int:
-    """Compute on a GPU, before NCCL is used; its number. Ranks share the GPUs where there are fewer of them.
+    """Select a GPU before NCCL is used, and return its number. If GPUs are fewer than ranks, ranks share them.
 
-    NCCL takes two ranks on one GPU for a mistake, unless they say that they are on different hosts. They then send over
-    TCP, and their kernels take turns: right, and slow. Over TCP, NCCL also sees that a peer has ended, and torch would
-    end this process for it, as between hosts: here the engine's own watch is to end what waits.
+    NCCL refuses two ranks on one GPU unless they report different hosts. They then communicate over TCP, and their
+    kernels take turns: correct, but slow. Over TCP, NCCL detects that a peer has ended, and torch would end this
+    process, as between hosts. This is switched off, because the engine's own watch must end waiting ranks.
     """
     number = rank % torch.cuda.device_count()
     if number != rank or torch.cuda.device_count() == 1:
@@ -270,14 +270,14 @@ def take_gpu(rank: int) -> int:
 
 
 def measure_rank(work: dict[str, Any], engine: str, binds: bool, traced: bool) -> Raw:
-    """The figures of this rank. They are told as soon as steps are timed, before a further step that counts bytes.
+    """The figures of this rank. They are sent as soon as steps are timed, before a further step that counts bytes.
 
     Args:
-        binds: whether the rank keeps to its share of the cores, and joins by NCCL alone, as DeepSpeed's users have it.
+        binds: whether the rank keeps to its share of the cores and joins through NCCL alone, as usual under DeepSpeed.
         traced: whether further steps are traced (`rank_trace`).
 
     Raises:
-        NotMeasuredError: it did not come to that.
+        NotMeasuredError: an error came first.
     """
     given = Work(**work)
     try:
@@ -328,10 +328,10 @@ def _measure_rank(work: Work, engine_name: str, binds: bool, traced: bool) -> Ra
     row["GPUs"] = min(size, torch.cuda.device_count()) if on_gpu else size
     row |= timed_steps(engine, steps, own, device, vram)
     if dist.is_initialized():
-        dist.barrier()  # all are in the middle of training, and share what they share
+        dist.barrier()  # all ranks are training and hold their shared memory
     row |= {"ram_bytes": _tree_bytes("pss"), "resident_bytes": _tree_bytes("rss")} | {"received": {}} | engine.row()
     if dist.is_initialized():
-        dist.barrier()  # before one ends
+        dist.barrier()  # before one rank ends
     names = ("torch", "transformers", "deepspeed", "torchao", "roundpipe")
     row["versions"] = {name: version(name) for name in names} | {"offloadkit": __version__}
     send_to_parent(row)
@@ -352,7 +352,7 @@ def _measure_rank(work: Work, engine_name: str, binds: bool, traced: bool) -> Ra
 
 
 def _bind(rank: int, size: int) -> None:
-    """Keep this rank to its share of the cores, neighbours together."""
+    """Bind this rank to its share of neighbouring cores."""
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // size
     if share:
@@ -361,7 +361,7 @@ def _bind(rank: int, size: int) -> None:
 
 
 def _tree_bytes(kind: str) -> int:
-    """RAM of this process and its children. "pss": a page that several processes have counts for its share in each."""
+    """RAM of this process and its children. "pss": a shared page counts in proportion in each process."""
     own = psutil.Process()
     total = 0
     for process in (own, *own.children(recursive=True)):
@@ -370,14 +370,14 @@ def _tree_bytes(kind: str) -> int:
     return total
 
 
-# ---- what the plan says ----------------------------------------------------------------------------------------------
+# ---- plans -----------------------------------------------------------------------------------------------------------
 
 _START_SECONDS, _PINNED_PER_SECOND = 45.0, 2e9
-"""What importing, measuring and drawing weights take, and how fast RAM is pinned; seen on an H200."""
+"""Seconds of importing, measuring and drawing weights, and bytes of RAM pinned per second, as on an H200."""
 
 
 def planned(cases: Sequence[str] = ()) -> Iterator[str]:
-    """A line for each case: what the plan says of ours on H100s by their data sheet, and how long a turn may take."""
+    """A line for each case: the plan of offloadkit on H100s by their data sheet, and the longest duration of a turn."""
     from offloadkit.doors.planning import plan
     from offloadkit.planner.cards import card_named
 

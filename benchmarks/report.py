@@ -1,6 +1,6 @@
 """docs/results.md, the README's marked parts and the chart, all from the table: `python -m benchmarks report`.
 
-A marked part of the README stands between `<!-- figures:NAME -->` and `<!-- /figures -->`. NAME is one of `PARTS`.
+A marked part of the README stands between `<!-- figures:NAME -->` and `<!-- /figures -->`. NAME is a key of `PARTS`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ROOT = Path(__file__).parent.parent
 README, RESULTS, CHART = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "t5-3b.png"
 CHART_CASE = "w1"
 WITHIN = 0.15
-"""Share by which a step's planned seconds may be off to count as planned right."""
+"""Largest relative error of a step that counts as planned right."""
 BEFORE_STREAMED_STATES = ("c9fd74b", "d6b17f7", "31ba1b9")
-"""Commits whose engine stepped all states in RAM on the CPU; their plans were another engine's."""
+"""Commits whose engine stepped all states in RAM on the CPU, with plans for that engine."""
 
 _TITLES = {
     "W1": "T5-3B on a card of 24 GB",
@@ -55,13 +55,13 @@ def write() -> None:
 
 
 def results(rows: Sequence[Row]) -> str:
-    """The whole of docs/results.md."""
+    """The text of docs/results.md."""
     parts = (_sections(rows), several_gpus(rows), _score(rows), starts(rows), _others(rows))
     return "\n".join([_INTRODUCTION, *chain.from_iterable(parts)]).rstrip() + "\n"
 
 
 def filled(text: str, rows: Sequence[Row]) -> str:
-    """`text` with each marked part written anew.
+    """`text` with each marked part replaced.
 
     Raises:
         KeyError: a part is none of `PARTS`.
@@ -128,7 +128,7 @@ def _sections(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def rows_of_case(rows: Sequence[Row], case: str) -> list[Row]:
-    """The newest row of each engine of a case, in the engines' order; of several buckets, the fastest ZeRO-2 alone."""
+    """The newest row of each engine of a case, in the order of the engines; for ZeRO-2 the fastest bucket size."""
     found = [row for engine in ENGINES if (row := latest(rows, case, engine))]
     refused = [
         row
@@ -145,14 +145,14 @@ _DOORS = """Whole trainings: weights from a folder, rows of text, and a budget. 
 """
 
 _SAME_RUN = ("engine", "commit", "gpu", "cores")
-"""Columns that are equal in rows that are compared."""
+"""Columns that must be equal in rows that are compared."""
 
 
 def _case_table(name: str, rows: Sequence[Row], full: Sequence[Row]) -> Iterator[str]:
     """The table of a case.
 
     Args:
-        full: of a case with ragged rows, all rows of the case with full ones.
+        full: for a case with ragged rows, all rows of the same case with full rows.
     """
     case, first = CASES[name], rows[0]
     budget = f", offloadkit within {case.vram:g} GiB of VRAM" if case.vram else ""
@@ -186,8 +186,8 @@ main thread launches forward; autograd's thread launches backward.
 
 
 def several_gpus(rows: Sequence[Row]) -> Iterator[str]:
-    """All cases on several GPUs: a table for each GPU's name, one of what did not fit anywhere, and one for each run on
-    more than two GPUs (`_run_table`). The newest row is shown, and the seconds of those before it."""
+    """All cases on several GPUs: a table for each GPU name, one for cases that fit nowhere, and one for each run on
+    more than two GPUs (`_run_table`). They show the newest row, and the seconds of older rows."""
     named = [name for name, case in RANK_CASES.items() if case.claim != "try"]
     measured = [row for row in rows if row["case"] in named and row["status"] == "measured"]
     runs = dict.fromkeys(_run(row) for row in measured if RANK_CASES[row["case"]].num_gpus > 2)
@@ -221,7 +221,7 @@ def _run(row: Row) -> tuple[Any, ...]:
 
 
 def _run_table(found: Sequence[Row]) -> Iterator[str]:
-    """A run on one to N GPUs of one machine: the same work side by side, then what bounds the traced steps."""
+    """A run on one to N GPUs of one machine: the same work side by side, then the bounds of the traced steps."""
     most = max(RANK_CASES[row["case"]].num_gpus for row in found)
     yield f"**1 to {most} GPUs of one machine**: {_origin(found[0])}\n"
     yield _OF_RUN
@@ -300,7 +300,7 @@ def _rank_table(found: Sequence[Row]) -> Iterator[str]:
 
 
 def width_table(rows: Sequence[Row], full: Sequence[Row]) -> Iterator[str]:
-    """Seconds of steps by their inputs' width. "x full": times the same engine's step with full rows, of that commit.
+    """Seconds of steps by the width of their inputs. "x full" is the ratio to the engine's step with full rows.
 
     Args:
         full: all rows of the case with full rows.
@@ -347,7 +347,7 @@ def phase_table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _one_table(rows: Sequence[Row], more: Sequence[str]) -> Iterator[str]:
-    """A table of rows; machine, commit and date are said above it where all rows share them, else in each row."""
+    """A table of rows; machine, commit and date stand above it if all rows share them, otherwise in each row."""
     origins = list(dict.fromkeys(_origin(row) for row in rows))
     if len(origins) == 1:
         yield f"{origins[0]}.\n"
@@ -374,7 +374,7 @@ def _one_table(rows: Sequence[Row], more: Sequence[str]) -> Iterator[str]:
 
 
 def _notes(rows: Sequence[Row], name: Callable[[Row], str]) -> Iterator[str]:
-    """Each remark once, with the names of the rows that it is about; of planned rows none."""
+    """Each remark once, with the names of its rows; planned rows have none."""
     engines: dict[str, list[str]] = {}
     for row in rows:
         if row.get("notes") and row["status"] != "planned":
@@ -404,7 +404,7 @@ _BASELINES = ("hf", "ours-on-gpu")
 
 
 def ratio(rows: Sequence[Row], row: Row, baseline: str) -> str:
-    """Times the baseline's step; "-" without one of the same work, commit and day."""
+    """The step relative to the baseline's; "-" without a baseline of the same work, commit and day."""
     names = [f"{baseline}-compiled", baseline] if "compiled" in row["engine"] else [baseline]
     same = ("case", "commit", "gpu", "cores")
     for name in names:
@@ -416,7 +416,7 @@ def ratio(rows: Sequence[Row], row: Row, baseline: str) -> str:
 
 
 def seconds_of(row: Row) -> str:
-    """ "0.337", with "(0.331 to 0.377)" behind it for several turns, "planned" for what did not run."""
+    """ "0.337", with "(0.331 to 0.377)" for several turns, and "planned" without a measurement."""
     text = f"{row['seconds']:.3f}"
     if row["status"] == "planned":
         return f"{text} planned"
@@ -465,7 +465,7 @@ def fit(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def chart(rows: Sequence[Row]) -> Iterator[str]:
-    """The README's picture, its figures in words, and where they were measured."""
+    """The README's picture, its figures in words, and their machine."""
     shown = chart_rows(rows)
     if not shown:
         yield "(not measured yet)"
@@ -481,7 +481,7 @@ def chart(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _beside_the_chart(rows: Sequence[Row], shown: Sequence[tuple[str, Row]]) -> str:
-    """What the chart's bars do not say: who is limited, what offloading alone costs, how often each ran."""
+    """Facts missing in the chart's bars: the limited engine, the cost without offloading, the number of runs."""
     said = []
     ours = next((row for label, row in shown if label == "offloadkit"), None)
     if ours and ours["vram_budget_bytes"]:
@@ -495,11 +495,11 @@ def _beside_the_chart(rows: Sequence[Row], shown: Sequence[tuple[str, Row]]) -> 
 
 
 PARTS: dict[str, Callable[[Sequence[Row]], Iterator[str]]] = {"chart": chart, "fit": fit}
-"""What may stand between markers in the README."""
+"""Parts that may stand between markers in the README."""
 
 
 def chart_rows(rows: Sequence[Row]) -> list[tuple[str, Row]]:
-    """(label, row) of the chart's bars; of several bucket sizes of DeepSpeed the fastest."""
+    """(label, row) of the chart's bars; for DeepSpeed the fastest bucket size."""
     by_engine = {row["engine"]: row for row in rows_of_case(_chart_run(rows), CHART_CASE) if row["seconds"]}
     zero2 = next((engine for engine in ZERO2 if engine in by_engine), "")
     labels = {"hf": "HF on the GPU", "offloadkit": "offloadkit", zero2: "DeepSpeed ZeRO-2"}
@@ -507,8 +507,8 @@ def chart_rows(rows: Sequence[Row]) -> list[tuple[str, Row]]:
 
 
 def _chart_run(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the newest commit at which all bars were measured: rows of several hosts do not compare. If there is
-    none, all rows."""
+    """The rows of the newest commit with measurements for all bars, because rows of several hosts cannot be compared.
+    Without such a commit, all rows."""
     of_case = [row for row in rows if row["case"] == CHART_CASE and row["status"] == "measured"]
     for commit in dict.fromkeys(row["commit"] for row in reversed(of_case)):
         run = [row for row in of_case if row["commit"] == commit]
@@ -519,13 +519,13 @@ def _chart_run(rows: Sequence[Row]) -> list[Row]:
 
 
 def digest(rows: Sequence[Row]) -> str:
-    """Of what the chart shows; kept inside the picture, where the test of its age finds it."""
+    """A hash of the chart's data, kept inside the picture for the test of its age."""
     shown = [(label, row["seconds"], row["vram_bytes"], row["ram_peak_bytes"]) for label, row in chart_rows(rows)]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
 
 def draw_chart(rows: Sequence[Row], path: Path) -> None:
-    """Three bars: seconds a step, with VRAM and RAM beside them."""
+    """Draw three bars: seconds a step, with VRAM and RAM written next to each."""
     from matplotlib.figure import Figure
 
     shown = chart_rows(rows)
@@ -549,9 +549,9 @@ def draw_chart(rows: Sequence[Row], path: Path) -> None:
 
 
 def planned_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Measured rows that were planned before they ran, of the engine that streams states and of the one before it.
+    """Measured rows that were planned before they ran, for the engine that streams states and for its predecessor.
 
-    Doors are left out: one plan would count once for each of them. Several GPUs have planned figures of their own.
+    Doors are left out, because one plan would count once for each door. Several GPUs have separate planned figures.
     """
     doors = {name for name, setup in ENGINES.items() if setup.is_door}
     alone = [row for row in rows if row["case"] not in RANK_CASES]
@@ -562,9 +562,9 @@ def planned_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def planned_right(rows: Sequence[Row], planned: str, measured: str, within: float) -> tuple[int, int]:
-    """Of the rows that have both columns, how many were planned right within that share, and how many there are.
+    """(number of rows that were planned right within `within`, number of rows with both columns).
 
-    Seconds of ragged rows do not count: planned are those of the longest rows.
+    Seconds of ragged rows do not count, because planned seconds are for the longest rows.
     """
     known = [row for row in rows if row[measured] and (measured != "seconds" or row["mask"] != "ragged")]
     return sum(abs(row[planned] / row[measured] - 1) <= within for row in known), len(known)
@@ -620,11 +620,11 @@ _OTHERS = (
     *("attention", "head-and-loss", "cpu-adamw", "disk", "learning", "demo", "same-script"),
     *("killed", "damaged checkpoints", "two trainings", "soak"),
 )
-"""How the names of the cases in "Other figures" begin. The table has more, on which tests of the plan rest."""
+"""Prefixes of the cases in "Other figures". The table holds more cases, which the plan's tests read."""
 
 
 def _others(rows: Sequence[Row]) -> Iterator[str]:
-    """The newest rows of cases that measure no step of an engine."""
+    """The newest rows of cases without steps of an engine."""
     yield ""
     yield "## Other figures\n"
     titles = ["case", "variant", "seconds", "figures", "measured by"]
@@ -641,7 +641,7 @@ def _others(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _rounded(value: Any) -> str:
-    """Four digits of a fraction; other values as they are."""
+    """Fractions rounded to four digits; other values unchanged."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

@@ -1,4 +1,4 @@
-"""Each engine of each case alone in a fresh process, one after the other; one row each in the table."""
+"""Each engine of each case alone in a fresh process, one after the other; one table row each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 WARMUP, STEPS = 6, 6
 """For every engine: layers that the plan moves between processors have settled after six steps."""
 ROUNDS = 3
-"""How often each of the steps of ragged work is timed."""
+"""Number of timings of each step with ragged rows."""
 
 
 def run(
@@ -44,7 +44,7 @@ def run(
     Within a case the turns alternate between the engines. The file is written after each process.
 
     Args:
-        engines: of `ENGINES`; none: those of each case.
+        engines: keys of `ENGINES`; none: the engines of each case.
         turns: fresh processes for each engine.
         device: "cpu" hides the GPU.
         notes: written into each row.
@@ -78,7 +78,7 @@ def _said(raw: dict[str, Any]) -> str:
 def _measured(
     case: Case, setup: EngineSetup, steps: int, timeout: float, device: str | None, verbose: bool
 ) -> dict[str, Any]:
-    """One turn; an engine without a plan recomputes activations only where it does not fit otherwise."""
+    """One turn; an engine without a plan recomputes activations only if it does not fit otherwise."""
     with tempfile.TemporaryDirectory() as scratch, ended_by_signals():
         config_of(case.model).save_pretrained(scratch)
         if case.mask == "ragged" and not setup.is_door:
@@ -93,7 +93,7 @@ def _measured(
 
 
 def _write_weights(work: Work, timeout: float) -> None:
-    """The doors read a model's weights from a folder; they are written once, by a process of their own."""
+    """Write the weights for the doors once, in a separate process."""
     from benchmarks.doors import folder_of
     from offloadkit.doors.engines.runner import in_fresh_process
 
@@ -126,7 +126,7 @@ def in_fresh_process(
 
 
 def measure_here(task: dict[str, Any]) -> dict[str, Any]:
-    """The figures of one engine in this process, with the machine's and the libraries' names."""
+    """The figures of one engine in this process, with the names of the machine and the libraries."""
     import os
 
     if task["device"] == "cpu":
@@ -154,8 +154,8 @@ def measure_here(task: dict[str, Any]) -> dict[str, Any]:
 def row_of(
     name: str, case: Case, engine: str, setup: EngineSetup, raws: list[dict[str, Any]], commit: str, notes: str
 ) -> Row:
-    """What one engine's turns gave: seconds over all turns, the rest of the last one. `notes` also say that a turn ran
-    by a leaner plan than it began with."""
+    """The row of one engine's turns: seconds over all turns, the rest of the last turn. `notes` also tell if a turn
+    moved to a leaner plan."""
     last = raws[-1]
     moved = BY_LEANER_PLAN if any(raw.get("moves") for raw in raws) else ""
     row: Row = of_case(name, case, setup) | {
@@ -202,7 +202,7 @@ def row_of(
 
 
 def _by_width(raws: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of ragged rows: the median over the turns of the seconds of steps of each width, and of the slowest step."""
+    """Median over the turns of the seconds of steps of each width, and of the slowest step, for ragged rows."""
     widths = raws[-1]["seconds_by_width"]
     found = {name: median(raw["seconds_by_width"][name] for raw in raws) for name in widths}
     found["slowest"] = median(max(raw["all_step_seconds"]) for raw in raws)
@@ -210,7 +210,7 @@ def _by_width(raws: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 _OWN_PHASES = ("cpu_step", "gpu_step", "norm", "gradient_wait", "forward_wait")
-"""Of offloadkit's telemetry."""
+"""Phases of offloadkit's telemetry."""
 
 
 def of_case(name: str, case: Case, setup: EngineSetup) -> Row:
@@ -233,7 +233,7 @@ def of_case(name: str, case: Case, setup: EngineSetup) -> Row:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT raise here, so that the process that is waited for, in a session of its own, is ended too.
+    """Raise on SIGTERM and SIGINT, so that a child process in a separate session is ended too.
 
     Raises:
         SystemExit: such a signal came.
@@ -241,7 +241,7 @@ def ended_by_signals() -> Iterator[None]:
 
     def end(number: int, frame: object) -> None:
         for each in before:
-            signal.signal(each, signal.SIG_IGN)  # a second one would stop the clearing up
+            signal.signal(each, signal.SIG_IGN)  # a second signal would stop the cleanup
         raise SystemExit(f"ended by {signal.Signals(number).name}; rows measured before are in the table")
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -253,7 +253,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def git_commit() -> str:
-    """The commit of the working tree, "-dirty" where it holds more; "unknown" without git."""
+    """The commit of the working tree, with "-dirty" if files are changed; "unknown" without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else "unknown"

@@ -22,7 +22,7 @@ Every line is `case what: hash`, the hash 16 hex digits of a sha256. The cases:
   digits, bytes are exact.
 
 A checkpoint has a line for each array in it; what the files say of the run that wrote them is left out. All placements
-of one loop must give the same hashes, and a resumed run those of the uninterrupted run. If they do not, or a case
+of one loop must give the same hashes, and so must a resumed run and the uninterrupted run. If they do not, or a case
 fails, the names are printed at the end, and the exit status is 1 (on a GPU such differences are printed only).
 """
 

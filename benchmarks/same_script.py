@@ -1,12 +1,12 @@
-"""One training script, with DeepSpeed's import or with ours, on one GPU or several.
+"""One training script on one or several GPUs, with DeepSpeed's import or offloadkit's.
 
     python -m benchmarks.same_script both --ranks 1 2 --turns 2 --out table.csv   # each by both, in turn; appends rows
     python -m benchmarks.same_script both --model t5-tiny --steps 2 --device cpu --out table.csv        # a try
     torchrun --nproc-per-node=2 -m benchmarks.same_script offloadkit --vram 24GiB                       # one of them
 
 T5-3B, 8 x (512+128) tokens a GPU and step, random weights and tokens. Rank 0 prints a JSON line, which "both" turns
-into a row: case same-script-MODEL, or same-script-MODEL-N of N ranks. For DeepSpeed the ranks are bound to cores, as
-its launcher would do it; its budget is what is free.
+into a row: case same-script-MODEL, or same-script-MODEL-N for N ranks. For DeepSpeed the ranks are bound to cores, as
+by its launcher; it may use all free memory.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from offloadkit.facts.units import parse_bytes
 
 PACKAGES = ("deepspeed", "offloadkit")
 ROWS, INPUTS, TARGETS = 8, 512, 128
-"""Of a micro-batch."""
+"""Sizes of a micro-batch."""
 
 
 def config(work: Work, vram: str | None, stage: int) -> dict[str, Any]:
-    """The ds_config.json that both read. DeepSpeed overlooks the section "offloadkit"."""
+    """The ds_config.json for both packages. DeepSpeed ignores the section "offloadkit"."""
     in_ram = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return {
         "train_micro_batch_size_per_gpu": work.batch_size,
@@ -57,7 +57,7 @@ def config(work: Work, vram: str | None, stage: int) -> dict[str, Any]:
 
 
 def measured(package: str, num_ranks: int, options: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """What rank 0 of fresh processes prints, or {"reason": why there is nothing}."""
+    """The output of rank 0 in fresh processes, or {"reason": ...} if it has none."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command += ["-m", "benchmarks.same_script", package, "--model", str(model), "--vram", options.vram or ""]
     for name in ("stage", "accumulation", "warmup", "steps"):
@@ -74,7 +74,7 @@ def measured(package: str, num_ranks: int, options: argparse.Namespace, model: P
 
 
 def row_of(package: str, num_ranks: int, options: argparse.Namespace, turns: list[dict[str, Any]]) -> table.Row:
-    """What the turns gave: seconds over all of them, the rest of the last one."""
+    """The row of several turns: seconds over all turns, the rest of the last turn."""
     last = turns[-1]
     case = f"same-script-{options.model}" + (f"-{num_ranks}" if num_ranks > 1 else "")
     row: table.Row = {"case": case, "engine": package, "model": options.model, "date": table.now()}
@@ -107,7 +107,6 @@ def both(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Do what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", choices=("deepspeed", "offloadkit", "both"))
     parser.add_argument("--model", default="t5-3b")
@@ -132,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train some steps in this process, one of the ranks, and print what they took. The process ends."""
+    """Train some steps in this process, one of the ranks, and print the measurements. The process ends."""
     world.join()
     device = hardware.default_device()
     let_segments_grow(device)

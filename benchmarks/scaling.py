@@ -1,7 +1,6 @@
-"""The planned tables of docs/several-gpus.md: `python -m benchmarks scaling` writes them anew.
+"""The planned tables of docs/several-gpus.md: `python -m benchmarks scaling` rewrites them.
 
-Cards are planned by their data sheets, and the hosts below are assumed. So the tables are the same wherever they are
-made.
+Cards are planned by their data sheets, on the hosts assumed below, so the tables are the same on every machine.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from offloadkit.planner.scaling import scaling_table
 PAGE = Path(__file__).parent.parent / "docs" / "several-gpus.md"
 GIB = 1 << 30
 SLOW_NETWORK = 10e9
-"""100 Gbit/s for each GPU, of which four fifths are reached."""
+"""100 Gbit/s for each GPU at an efficiency of four fifths."""
 
 
 def host(card_name: str, num_cores: int, ram_gib: int, dram: float) -> Hardware:
-    """A host of such cards whose DRAM moves `dram` bytes per second, for the CPU's step and for copies beside it."""
+    """A host of such cards whose DRAM moves `dram` bytes per second in the CPU step; copies at the same time add to
+    that."""
     card, ram = card_named(card_name), ram_gib * GIB
     vram: Any = {"vram_total_bytes": int(card.usable_gib * GIB)}
     vram["vram_free_bytes"] = vram["vram_total_bytes"] - ASSUMED_CARD.vram_context_bytes
@@ -37,7 +37,7 @@ def host(card_name: str, num_cores: int, ram_gib: int, dram: float) -> Hardware:
 
 
 def page() -> str:
-    """The page with its marked parts written anew."""
+    """The page with its marked parts replaced."""
     text = PAGE.read_text()
     for name, table in tables().items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
@@ -46,7 +46,7 @@ def page() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Each table by the name of its part of the page."""
+    """Each table by the name of its marked part."""
     large = _plan(_llama(), host("H200", 128, 1000, 376e9), vram="80GiB")
     small = _plan(_t5_3b(), host("RTX 4090", 32, 240, 160e9))
     return {

@@ -1,9 +1,9 @@
-"""Whether a run's memory grows: many steps of a small model, and KiB of RSS a step.
+"""Memory growth of a run: many steps of a small model, and KiB of RSS a step.
 
 python -m benchmarks.soak                       # 20,000 steps of a loop on the CPU
 python -m benchmarks.soak --door trainer --steps 20000
 
-The slope is of least squares over the second half: the first fills what is bounded.
+The slope is a least-squares fit over the second half of the run, because bounded caches fill in the first half.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offloadkit.engine.engine import OffloadEngine
 from offloadkit.facts.config import OffloadConfig, Placement
 
 SAMPLES = 200
-"""Of the RSS, over all steps."""
+"""Number of RSS samples over all steps."""
 
 
 def slope_kib(rss: list[int], steps_between: int) -> float:
@@ -35,7 +35,7 @@ def slope_kib(rss: list[int], steps_between: int) -> float:
 
 
 def _rss() -> int:
-    gc.collect()  # what was imported is frozen, else this takes longer than the steps
+    gc.collect()  # imported modules are frozen; otherwise this takes longer than the steps
     return int(psutil.Process().memory_info().rss)
 
 
@@ -83,10 +83,10 @@ def trainer(num_steps: int, folder: Path) -> list[int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Do what the command line asks for.
+    """Measure the growth of memory and append it to the table.
 
     Raises:
-        AssertionError: memory grows by more than was allowed.
+        AssertionError: memory grows by more than allowed.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--door", choices=["loop", "trainer"], default="loop")

@@ -2,10 +2,10 @@
 
     python -m benchmarks start t5-3b --vram 8GiB
 
-Each run is a fresh process. From a disk, the files' pages are dropped from the page cache before. The first run on a
-machine also measures its rates and compiles kernels, and Python's bytecode where the libraries came without; all are
-kept, so each start is run twice. A row of the table has the last one's seconds by phase, and the CPU's seconds (user
-and system, all threads), which other work on the machine disturbs less.
+Each run is a fresh process. For weights from a disk, the page cache is emptied before. The first run on a machine also
+measures its rates and compiles kernels, and Python's bytecode if the libraries came without. The results are cached, so
+each start is run twice. A row of the table has the last run's seconds by phase, and the CPU seconds (user and system,
+all threads), which are disturbed less by other work on the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from benchmarks.run import git_commit
 from benchmarks.table import Row
 
 CPU, FIRST = "CPU", "first turn"
-"""Names in a row's `figures`: CPU seconds of the last turn, and all seconds of the first one. The others are phases."""
+"""Names in a row's `figures`: CPU seconds of the last turn, and all seconds of the first turn. All other names are
+phases."""
 MARK = "start: "
 PHASES = {
     "offloadkit.doors.planning:measure": "measure the machine",
@@ -44,11 +45,11 @@ PHASES = {
     "offloadkit.engine.engine:OffloadEngine.__init__": "rest of the engine",
     "offloadkit.hf.trainer:OffloadTrainerMixin.train": "first step",
 }
-"""What is timed. The seconds of one do not count for another inside which it runs."""
+"""Timed functions and methods with their phases. Time in a nested phase does not count for the outer phase."""
 
 
 class FirstStepDoneError(Exception):
-    """Ends the run that is measured. Its argument is when the step was done, by `time.perf_counter`."""
+    """Ends the measured run. Its argument is the time of the end of the step, by `time.perf_counter`."""
 
 
 class Stopwatch:
@@ -59,7 +60,7 @@ class Stopwatch:
         self._inner = [0.0]
 
     def timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        """`function`, whose seconds count for `phase`."""
+        """Wrap `function` so that its seconds count for `phase`."""
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -97,15 +98,15 @@ def start(
     commit: str | None = None,
     notes: str = "",
 ) -> list[Row]:
-    """Measure and print each start; append a row for each to `out`, and return the new ones.
+    """Measure and print each start; append a row for each to `out`, and return the new rows.
 
     Args:
-        sources: "disk" reads the weights of a folder that is written before, "random" draws them. "command" stands for
+        sources: "disk" reads the weights from a prepared folder, "random" draws them. "command" stands for
             `offloadkit --help` and `offloadkit plan` of the model within the budgets.
         device: "cpu" hides the GPU.
     """
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # set in images of containers: each import would compile again
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # set in container images; each import would compile again
     within = [each for name, size in (("--vram", vram), ("--ram", ram)) if size for each in (name, size)]
     commands = {"startup-help": ["--help"], f"startup-plan-{model}": ["plan", model, *within]}
     about = _machine(device) | {"status": "measured", "commit": commit or git_commit(), "notes": notes or None}
@@ -161,13 +162,13 @@ def run_command(command: list[str], environment: dict[str, str]) -> dict[str, fl
 
 
 def _cpu_seconds() -> float:
-    """Of all processes that were waited for, user and system."""
+    """User and system time of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _machine(device: str | None) -> Row:
-    """The columns that say where it was measured."""
+    """The columns that describe the machine."""
     import torch
 
     from offloadkit import __version__
@@ -180,7 +181,7 @@ def _machine(device: str | None) -> Row:
 
 
 def _prepared(model: str, source: str, environment: dict[str, str]) -> Path:
-    """A folder with the model's config and, for "disk", with its weights; it is kept."""
+    """A folder with the model's config and, for "disk", its weights; it is kept."""
     folder = Path(tempfile.gettempdir()) / "offloadkit-start" / f"{model}-{source}"
     if not (folder / "done").exists():
         task = json.dumps({"prepare": model, "folder": str(folder), "weights": source == "disk"})
@@ -206,7 +207,7 @@ def _prepare(task: dict[str, Any]) -> None:
 
 
 def _drop_pages(folder: Path) -> None:
-    """Have the files of `folder` read from the disk again."""
+    """Drop the files of `folder` from the page cache."""
     os.sync()
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
@@ -217,7 +218,7 @@ def _drop_pages(folder: Path) -> None:
 
 
 def measure_here(task: dict[str, Any]) -> dict[str, float]:
-    """The seconds of one start in this process, by phase, from when the process was asked for."""
+    """The seconds of one start in this process by phase, from the moment at which the parent launched it."""
     from offloadkit import finetune
 
     finetuning = import_module("offloadkit.doors.finetuning")
@@ -245,7 +246,7 @@ def measure_here(task: dict[str, Any]) -> dict[str, float]:
         try:
             whole(task["folder"], rows, tokenizer="byte", output_dir=output, max_steps=1, **sizes, **options)
         except FirstStepDoneError as done:
-            watch.seconds["rest"] -= time.perf_counter() - done.args[0]  # giving back what the run had
+            watch.seconds["rest"] -= time.perf_counter() - done.args[0]  # without the release of the run's memory
     return {phase: round(number, 3) for phase, number in watch.seconds.items()}
 
 

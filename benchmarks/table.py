@@ -1,4 +1,4 @@
-"""The one table of figures: benchmarks/results.csv."""
+"""The table of figures, benchmarks/results.csv."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-"""Values by column; an absent value is None."""
+"""Values by column; a missing value is None."""
 
 PATH = Path(__file__).parent / "results.csv"
 
@@ -62,17 +62,17 @@ COLUMNS: dict[str, type] = {
     "figures": dict,
     "notes": str,
 }
-"""Column: type; dicts are JSON. `status` is "measured", "planned", "does not fit" or "failed". `seconds` is a step's:
-the median over the turns of each turn's median, `min_seconds` and `max_seconds` the least and the largest of these.
-`vram_bytes` is the process's device memory by NVML, `vram_allocated_bytes` torch's peak. `tokens` are those of a step
-without padding. `rates` are the machine's, as the plan measured them; `figures` are a case's other numbers, by name."""
+"""Column: type; dicts are JSON. `status` is "measured", "planned", "does not fit" or "failed". `seconds` are per step:
+the median over the turns of each turn's median; `min_seconds` and `max_seconds` are the smallest and largest turn.
+`vram_bytes` is the process's device memory by NVML, `vram_allocated_bytes` torch's peak. `tokens` are per step, without
+padding. `rates` are the machine's, as measured for the plan; `figures` are further numbers of a case, by name."""
 
 BY_WIDTH = "seconds by width"
-"""Name in `figures`, of ragged rows: {columns of the inputs: median seconds}, and the "slowest" step's."""
+"""Name in `figures` of ragged rows: {columns of the inputs: median seconds}, and the seconds of the "slowest" step."""
 
 
 def read(path: Path = PATH) -> list[Row]:
-    """All rows, in the order in which they were written; [] where there is no file.
+    """All rows in the order of the file; [] without a file.
 
     Raises:
         ValueError: the columns are not `COLUMNS`.
@@ -109,7 +109,7 @@ def _text(value: Any, kind: type) -> str:
 
 
 def write(rows: Iterable[Row], path: Path = PATH) -> None:
-    """Replace the file as a whole.
+    """Replace the whole file.
 
     Raises:
         ValueError: a row has a column that is none of `COLUMNS`.
@@ -127,28 +127,28 @@ def write(rows: Iterable[Row], path: Path = PATH) -> None:
 
 
 def append(rows: Iterable[Row], path: Path = PATH) -> None:
-    """Write `rows` behind those that are there. Raises as `write`."""
+    """Append rows to the file. Raises like `write`."""
     write([*read(path), *rows], path)
 
 
 def of_figures(case: str, what: str, figures: Mapping[str, Any], commit: str, notes: str = "") -> Row:
-    """A row of a case that measures no step of an engine, on the CPU."""
+    """A row of a case on the CPU without steps of an engine."""
     row: Row = {"case": case, "engine": what, "status": "measured", "commit": commit, "date": now(), "gpu": "none"}
     return row | {"figures": dict(figures), "notes": notes}
 
 
 def now() -> str:
-    """For the column `date`."""
+    """The present time for the column `date`."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def of_machine(machine: Mapping[str, Any]) -> Row:
-    """The columns that say where a row was measured, from what `hardware.describe_machine` gives."""
+    """The columns that describe the machine, from `hardware.describe_machine`."""
     return {**{name: machine[name] for name in ("gpu", "cpu", "ram_bytes")}, "cores": machine["num_cores"]}
 
 
 def latest(rows: Sequence[Row], case: str, engine: str) -> Row | None:
-    """The last row of a case and an engine that holds seconds; measured ones come before planned ones."""
+    """The last row of a case and engine with seconds; a measured row is preferred to a planned one."""
     found = [row for row in rows if (row["case"], row["engine"]) == (case, engine) and row["seconds"] is not None]
     measured = [row for row in found if row["status"] == "measured"]
     return (measured or found or [None])[-1]

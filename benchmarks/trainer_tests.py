@@ -1,12 +1,12 @@
-"""Transformers' own tests of its Trainer: how many of those that it passes pass with the class exchanged for ours.
+"""Transformers' own tests of its Trainer: how many pass with the Trainer replaced by offloadkit's.
 
     git clone --depth 1 https://github.com/huggingface/transformers && pip install parameterized sentencepiece protobuf
     python -m benchmarks.trainer_tests transformers [options of pytest]
 
-The tests run on the CPU with the transformers that is installed: once as they are, and once with `Trainer` and
-`Seq2SeqTrainer` exchanged before they are imported, so that subclasses in the tests derive from ours. What the Trainer
-itself fails or skips (the hub, a package, a GPU) does not count. Printed is the number of tests that pass, and each
-other one with the error that it ended in. Options such as `-k resume` or `-n 2` are passed on.
+The tests run on the CPU with the installed transformers: once unchanged, and once with `Trainer` and `Seq2SeqTrainer`
+replaced before they are imported, so that subclasses in the tests derive from offloadkit's classes. Only tests that the
+stock Trainer passes count; it may fail or skip tests for lack of the hub, a package or a GPU. The output is the number
+of passed tests, and every failed test with its error. Options such as `-k resume` or `-n 2` are passed to pytest.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ import transformers
 from offloadkit.errors import OffloadkitError
 
 _LEFT_OUT = ("distributed", "fsdp", "tpu", "utils")
-"""Files of tests that launch scripts, in which no class would be exchanged, or that need no Trainer."""
+"""Test files that launch scripts (no class would be replaced there) or need no Trainer."""
 _OTHER_OPTIMIZER = ("steps with its own optimizers", "steps with optimizers of its own")
-"""What our errors about optimizers say."""
+"""Texts of offloadkit's errors about optimizers."""
 
 
 class Outcome(NamedTuple):
-    """How a test ended: "passed", "skipped", "failure" or "error", and the message of what it ended in."""
+    """The end of a test: "passed", "skipped", "failure" or "error", and the message."""
 
     status: str
     message: str
 
 
 def pytest_configure() -> None:
-    """As a plugin of pytest: from now on whoever imports one of transformers' Trainers gets ours."""
+    """As a plugin of pytest: replace transformers' Trainers by offloadkit's in later imports."""
     from transformers import trainer, trainer_seq2seq
 
     from offloadkit import OffloadSeq2SeqTrainer, OffloadTrainer
 
-    package: Any = sys.modules["transformers"]  # importing its Trainer has made it anew
+    package: Any = sys.modules["transformers"]  # importing its Trainer has replaced the module object
     package.Trainer = trainer.Trainer = OffloadTrainer
     package.Seq2SeqTrainer = trainer_seq2seq.Seq2SeqTrainer = OffloadSeq2SeqTrainer
 
 
 def outcomes(written: Path) -> dict[str, Outcome]:
-    """Each test's, by name, of a report that `pytest --junitxml` has written."""
+    """The outcome of each test by name, from a report of `pytest --junitxml`."""
     found = {}
     for case in ElementTree.parse(written).iter("testcase"):
         ended = next((part for part in case if part.tag in ("failure", "error", "skipped")), None)
@@ -59,7 +59,7 @@ def outcomes(written: Path) -> dict[str, Outcome]:
 
 
 def reason(outcome: Outcome) -> str:
-    """Why a test that the Trainer passes does not pass with ours."""
+    """The reason why a test passes only with the stock Trainer."""
     if any(said in outcome.message for said in _OTHER_OPTIMIZER):
         return "wants another optimizer"
     raised = outcome.message.split(":")[0].rpartition(".")[2]
@@ -68,7 +68,7 @@ def reason(outcome: Outcome) -> str:
 
 
 def report(stock: dict[str, Outcome], ours: dict[str, Outcome]) -> str:
-    """What is printed of two runs of the same tests."""
+    """The printed comparison of two runs of the same tests."""
     counted = [name for name, outcome in stock.items() if outcome.status == "passed"]
     rest: dict[str, list[str]] = {}
     for name in sorted(counted):
@@ -107,7 +107,6 @@ def run(checkout: Path, options: list[str], exchanged: bool) -> dict[str, Outcom
 
 
 def main() -> None:
-    """Run the tests twice and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="of transformers, with its folder tests/trainer")
     arguments, options = parser.parse_known_args()

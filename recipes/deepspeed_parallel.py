@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def small_llama() -> LlamaForCausalLM:
-    """Both numbers of heads can be divided by the number of ranks, which tensor parallelism needs."""
+    """The numbers of heads are multiples of the number of ranks, as tensor parallelism requires."""
     torch.manual_seed(SEED)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -37,8 +37,7 @@ def small_llama() -> LlamaForCausalLM:
 
 
 def micro_batches(device: torch.device) -> Iterator[torch.Tensor]:
-    """The same token ids on all ranks, int64 [ROWS, LENGTH]: rows that count upwards, so that there is something to
-    learn."""
+    """The same token ids on all ranks, int64 [ROWS, LENGTH]: rows that count upwards, so that the model can learn."""
     generator = torch.Generator().manual_seed(SEED)
     while True:
         start = torch.randint(0, 64, (ROWS, 1), generator=generator)
@@ -46,7 +45,7 @@ def micro_batches(device: torch.device) -> Iterator[torch.Tensor]:
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The mean over all tokens but the first; fp32, whatever the logits are."""
+    """The mean over all tokens except the first; fp32 for any dtype of the logits."""
     return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
 
@@ -54,7 +53,7 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def train_on_one(num_updates: int, dtype: str, device: torch.device) -> list[float]:
-    """fp32 weights; in bf16 they are rounded for forward and backward, as DeepSpeed's are."""
+    """fp32 weights; in bf16 they are rounded for forward and backward, as in DeepSpeed."""
     model = small_llama().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     data, losses = micro_batches(device), []
@@ -76,10 +75,10 @@ def train_on_one(num_updates: int, dtype: str, device: torch.device) -> list[flo
 
 
 def config_for(dtype: str, **more: Any) -> dict[str, Any]:
-    """What both have in common.
+    """The config of both modes.
 
-    ZeRO's stage 1 is the most that a pipeline takes, and the least that clips by the norm of all stages: without ZeRO,
-    DeepSpeed 0.19 clips each stage in fp32 by a norm of its own.
+    A pipeline allows ZeRO stage 1 at most, and clipping by the norm of all stages needs it: without ZeRO, DeepSpeed
+    0.19 clips each stage in fp32 by that stage's norm.
     """
     optimizer = {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.0, "torch_adam": True}}
     return {
@@ -94,7 +93,7 @@ def config_for(dtype: str, **more: Any) -> dict[str, Any]:
 
 
 class Embed(nn.Module):
-    """The first stage's beginning: token ids to vectors."""
+    """The start of the first stage: token ids to vectors."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         super().__init__()
@@ -106,8 +105,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. What all layers share beside the hidden states, here the rotary angles, it computes by itself: one
-    tensor passes from stage to stage."""
+    """One layer. It computes the rotary angles itself, because only one tensor passes from stage to stage."""
 
     def __init__(self, model: LlamaForCausalLM, number: int) -> None:
         super().__init__()
@@ -121,7 +119,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last stage's end: vectors to logits."""
+    """The end of the last stage: vectors to logits."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         super().__init__()
@@ -133,7 +131,7 @@ class Head(nn.Module):
 
 
 def train_as_pipeline(num_updates: int, dtype: str, device: torch.device) -> list[float]:
-    """Each rank keeps the layers of its stage alone; `train_batch` runs the micro-batches through all stages."""
+    """Each rank keeps only the layers of its stage; `train_batch` runs the micro-batches through all stages."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
@@ -144,17 +142,17 @@ def train_as_pipeline(num_updates: int, dtype: str, device: torch.device) -> lis
         layers=layers,
         num_stages=int(os.environ["WORLD_SIZE"]),
         loss_fn=next_token_loss,
-        partition_method="type:Block",  # as many blocks on each stage
+        partition_method="type:Block",  # the same number of blocks on each stage
         activation_checkpoint_interval=0,
     )
     parameters = [each for each in pipe.parameters() if each.requires_grad]
     engine, *_ = deepspeed.initialize(model=pipe, model_parameters=parameters, config=config_for(dtype))
-    data = ((ids, ids) for ids in micro_batches(device))  # (inputs, what the loss compares with)
+    data = ((ids, ids) for ids in micro_batches(device))  # (inputs, labels)
     return [float(engine.train_batch(data)) for _ in range(num_updates)]
 
 
 def train_with_cut_matrices(num_updates: int, dtype: str, device: torch.device) -> list[float]:
-    """AutoTP cuts the layers as the model's `base_model_tp_plan` says; each rank computes its part of every layer."""
+    """AutoTP cuts the layers by the model's `base_model_tp_plan`; each rank computes its part of every layer."""
     import deepspeed
 
     ranks = int(os.environ["WORLD_SIZE"])

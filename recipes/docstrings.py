@@ -77,7 +77,7 @@ def _without_docstring(lines: list[str], node: ast.FunctionDef | ast.AsyncFuncti
 
 
 def split(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
-    """Training and held-out pairs: a tenth of the files; sources and targets seen before are left out."""
+    """Training and held-out pairs (a tenth of the files), without repeated sources and targets."""
     train: dict[str, Pair] = {}
     held_out: dict[str, Pair] = {}
     for pair in pairs:
@@ -89,7 +89,7 @@ def split(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
 
 
 def train_tokenizer(pairs: list[Pair]) -> Any:
-    """Byte-level BPE over the training text, padding and ending as T5's."""
+    """Byte-level BPE over the training text, with T5's padding and end tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -109,7 +109,7 @@ def train_tokenizer(pairs: list[Pair]) -> Any:
 
 
 def unigram_loss(train: Any, held_out: Any, vocabulary: int) -> float:
-    """Nats a token that add-one counts of the training targets leave on the held-out targets."""
+    """Nats a token on the held-out targets under add-one counts of the training targets."""
     counts = Counter(token for labels in train["labels"] for token in labels)
     total = sum(counts.values()) + vocabulary
     tokens = [token for labels in held_out["labels"] for token in labels]
@@ -117,7 +117,7 @@ def unigram_loss(train: Any, held_out: Any, vocabulary: int) -> float:
 
 
 def random_t5(shape: str, vocabulary: int, seed: int) -> Any:
-    """The model that both runs begin with."""
+    """The initial model of both runs."""
     from transformers import T5Config, T5ForConditionalGeneration, set_seed
 
     set_seed(seed)
@@ -136,7 +136,7 @@ def evaluation_curve(history: list[dict[str, Any]]) -> list[tuple[int, float]]:
 
 
 def plain_run(model: Any, folder: Path, data: Any, evaluation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same training by transformers alone, AdamW and its fp32 states on the device."""
+    """The same training with transformers alone, with AdamW and fp32 states on the device."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     trainer = Seq2SeqTrainer(
@@ -184,7 +184,7 @@ def main() -> None:
 
 
 def ours(model: Any, files: list[Path], tokenizer: Any, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Training by `finetune`, and what the model that was saved writes when it is loaded again."""
+    """Train with `finetune`, and generate with the saved and reloaded model."""
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     import offloadkit
@@ -224,7 +224,7 @@ def ours(model: Any, files: list[Path], tokenizer: Any, folder: Path, options: a
 
 
 def training_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """What both runs are told."""
+    """The arguments of both runs."""
     return {
         "per_device_train_batch_size": options.batch_size,
         "per_device_eval_batch_size": 2 * options.batch_size,

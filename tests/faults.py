@@ -1,8 +1,8 @@
 """Insert small faults into the code, one at a time, and count how many the tests detect.
 
-python tests/faults.py                 draw 72, try them in two processes, report
-python tests/faults.py --list          show them
-python tests/faults.py --only 7        try one, and show the tests' output
+    python tests/faults.py                 draw 72, try them in two processes, report
+    python tests/faults.py --list          show them
+    python tests/faults.py --only 7        try one, and show the tests' output
 
 The kernels in Triton's interpreter need Triton and numpy < 2.4.
 The seed and the text of the files decide the draw. It covers all ROOMS evenly, and within a room every kind of
