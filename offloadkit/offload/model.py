@@ -180,6 +180,8 @@ class PlacedModel:
                     self.states[at] = self._elsewhere(self.states[at], where)
                 shared = self._allocate(layers, self.plan, ram_watch)
                 move_rest(self.module, trained, self._device, self._config.working_dtype, self._make_real)
+                for state in self.states:  # drawing a layer counts versions of others, whose bits it does not change
+                    state.weights.ignore_earlier_writes()
                 return shared
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # frees memory that the failed layer had allocated

@@ -102,6 +102,10 @@ class LayerWeights:
         self.bind(self._home)
         self._versions = self._present_versions()
 
+    def ignore_earlier_writes(self) -> None:
+        """Take the present version counters as those of the settled weights."""
+        self._versions = self._present_versions()
+
     def own_tensors(self) -> list[torch.Tensor]:
         """All known tensors that share the settled weights' memory: bound tensors first, then parameters."""
         bases = (tensor._base for tensor in self.bound)

@@ -177,7 +177,21 @@ def test_random_weights_do_not_depend_on_what_is_drawn_beside_them(together: int
 
 
 def resolve_tiny() -> Any:
-    return draw_lazily(CONFIGS["t5"], "seq2seq", None)
+    return draw_lazily(CONFIGS["t5"], "seq2seq", torch.float32)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_drawing_a_later_layer_leaves_the_remainders_of_earlier_layers(placement: str) -> None:
+    """`_init_weights` of a parent module touches parameters of layers that were placed before."""
+    torch.manual_seed(3)
+    whole = resolve_tiny()
+    make_real(whole.parameters())
+    masters = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
+    torch.manual_seed(3)
+    config = OffloadConfig(working_dtype="bf16", placement=PLACEMENTS[placement])
+    with OffloadEngine(resolve_tiny(), config, device="cpu") as engine:
+        for name, master in engine.master_weights().items():
+            assert torch.equal(master, masters[name]), name
 
 
 def test_a_master_of_more_elements_than_one_slice_is_split_as_a_whole() -> None:
