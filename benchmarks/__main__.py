@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     several.add_argument("--device", choices=("cpu",), help="cpu hides the GPUs")
     several.add_argument("--commit", help="commit to write down where git is missing")
     planning = commands.add_parser("plans", help="plan for the machine of a measured row; appends planned rows")
-    planning.add_argument("case", nargs="*", choices=[*CASES, []], metavar="CASE", help="default: those of claim fit")
+    planning.add_argument("case", nargs="*", choices=[*CASES, []], metavar="CASE", help="default: cases of claim fit")
     planning.add_argument("--commit", help="commit to write down where git is missing")
     starting = commands.add_parser(
         "start", help="measure the seconds to the end of the first step, by phase; appends rows"

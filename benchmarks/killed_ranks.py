@@ -259,7 +259,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cpu",), help="cpu hides the GPUs")
-    parser.add_argument("--out", type=Path, default=table.PATH, help="the table to which a row is appended")
+    parser.add_argument("--out", type=Path, default=table.PATH, help="append a row to this table")
     parser.add_argument("--commit", help="commit to write down where git is missing")
     run(**vars(parser.parse_args(arguments)), say=lambda text: print(text, flush=True))
 

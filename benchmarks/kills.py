@@ -621,7 +621,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--doors", nargs="+", choices=SHARES, default=tuple(SHARES), metavar="DOOR")
-    parser.add_argument("--out", type=Path, help="the table to which rows are appended")
+    parser.add_argument("--out", type=Path, help="append rows to this table")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     options = vars(parser.parse_args(arguments))
     run(**options, say=lambda text: print(text, flush=True))

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.power_cut", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--times", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a table, to which a row is appended")
+    parser.add_argument("--out", type=Path, help="append a row to this table")
     given = parser.parse_args(arguments)
     if _DISK in os.environ:
         run(given.times, given.seed)

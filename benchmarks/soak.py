@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--door", choices=["loop", "trainer"], default="loop")
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--most", type=float, default=0.1, help="KiB a step that are allowed")
-    parser.add_argument("--out", type=Path, help="a table, to which a row is appended")
+    parser.add_argument("--out", type=Path, help="append a row to this table")
     chosen, commit = parser.parse_args(arguments), git_commit()
     gc.freeze()
     with tempfile.TemporaryDirectory() as folder:

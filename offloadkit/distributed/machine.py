@@ -62,8 +62,8 @@ def cores_of_rank(ranks: Ranks) -> tuple[int, int]:
 def shared_cores(ranks: Ranks, device: torch.device) -> Iterator[tuple[int, int]]:
     """Limit the C kernels of this process to its share of the host's cores (`cores_of_rank`) in the body.
 
-    If every rank of the host keeps as many cores on the NUMA node of its GPU, ranks are bound to these cores, and RAM
-    that a rank populates is near its GPU.
+    Ranks are bound to the cores on the NUMA nodes of their GPUs, if no rank of the host loses cores by it. RAM that a
+    rank populates is then near its GPU.
     """
     threads, cores = cpu.num_threads(), hardware.own_cores()
     near = _near_cores(ranks, device) or cores

@@ -168,9 +168,9 @@ class OffloadEngine:
             evaluation_rows: batch size of evaluation, if larger than training's; counted by plans made here.
 
         Raises:
-            ModelError: nothing can be trained, a dtype is not supported, the plan is for another model, the model is
-                compiled, scripted or wrapped for distributed training, or a trained parameter shares memory with
-                another tensor of the model.
+            ModelError: nothing can be trained, a dtype is not supported, or the plan is for another model.
+            ModelError: the model is compiled, scripted or wrapped for distributed training, or a trained parameter
+                shares memory with another tensor of the model.
             ConfigError: the plan was made with another accumulation, recomputation or placement, or a parameter group
                 has an unsupported option. With several ranks: a layer's weights are in RAM on some ranks and in VRAM on
                 others, or weights are in RAM and the ranks on several hosts.

@@ -11,8 +11,8 @@ bf16 and fp16. `OffloadConfig` sets the rest. A field of `OffloadConfig` that co
 ranks, whether or not the model's forward knows `num_items_in_batch`.
 
 **Several ranks.** `torchrun` or `accelerate launch` starts them. Rank 0 prints and writes; each rank writes its part of
-the states. New weights come to a rank together with the other ranks, so a callback that uses weights on one rank alone,
-to generate for example, must first call `trainer.engine.synchronize()` on all ranks, or it waits until the timeout.
+the states. All ranks must take part when new weights arrive. A callback that uses weights on one rank alone, for
+example to generate, must first call `trainer.engine.synchronize()` on all ranks, or it waits until the timeout.
 
 **OOM.** The engine moves to a plan with less VRAM and repeats the accumulated batch (`window.py`), or the micro-batch
 of an evaluation (`OffloadEngine.run_eval`).

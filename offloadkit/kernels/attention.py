@@ -33,8 +33,8 @@ BLOCKS: dict[str, dict[str, tuple[int, ...]]] = {
 }
 """Queries, keys, warps and stages of a thread block, by device type and kernel.
 
-With width 128, a thread block takes at most 88 KiB of shared memory on Ampere, Ada and GeForce Blackwell, which have 99
-KiB, and 108 KiB on Hopper and Blackwell, which have 227 KiB. The kernels compile for all of these without significant
+With width 128, a thread block takes at most 88 of 99 KiB of shared memory on Ampere, Ada and GeForce Blackwell. On
+Hopper and Blackwell it takes at most 108 of 227 KiB. The kernels compile for all of these without significant
 register spills (tests/kernels/test_compiled.py), but ran only on Hopper.
 """
 

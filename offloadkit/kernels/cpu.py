@@ -297,8 +297,8 @@ def plan_seconds(model: Mapping[str, NDArray[Any]], some: Sequence[NDArray[np.in
     """`StepModel.seconds` of many placements, bit-equal; None without the library.
 
     Args:
-        model: "machine" (fp64), "stages" and "layers" (fp64 [number, costs]), "ends" (int64, end of every stage's
-            layers) and "blocks" (int64, per layer), laid out as in cpu_plan.h, with layers in the order of the stages.
+        model: arrays laid out as in cpu_plan.h, with layers in the order of the stages: "machine" (fp64), "stages" and
+            "layers" (fp64 [number, costs]), "ends" (int64, end of every stage's layers), "blocks" (int64, per layer).
         some: codes [number, number of layers], recomputed blocks [number], offloaded blocks [number].
 
     Returns:

@@ -351,8 +351,8 @@ def group_indices(model: nn.Module, param_groups: Sequence[dict[str, Any]] | Non
     """Index of each trainable parameter's optimizer group; 0 without `param_groups`.
 
     Raises:
-        ModelError: there is nothing to train, a trainable parameter is not floating-point, a group has a tensor that is
-            not the model's, or a trainable parameter is in no group or in two groups.
+        ModelError: there is nothing to train, or a trainable parameter is not floating-point.
+        ModelError: a group has a foreign tensor, or a trainable parameter is in no group or in two groups.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for parameter, name in names.items():

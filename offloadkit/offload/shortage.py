@@ -124,8 +124,8 @@ def explained_shortage(
 def leaner_budget(plan: Plan, device: torch.device) -> int:
     """VRAM budget, in bytes, for the next plan of a run that ran out of VRAM with `plan`.
 
-    The smaller of planned and used bytes, minus an eighth of the planned bytes or twice the excess over the plan,
-    whichever is more, because used bytes do not include the allocation that failed.
+    It is the smaller of planned and used bytes, minus an eighth of the planned bytes or twice the excess over the plan,
+    whichever is more. The margin covers the allocation that failed, which the used bytes do not include.
     """
     planned = plan.total_bytes("vram")
     used = planned

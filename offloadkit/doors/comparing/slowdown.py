@@ -59,8 +59,9 @@ def measure_slowdown(
     timeout: float | None = None,
     output_dir: str | os.PathLike[str] | None = None,
 ) -> Slowdown:
-    """Time a few steps of offloadkit within `vram` and `ram`, and of plain training without limits if it fits on the
-    GPU, with the same attention and norms, each in a fresh process. Other arguments: see `compare`.
+    """Time a few steps of offloadkit within `vram` and `ram`, and of plain training if it fits on the whole GPU.
+
+    Both have the same attention and norms, and run in fresh processes. Other arguments: see `compare`.
 
     Args:
         output_dir: keeps measurements for the next call; None keeps nothing.
