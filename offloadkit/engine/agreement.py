@@ -57,17 +57,17 @@ def agree(placed: PlacedModel, ranks: Ranks, window: tuple[int, int], flags: Ran
     Raises:
         EngineStateError: the ranks are at different steps or micro-batches, or have written different weights.
     """
-    states, order = placed.states, placed.forward_order
+    states, order = placed.trained, placed.forward_order
     at = {state: index for index, state in enumerate(states)}
     num, counts = len(states), [len(state.layer.views) for state in states]
     got = np.zeros(sum(counts), dtype=np.int64)
     starts = [0, *np.cumsum(counts).tolist()]
     for start, state in zip(starts, states, strict=False):
         got[[start + index for index in state.gradient.window]] = 1
-    written = [isinstance(state.weights, StreamedWeights) and state.weights.has_private_copy for state in states]
+    written = [isinstance(state.weights, StreamedWeights) and state.weights.has_private_copy for state in placed.states]
     own = [*window, flags.is_full, flags.ram_is_scarce, flags.rates_are_due]
-    own += [*(at[state] for state in order), *placed.gradients.completed, *written]
-    told = ranks.agree(np.concatenate([np.array(own, dtype=np.int64), got]))
+    own += [*(at[state] for state in order), *placed.gradients.completed, *got.tolist(), *written]
+    told = ranks.agree(np.array(own, dtype=np.int64))
     windows, (full, scarce, due), told = told[:, :2].tolist(), told[:, 2:5].astype(bool).T, told[:, 5:]
     if full.any():
         return Agreement(full, scarce, due, order)
@@ -77,8 +77,9 @@ def agree(placed: PlacedModel, ranks: Ranks, window: tuple[int, int], flags: Ran
             f"the ranks are at different micro-batches ({listed}): every rank must call backward() and step() "
             "equally often. Give all ranks the same number of batches"
         )
-    _share_writes(placed, ranks, told[:, 2 * num : 3 * num])
-    by_any = told[:, 3 * num :].max(axis=0)
+    end = 2 * num + len(got)
+    _share_writes(placed, ranks, told[:, end:])
+    by_any = told[:, 2 * num : end].max(axis=0)
     for start, state, count in zip(starts, states, counts, strict=False):
         by_ranks = set(np.flatnonzero(by_any[start : start + count]).tolist())
         state.gradient.missing = by_ranks - state.gradient.window

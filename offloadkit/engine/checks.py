@@ -110,14 +110,20 @@ def check_free(model: nn.Module, config: OffloadConfig) -> None:
         )
     if config.working_dtype == "auto":
         return
-    dtype, others = DTYPES[config.working_dtype], [at for at, engine in list(_open_engines.items()) if engine()]
-    theirs = {id(parameter) for other in others for parameter in other.parameters()}
+    dtype, theirs = DTYPES[config.working_dtype], used_elsewhere(model)
     for name, parameter in model.named_parameters():
-        if id(parameter) in theirs and parameter.dtype.is_floating_point and parameter.dtype != dtype:
+        if parameter in theirs and parameter.dtype.is_floating_point and parameter.dtype != dtype:
             raise EngineStateError(
                 f"the frozen parameter {name!r} is {parameter.dtype}, and another model with an open engine uses it: "
                 f"working_dtype={config.working_dtype!r} would cast it. Train both with one working dtype"
             )
+
+
+def used_elsewhere(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of `model` that are in another model with an open engine too."""
+    others = [other for other, engine in list(_open_engines.items()) if engine() is not None and other is not model]
+    theirs = {id(parameter) for other in others for parameter in other.parameters()}
+    return {parameter for parameter in model.parameters() if id(parameter) in theirs}
 
 
 def _other(model: nn.Module) -> nn.Module | None:

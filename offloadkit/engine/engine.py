@@ -38,7 +38,7 @@ from offloadkit.device.process_memory import VramCap, forget_peak, phase
 from offloadkit.distributed import world
 from offloadkit.distributed.machine import shared_cores
 from offloadkit.distributed.ranks import Group, joined_ranks
-from offloadkit.engine.checks import check_free, check_not_wrapped, engine_closed, engine_opened
+from offloadkit.engine.checks import check_free, check_not_wrapped, engine_closed, engine_opened, used_elsewhere
 from offloadkit.engine.loop import TrainingLoop
 from offloadkit.engine.outline import FirstWindow, needs_plan, plan_for, proposing_disk
 from offloadkit.engine.replanner import Replanner, connect, plan_of_rank
@@ -154,8 +154,9 @@ class OffloadEngine:
         the weights alone. Writes to weights must be made on all ranks.
 
         Args:
-            model: any module. The plan places its trainable parameters; frozen ones move to `device`. Parameters that
-                `offloadkit.from_pretrained` left unread are read now, one flat layer at a time.
+            model: any module. The plan places its trainable parameters, and its repeated blocks' frozen ones; other
+                frozen parameters move to `device`. Parameters that `offloadkit.from_pretrained` left unread are read
+                now, one flat layer at a time.
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's;
                 `optimizer` names its optimizer. Groups of `optimizer="muon"` have Muon's options instead of betas.
                 Other options of torch's optimizers are refused if they would change the step.
@@ -199,7 +200,7 @@ class OffloadEngine:
         for group in param_groups or ():
             usual = {"lr": self.config.learning_rate, "eps": self.config.eps, "weight_decay": self.config.weight_decay}
             options_of({"betas": (0.0, 0.0), **usual, **group})
-        layers = flat_layers(model, self.config, param_groups)
+        layers = flat_layers(model, self.config, param_groups, used_elsewhere(model))
         self._undo = ExitStack()
         # Without the finalizer, an engine dropped without close() would keep its model and threads until exit.
         self._process = os.getpid()
@@ -273,7 +274,7 @@ class OffloadEngine:
             self,
             {
                 view.parameter: state.state_of(at)
-                for state in self.placed.states
+                for state in self.placed.trained
                 for at, view in enumerate(state.layer.views)
             },
         )
@@ -764,7 +765,7 @@ class OffloadEngine:
         return RunSnapshot(
             state["module"],
             state["optimizer"],
-            {view.name: each.ranges_of(at) for each in self.placed.states for at, view in enumerate(each.layer.views)},
+            {view.name: each.ranges_of(at) for each in self.placed.trained for at, view in enumerate(each.layer.views)},
             {view.name: tuple(view.parameter.shape) for view in views},
             groups,
             facts,
@@ -904,7 +905,7 @@ class OffloadEngine:
     def master_weights(self) -> dict[str, torch.Tensor]:
         """fp32 copies of the master weights in RAM, by parameter name; with several ranks this rank's part, 1-D."""
         self.synchronize()
-        return {view.name: state.master(view) for state in self.placed.states for view in state.layer.views}
+        return {view.name: state.master(view) for state in self.placed.trained for view in state.layer.views}
 
     # ---- closing -----------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class TrainingLoop:
         self._device, self._ranks = device, ranks
         trained = {view.parameter for view in placed.views()}
         self.untrained = UntrainedParameters(placed.module, trained)
-        has_fp16 = any(state.layer.dtype == torch.float16 for state in placed.states)
+        has_fp16 = any(state.layer.dtype == torch.float16 for state in placed.trained)
         self.loss_scale = LossScale(config.loss_scale) if has_fp16 else None
         self.profile: Profile | None = None
         self.newest_update: Update | None = None

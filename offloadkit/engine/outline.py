@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_map_only
 from offloadkit.device.state_file import unfit_for_states
 from offloadkit.distributed.machine import measured_by, planning_ranks
 from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
+from offloadkit.engine.checks import used_elsewhere
 from offloadkit.engine.python_time import blocks_called
 from offloadkit.engine.tracing import Call, trace_micro_batch
 from offloadkit.facts.changes import caching_configs, changed, claim
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.hardware import Hardware, with_disk
-from offloadkit.offload.layers import FlatLayer, flat_layers, plan_of, repeated_blocks, stays_fp32
-from offloadkit.optim.table import DTYPES
+from offloadkit.offload.layers import FlatLayer, flat_layers, frozen_dtypes, plan_of, repeated_blocks
 from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage
 from offloadkit.planner.plan import check_fits
 from offloadkit.planner.words import misfit_message
@@ -111,9 +111,10 @@ def outlined(
     *,
     assumed: bool = False,
     param_groups: Sequence[dict[str, Any]] | None = None,
+    apart: Collection[nn.Parameter] = (),
 ) -> Outline:
     """The outline of `model`, which is on the meta device. Its dtypes and its training mode stay changed."""
-    layers = flat_layers(model, config, param_groups)
+    layers = flat_layers(model, config, param_groups, apart)
     _take_working_dtypes(model, layers, config)
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):  # the model's own recomputation cannot be traced
@@ -122,17 +123,10 @@ def outlined(
 
 
 def _take_working_dtypes(model: nn.Module, layers: list[FlatLayer], config: OffloadConfig) -> None:
-    trained = {view.parameter for layer in layers for view in layer.views}
-    for layer in layers:
-        for view in layer.views:
-            view.parameter.data = view.parameter.data.to(layer.dtype)
-    if config.working_dtype == "auto":
-        return
-    dtype = DTYPES[config.working_dtype]
-    in_fp32 = stays_fp32(model) if dtype == torch.float16 else set()
-    for parameter in model.parameters():
-        if parameter not in trained and parameter.dtype.is_floating_point:
-            parameter.data = parameter.data.to(torch.float32 if parameter in in_fp32 else dtype)
+    dtypes = {view.parameter: layer.dtype for layer in layers for view in layer.views}
+    rest = [parameter for parameter in model.parameters() if parameter not in dtypes]
+    for parameter, dtype in (dtypes | frozen_dtypes(model, rest, config.working_dtype)).items():
+        parameter.data = parameter.data.to(dtype)
 
 
 def without_memory(model: nn.Module) -> nn.Module:
@@ -271,7 +265,8 @@ def _outline_of_copy(
     groups = param_groups and [
         {**group, "params": [copies[each] for each in group["params"] if each in copies]} for group in param_groups
     ]
-    outline = outlined(copied, config, machine, param_groups=groups)
+    apart = {copies[each] for each in used_elsewhere(model)}
+    outline = outlined(copied, config, machine, param_groups=groups, apart=apart)
     return replace(outline, held_bytes=held_in_ram(model), num_ranks=ranks.size)
 
 

@@ -1,21 +1,24 @@
-"""Flat layers: a model's trainable parameters grouped into contiguous 1-D buffers.
+"""Flat layers: a model's parameters grouped into contiguous 1-D buffers.
 
 A flat layer is the unit of placement, optimizer steps and waits. It holds the trainable parameters of one repeated
 block (a T5Block, a LlamaDecoderLayer), or some of the parameters outside the blocks (embeddings, final norms, head). A
-model without repeated blocks is cut by size.
+model without repeated blocks is cut by size. The frozen parameters of a block are a flat layer of their own; frozen
+parameters outside the blocks are in none.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, count
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from offloadkit.errors import ConfigError, ModelError, shown
 from offloadkit.facts.config import OffloadConfig
@@ -40,9 +43,9 @@ class ParameterView:
     """The parameter's (first) name in the model."""
     parameter: nn.Parameter
     order: int
-    """Position among the model's trainable parameters. Norms are added in this order."""
+    """Position among the model's trainable, or frozen, parameters. Norms are added in this order."""
     group: int
-    """Index of the optimizer group."""
+    """Index of the optimizer group; 0 for a frozen parameter."""
     owners: list[tuple[nn.Module, str]]
     """All (module, attribute) pairs that hold this tensor; more than one for tied weights."""
     matrix: Matrix | None = None
@@ -150,8 +153,8 @@ class FlatLayer:
 
     @property
     def num_norm_blocks(self) -> int:
-        """Number of block sums for the gradient norm."""
-        return sum(-(-view.numel // NORM_BLOCK) for view in self.views)
+        """Number of block sums for the gradient norm; 0 without a gradient."""
+        return self.kind.is_trained and sum(-(-view.numel // NORM_BLOCK) for view in self.views)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -175,12 +178,16 @@ def _nearest(ends: Sequence[int], target: float) -> int:
 
 
 def flat_layers(
-    model: nn.Module, config: OffloadConfig, param_groups: Sequence[dict[str, Any]] | None = None
+    model: nn.Module,
+    config: OffloadConfig,
+    param_groups: Sequence[dict[str, Any]] | None = None,
+    apart: Collection[nn.Parameter] = (),
 ) -> list[FlatLayer]:
-    """The flat layers of `model`'s trainable parameters, in definition order; works on the meta device.
+    """The flat layers of `model`'s parameters, in definition order; works on the meta device.
 
     Args:
         param_groups: as `divided_groups` returns them.
+        apart: frozen parameters that are in no layer.
 
     Raises:
         ModelError: nothing can be trained, or a parameter's dtype or group is not supported.
@@ -195,6 +202,10 @@ def flat_layers(
         parameter: LayerKind(DTYPE_NAMES[dtype], optimizers[groups[parameter]], config.precision)
         for parameter, dtype in dtypes.items()
     }
+    frozen = frozen_dtypes(model, _frozen_in_blocks(model, groups, apart), config.working_dtype)
+    for parameter, dtype in frozen.items():
+        if dtype in DTYPE_NAMES:
+            kinds[parameter] = LayerKind(DTYPE_NAMES[dtype], precision=config.precision, trains="frozen")
     for kind in dict.fromkeys(kinds.values()):
         _ = kind.states  # raises if the optimizer does not support the precision
     layers = cut(model, groups, kinds)
@@ -204,6 +215,46 @@ def flat_layers(
             for view in layer.views:
                 view.matrix = matrices[view.parameter]
     return layers
+
+
+def _frozen_in_blocks(
+    model: nn.Module, groups: Mapping[nn.Parameter, int], apart: Collection[nn.Parameter]
+) -> list[nn.Parameter]:
+    """The frozen parameters that can be views of a flat layer.
+
+    Left out are tied, quantised and non-contiguous weights, and weights of scripted and compiled modules.
+    """
+    used = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
+    without_hooks = {
+        inner
+        for module in model.modules()
+        if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
+        for inner in module.modules()
+    }
+    found = []
+    for _, block in repeated_blocks(model):
+        for module in block.modules():
+            for parameter in module._parameters.values():
+                if parameter is None or parameter in groups or parameter in apart or used[parameter] > 1:
+                    continue
+                is_plain = type(parameter).__module__.partition(".")[0] in ("torch", "offloadkit")
+                if is_plain and not is_lazy(parameter) and parameter.is_contiguous() and module not in without_hooks:
+                    found.append(parameter)
+    return found
+
+
+def frozen_dtypes(
+    model: nn.Module, parameters: Iterable[nn.Parameter], choice: Dtype | Literal["auto"]
+) -> dict[nn.Parameter, torch.dtype]:
+    """dtype that each frozen parameter has in training: the working dtype, unless "auto". Integers keep theirs."""
+    in_fp32 = stays_fp32(model) if choice == "fp16" else set()
+
+    def dtype_of(parameter: nn.Parameter) -> torch.dtype:
+        if choice == "auto" or not parameter.dtype.is_floating_point:
+            return parameter.dtype
+        return torch.float32 if parameter in in_fp32 else DTYPES[choice]
+
+    return {parameter: dtype_of(parameter) for parameter in parameters}
 
 
 def divided_groups(
@@ -233,8 +284,8 @@ def plan_of(
 
     num_ranks: the number of ranks, if the layers are not cut for ranks yet.
     """
-    trained = {view.parameter for layer in layers for view in layer.views}
-    frozen = [parameter for parameter in model.parameters() if parameter not in trained]
+    placed = {view.parameter for layer in layers for view in layer.views}
+    frozen = [parameter for parameter in model.parameters() if parameter not in placed]
     return make_plan(
         [layer.shape() if num_ranks == 1 else layer.shape().shared_by(num_ranks) for layer in layers],
         config,
@@ -489,15 +540,15 @@ def cut(model: nn.Module, groups: dict[nn.Parameter, int], kinds: dict[nn.Parame
     """The flat layers of `model`, in definition order.
 
     Args:
-        groups: optimizer group of each trainable parameter. Other parameters are in no layer.
-        kinds: the kind of each trainable parameter. A flat layer holds parameters of one kind.
+        groups: optimizer group of each trainable parameter.
+        kinds: the kind of each parameter that is in a layer. A flat layer holds parameters of one kind.
     """
     blocks = repeated_blocks(model)
     inside = {module: name for name, block in blocks for module in block.modules()}
     block_of = dict(blocks)
     pieces: dict[tuple[str, LayerKind], list[ParameterView]] = {}
     current: dict[LayerKind, str] = {}
-    for view in _views(model, groups):
+    for view in _views(model, groups, kinds):
         homes = {inside.get(owner) for owner, _ in view.owners}
         home, kind = homes.pop() if len(homes) == 1 else None, kinds[view.parameter]
         if home is None:
@@ -512,14 +563,18 @@ def cut(model: nn.Module, groups: dict[nn.Parameter, int], kinds: dict[nn.Parame
     return layers
 
 
-def _views(model: nn.Module, groups: dict[nn.Parameter, int]) -> Iterator[ParameterView]:
+def _views(
+    model: nn.Module, groups: dict[nn.Parameter, int], kinds: dict[nn.Parameter, LayerKind]
+) -> Iterator[ParameterView]:
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(parameter, []).append((module, attribute))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for order, parameter in enumerate(parameter for parameter in names if parameter in groups):
-        yield ParameterView(names[parameter], parameter, order, groups[parameter], owners[parameter])
+    numbers = {True: count(), False: count()}
+    for parameter in (parameter for parameter in names if parameter in kinds):
+        order, group = next(numbers[parameter in groups]), groups.get(parameter, 0)
+        yield ParameterView(names[parameter], parameter, order, group, owners[parameter])
 
 
 def _piece(

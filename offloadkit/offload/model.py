@@ -60,6 +60,7 @@ class PlacedModel:
 
     Attributes:
         states: the flat layers, in definition order.
+        trained: the flat layers that are not frozen.
         plan: the plan in use: the plan given, or a leaner one if the GPU was full.
         is_whole: the model can be trained on. False after a move failed and could not rebuild the shared buffers.
         gathers: with several ranks, brings the weights that other ranks stepped.
@@ -173,13 +174,13 @@ class PlacedModel:
         If the GPU is full, the layer being placed is restored, the layers before it move to a leaner plan, and placing
         continues.
         """
-        trained = {view.parameter for layer in layers for view in layer.views}
+        placed = {view.parameter for layer in layers for view in layer.views}
         while True:
             try:
                 for at, where in self._changes(self.plan.placements):  # several ranks keep their plan: no changes
                     self.states[at] = self._elsewhere(self.states[at], where)
                 shared = self._allocate(layers, self.plan, ram_watch)
-                move_rest(self.module, trained, self._device, self._config.working_dtype, self._make_real)
+                move_rest(self.module, placed, self._device, self._config.working_dtype, self._make_real)
                 for state in self.states:  # drawing a layer counts versions of others, whose bits it does not change
                     state.weights.ignore_earlier_writes()
                 return shared
@@ -338,6 +339,10 @@ class PlacedModel:
         return any(getattr(block, "gradient_checkpointing", False) for block in self._recomputed or ())
 
     @property
+    def trained(self) -> list[LayerState]:
+        return [state for state in self.states if state.layer.kind.is_trained]
+
+    @property
     def placements(self) -> tuple[Placement, ...]:
         """Current placement of each layer."""
         return tuple(state.placement for state in self.states)
@@ -368,7 +373,7 @@ class PlacedModel:
             self._ring = WeightRing(streamed, self._device, NUM_WEIGHT_BUFFERS, self._waits, self.external_writes)
         self._recompute_blocks()
         staging = [slab.cut(slab.num_bytes, torch.uint8) for slab in shared[num_disk:]]
-        self.gradients.arrange([state.gradient for state in self.states], staging)
+        self.gradients.arrange([state.gradient for state in self.trained], staging)
         self.is_whole = True
 
     def _dismantle(self) -> None:
@@ -640,9 +645,9 @@ class PlacedModel:
 
     @property
     def forward_order(self) -> list[LayerState]:
-        """The layers in the order of the last forward."""
-        by_weights = {state.weights: state for state in self.states}
-        return [by_weights[weights] for weights in self.forward_hooks.forward_order()]
+        """The trained layers in the order of the last forward."""
+        by_weights = {state.weights: state for state in self.trained}
+        return [by_weights[weights] for weights in self.forward_hooks.forward_order() if weights in by_weights]
 
     def start_update(
         self, order: Sequence[LayerState] | None = None
@@ -698,7 +703,7 @@ class PlacedModel:
 
     def views(self) -> Iterator[ParameterView]:
         """Views of all trained parameters."""
-        for state in self.states:
+        for state in self.trained:
             yield from state.layer.views
 
     def release(self) -> None:

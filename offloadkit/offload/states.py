@@ -237,7 +237,8 @@ class LayerState:
             )
         for index, view in enumerate(self.layer.views):
             source = view.parameter.data.reshape(-1)
-            split = self.layer.dtype == torch.bfloat16 and source.dtype == torch.float32
+            is_split = self.flat.remainder is not None and self.layer.dtype == torch.bfloat16
+            split = is_split and source.dtype == torch.float32
             if self.shard is not self.layer:
                 self.weights.flat[view.elements].copy_(split_master(source)[0] if split else source)
             for piece in self._owned(index):

@@ -229,12 +229,16 @@ class StreamedWeights(LayerWeights):
             return
         held = view in self._read_outside or block.ring.holds(block)  # autograd waits for all uses of a parameter
         if block.lost or not held:
-            raise EngineStateError(
-                f"the gradient of {view.name!r} came after its block had left VRAM: this model's backward does not run "
-                "block by block. If the model itself recomputes several blocks as one (torch.utils.checkpoint), let it "
-                "recompute each block by itself, or none: Placement(activations='checkpoint') does it. Otherwise train "
-                "it with Placement(activations='keep'), or with weights='vram'"
-            )
+            raise _left_too_early(f"the gradient of {view.name!r}")
+
+
+def _left_too_early(what: str) -> EngineStateError:
+    return EngineStateError(
+        f"{what} came after its block had left VRAM: this model's backward does not run block by block. If the model "
+        "itself recomputes several blocks as one (torch.utils.checkpoint), let it recompute each block by itself, or "
+        "none: Placement(activations='checkpoint') does it. Otherwise train it with Placement(activations='keep'), or "
+        "with weights='vram'"
+    )
 
 
 @cache
@@ -289,6 +293,15 @@ class StreamedBlock:
     def is_viewed(self) -> bool:
         """Whether a recomputation's views of the buffer still exist."""
         return self.recomputed and any(layer.is_viewed() for layer in self.layers)
+
+    def check_kept(self) -> None:
+        """Called at the end of backward.
+
+        Raises:
+            EngineStateError: its buffer went to another block while a recomputation had views of frozen weights.
+        """
+        if self.lost and not all(layer.layer.kind.is_trained for layer in self.layers):
+            raise _left_too_early(f"a gradient in the backward of {self.layers[0].layer.name!r}")
 
     def ready(self) -> bool:
         """Whether the newest weights are in RAM."""
@@ -429,13 +442,20 @@ class WeightRing:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Context for backward, while `external_writes` watches no parameter."""
+        """Context for backward, while `external_writes` watches no parameter.
+
+        Raises:
+            EngineStateError: a recomputed block without trained weights lost its buffer, so that gradients of others
+                may be wrong. (`check_held` sees blocks with trained weights.)
+        """
         for block in self._blocks:
             block.recomputed = block.lost = False
             self._guard(block)
         self.in_backward = True
         try:
             yield
+            for block in self._blocks:
+                block.check_kept()
         finally:
             self.in_backward = False
             for block in self._blocks:

@@ -21,8 +21,8 @@ from offloadkit.device.streams import Event, Waits
 from offloadkit.errors import EngineStateError
 from offloadkit.facts.hardware import trim_heap
 from offloadkit.offload.external_writes import ExternalWrites, moved_or_cast, set_data, unwatched
-from offloadkit.offload.layers import FlatLayer, ParameterView, stays_fp32
-from offloadkit.optim.table import DTYPES, Dtype
+from offloadkit.offload.layers import FlatLayer, ParameterView, frozen_dtypes
+from offloadkit.optim.table import Dtype
 
 
 class PendingUpdate:
@@ -474,25 +474,24 @@ class TiedUses:
 
 def move_rest(
     model: nn.Module,
-    trained: set[nn.Parameter],
+    placed: set[nn.Parameter],
     device: torch.device,
     working_dtype: Dtype | Literal["auto"],
     make_real: Callable[[Sequence[nn.Parameter]], None],
 ) -> None:
-    """Move frozen parameters and buffers to `device`, and cast frozen parameters to the working dtype unless "auto".
+    """Move parameters in no flat layer and buffers to `device`, and cast parameters to the working dtype unless "auto".
 
     Args:
-        trained: the parameters in flat layers; they are left alone.
+        placed: the parameters in flat layers; they are left alone.
         make_real: reads or draws parameters on the meta device.
     """
-    dtype = None if working_dtype == "auto" else DTYPES[working_dtype]
-    in_fp32 = stays_fp32(model) if dtype == torch.float16 else set()
-    for parameter in model.parameters():
-        if parameter not in trained:
-            make_real([parameter])
-            wanted = None if not parameter.dtype.is_floating_point else torch.float32 if parameter in in_fp32 else dtype
-            parameter.data = parameter.data.to(device, wanted)
-            trim_heap()
+    rest = [parameter for parameter in model.parameters() if parameter not in placed]
+    for parameter, dtype in frozen_dtypes(model, rest, working_dtype).items():
+        make_real([parameter])
+        there = parameter.data.to(device, dtype)
+        if there.data_ptr() != parameter.data_ptr() or there.is_meta:
+            parameter.data = there
+        trim_heap()
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

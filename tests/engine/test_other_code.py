@@ -149,7 +149,7 @@ def test_a_model_that_is_brought_to_where_it_computes_stays_as_it_is(device: str
 
 
 def test_what_is_not_trained_may_be_emptied_and_a_closed_model_too() -> None:
-    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 1))
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 1))  # no repeated blocks
     with OffloadEngine(model, config(), device="cpu"):
         model[0].to_empty(device="cpu")
     model.to_empty(device="meta")
