@@ -438,7 +438,7 @@ def test_deepspeeds_own_checkpoint_is_named(tmp_path: Path) -> None:
 
 def test_calls_on_deepspeeds_engine() -> None:
     engine, *_ = deepspeed.initialize(model=linear(), config=PLAIN)
-    assert engine.in_features == 6, "other names are the module's"
+    assert engine.in_features == 6, "other attributes come from the module"
     assert not engine.eval().training
     assert engine.train().training
     loss = engine.forward(torch.ones(4, 6)).mean()
@@ -456,7 +456,7 @@ def test_calls_on_deepspeeds_engine() -> None:
     assert engine.get_batch_info() == (8, 4, 2)
     assert (engine.steps_per_print(), engine.wall_clock_breakdown()) == (None, False)
     assert (engine.zero_optimization(), engine.dynamic_loss_scale()) == (False, False)
-    assert dist.get_world_size() == 1, "scripts ask for their rank"
+    assert dist.get_world_size() == 1, "scripts read their rank"
     engine.destroy()
 
 

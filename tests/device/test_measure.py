@@ -96,7 +96,7 @@ def test_ranks_take_the_usual_time_and_not_that_of_a_moment_in_which_the_others_
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
     timed = measuring.best_seconds if best else measuring.usual_seconds
     assert timed(run, CPU) == pytest.approx(0.004 if best else 0.01)
-    assert best or now[0] > 0.1, "all of them take that long"
+    assert best or now[0] > 0.1, "all runs must be timed"
 
 
 def test_what_ranks_know_they_know_though_the_file_is_replaced(quick: list[torch.device], cache_folder: Path) -> None:
@@ -119,14 +119,14 @@ def test_everything_is_measured(tmp_path: Path) -> None:
     machine = measuring.measure("cpu", folder=tmp_path, fresh=True)
     numbers = {name: value for name, value in asdict(machine).items() if name.endswith("_per_second")}
     links = {numbers.pop(f"{name}_bytes_per_second") for name in ("link", "few_ctas_link", "network")}
-    assert links == {0}, "there is one rank"
+    assert links == {0}, "a single rank has no link"
     assert all(1e6 < number < 1e16 for number in numbers.values()), numbers
     assert 1e-8 < machine.launch_seconds < 1e-2
     assert (machine.gpu_name, machine.compute_capability, machine.can_pin) == (None, None, False)
     assert machine.vram_total_bytes == machine.ram_total_bytes == hardware.ram_limit_bytes()
     assert machine.disk_folder == str(tmp_path)
     assert machine.disk_free_bytes > 0
-    assert list(tmp_path.iterdir()) == [tmp_path / "cache"], "the file that was measured with is left"
+    assert list(tmp_path.iterdir()) == [tmp_path / "cache"], "the measuring file was not removed"
 
 
 def test_what_goes_on_beside_the_step_is_counted_by_bytes_that_arrived_meanwhile(
@@ -163,7 +163,7 @@ def test_what_goes_on_beside_the_step_is_counted_by_bytes_that_arrived_meanwhile
     assert len(found) > 1
     slab.clear()
     assert rates.step_beside_copies(slab, numel, alone | {"can_pin": False}, CPU, meet) == [0.0]
-    assert len(met) == 2 * len(found), "a rank without pinned RAM meets the others as often"
+    assert len(met) == 2 * len(found), "a rank without pinned RAM joins every barrier"
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_the_rate_of_vram_alone_is_the_kept_one_where_there_is_one(
     assert measuring.vram_rate(CPU) == 7.0
     measuring.measure(CPU)
     assert measuring.vram_rate(CPU) == 1.0
-    assert len(quick) == 1, "it does not measure the rest"
+    assert len(quick) == 1, "other rates must not be measured"
 
 
 def test_a_quick_look_at_vram_takes_a_few_hundredths_of_a_second() -> None:
@@ -380,9 +380,9 @@ def test_the_memory_fraction_limits_the_vram(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer, raising=False)
     device = torch.device("cuda", 0)
     assert hardware.vram_bytes(device) == (12 * gib, 20 * gib)
-    assert hardware.vram_context_bytes(device) == 1.5 * gib, "what is beyond is another process's"
+    assert hardware.vram_context_bytes(device) == 1.5 * gib, "the rest belongs to another process"
     monkeypatch.setitem(hardware.library_bytes, 0, 2 * gib)
-    assert hardware.vram_context_bytes(device) == 3.5 * gib, "what is known to be this process's counts whole"
+    assert hardware.vram_context_bytes(device) == 3.5 * gib, "the known part of this process counts in full"
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False)
     assert hardware.vram_bytes(device) == (62 * gib, 80 * gib)
     monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")

@@ -160,13 +160,13 @@ def measured(card: Hardware) -> tuple[Hardware, int, list[str]]:
             group.close()
         known = machine.known_links(CPU, 2)
         assert found[0].link_bytes_per_second == found[1].link_bytes_per_second == known["link_bytes_per_second"]
-        assert known["few_ctas_link_bytes_per_second"] == 0, "that is NCCL's"
+        assert known["few_ctas_link_bytes_per_second"] == 0, "only NCCL has thread blocks"
         assert not measuring.is_measured(CPU, 1), "one rank alone has other rates"
         patch.setenv("NCCL_P2P_DISABLE", "1")
-        assert machine.known_links(CPU, 2) == {}, "that is another link"
+        assert machine.known_links(CPU, 2) == {}, "without peer access the link is another one"
         patch.delenv("NCCL_P2P_DISABLE")
         patch.setenv("NCCL_MAX_CTAS", "1")
-        assert machine.known_links(CPU, 2) == {}, "so is that"
+        assert machine.known_links(CPU, 2) == {}, "with one thread block the link is another one"
         return found[0], int(np.log2(found[0].link_bytes_per_second)), asked
 
 

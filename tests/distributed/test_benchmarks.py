@@ -103,7 +103,7 @@ def test_peers_on_two_ranks_are_measured_and_what_they_receive_is_counted(
     reduced = received["allreduce" if engine == "ddp" else "reduce_scatter_base"]
     assert reduced == pytest.approx(times * num_bytes / 2, rel=0.1)
     if engine == "ddp":
-        assert row["batch_size"] == 32 * 2, "nothing was ever full"
+        assert row["batch_size"] == 32 * 2, "no memory was full"
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_two_ranks_train_what_one_trains_and_go_on_from_each_other(ranks: RankPo
     begun = [ranks.run(size, script, folder=tmp_path / f"of {size}") for size in (1, 2)]
     (alone,) = ranks.run(1, script, folder=tmp_path / "of 2", resume=True)
     first, second = ranks.run(2, script, folder=tmp_path / "of 1", resume=True, card=H200)
-    assert first["moves"] == second["moves"] != [], "they begin with little in VRAM, and plan for the first window"
+    assert first["moves"] == second["moves"] != [], "ranks begin with little in VRAM, and plan after the first window"
     assert (alone["sizes"], first["sizes"]) == ((16, 4), (16, 2))
     assert alone["counts"] == first["counts"] == second["counts"] == (4, 1, 2, 64)
     for one, *others in (alone, first, second), (begun[0][0], *begun[1]):

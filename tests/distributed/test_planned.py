@@ -79,18 +79,22 @@ def test_all_ranks_have_one_plan_though_they_measure_other_rates(ranks: RankPool
     assert (found.h2d_bytes_per_second, found.vram_bytes_per_second, found.launch_seconds) == (5e9, 4e11, 1e-5)
     assert found.vram_free_bytes < H200.vram_free_bytes * 0.51
     assert found.link_bytes_per_second > 1e6
-    assert found.ram_available_bytes > H200.ram_available_bytes, "what the model takes now is free then, on both ranks"
+    assert found.ram_available_bytes > H200.ram_available_bytes, (
+        "the model's present memory is free later, on both ranks"
+    )
     assert first["num_gpus"] == 2
     share = cpu.default_num_threads(found.num_cores)
-    assert first["threads"] == second["threads"] == (share, cpu.default_num_threads()), "and it is given back"
-    assert first["ram"] == 10 << 30, "the half of what both may take"
+    assert first["threads"] == second["threads"] == (share, cpu.default_num_threads()), (
+        "the number of threads must be restored"
+    )
+    assert first["ram"] == 10 << 30, "each rank gets half of the budget"
 
 
 def test_after_the_first_window_all_ranks_move_to_the_plan_of_the_longest_micro_batch(ranks: RankPool) -> None:
     short, long = (ranks.run(2, planned_together, card=H200, long=times, vram="40GiB")[0] for times in (1, 3))
     assert [each["moves"] for each in (short, long)] == [[short["moves"][0]]] * 2
     assert "first window" in short["moves"][0]
-    assert long["activations"] > short["activations"], "rank 1's, whose micro-batches are longer"
+    assert long["activations"] > short["activations"], "the plan must fit rank 1's longer micro-batches"
 
 
 def test_ranks_of_which_only_some_plan_get_an_error(ranks: RankPool) -> None:
@@ -119,7 +123,9 @@ def test_ranks_run_next_to_their_gpus_where_none_loses_cores_by_it(ranks: RankPo
     ]
     for near in ([{one}, {one}], [{one}, set()], [both, both], [{one}, both]):
         assert ranks.run(2, bound, near=near, own=both) == [[both] * 4] * 2
-    assert ranks.run(3, bound, near=[{one}, {one}, {other}], own=both) == [[both] * 4] * 3, "two would have half a core"
+    assert ranks.run(3, bound, near=[{one}, {one}, {other}], own=both) == [[both] * 4] * 3, (
+        "two ranks would share one core"
+    )
 
 
 def test_ranks_with_cores_of_their_own_share_what_a_container_may_take(ranks: RankPool) -> None:

@@ -272,7 +272,7 @@ def test_callbacks_end_a_run_and_metrics_are_computed_from_the_rows_held_out() -
     hooks = {"callbacks": [Ends], "compute_metrics": compute_metrics}
     result = finetune(model, rows, eval_dataset=0.25, max_steps=9, save_strategy="no", **hooks)
     assert len(result.steps) == 2
-    assert not result.stopped, "nobody asked to go on later"
+    assert not result.stopped, "a callback's stop is not an interrupt"
     assert (result.metrics.pop("eval_rows"), result.metrics.pop("eval_classes")) == (3, 2)
     assert result.metrics.keys() == {"train_loss", "train_seconds", "eval_loss", "accuracy"}
 

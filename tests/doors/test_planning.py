@@ -63,7 +63,7 @@ def test_a_card_that_is_not_here_is_planned_for() -> None:
     assert "available" in text
     assert "Adam moments" in text
     assert " RAM -> GPU " in text
-    assert not re.search(r"^\s+m?s\b", text, re.MULTILINE), "a number has its unit beside it"
+    assert not re.search(r"^\s+m?s\b", text, re.MULTILINE), "a unit must follow its number"
     assert max(map(len, text.splitlines())) <= 80
     explained = made.explain()
     assert re.search("limits? the step", explained)
@@ -95,7 +95,7 @@ def test_what_is_missing_and_what_would_fit_are_said_once() -> None:
     asked, takes = larger.split(" would fit: ")
     assert re.fullmatch(r"batch_size=1 with \S+ GiB of VRAM and \S+ GiB of RAM", asked)
     vram, ram = re.findall(r"\S+ GiB", asked)
-    assert offloadkit.plan("t5-base", vram=vram, ram=ram, batch_size=1).fits, "as it is written"
+    assert offloadkit.plan("t5-base", vram=vram, ram=ram, batch_size=1).fits, "the proposed budgets must fit as printed"
     assert re.fullmatch(r"[\d,]+ tokens/s", takes)
 
 

@@ -481,7 +481,7 @@ def test_a_training_step_touches_no_watched_weight(device: str, monkeypatch: pyt
                 engine.step()
             assert touched == [], placement
             next(engine.module.parameters()).detach().sum()
-            assert touched, "the count sees what a program does"
+            assert touched, "the counter must see the program's own operations"
 
 
 def test_a_closed_engine_leaves_plain_tensors_and_no_memory(device: str) -> None:

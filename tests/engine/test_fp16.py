@@ -43,7 +43,7 @@ def test_the_dynamic_scale_follows_the_overflows() -> None:
     scale = LossScale("dynamic")
     assert scale.scale == 65536
     scale.update(overflow=True)
-    assert scale.scale == 65536, "the first overflow is borne"
+    assert scale.scale == 65536, "the first overflow must not lower the scale"
     scale.update(overflow=True)
     scale.update(overflow=True)
     assert scale.scale == 16384
@@ -61,10 +61,10 @@ def test_overflows_are_borne_again_only_after_the_scale_rose() -> None:
     scale = LossScale("dynamic")
     for overflow in (True, *[False] * WINDOW, True):
         scale.update(overflow=overflow)
-    assert scale.scale == START / 2, "good steps alone give no patience back"
+    assert scale.scale == START / 2, "good steps alone must not reset the hysteresis"
     for overflow in (*[False] * (WINDOW + 1), True):
         scale.update(overflow=overflow)
-    assert scale.scale == START, "the first overflow after a rise is borne"
+    assert scale.scale == START, "the first overflow after a rise must not lower the scale"
     scale.update(overflow=True)
     assert scale.scale == START / 2
 

@@ -76,7 +76,7 @@ def test_the_most_frequent_kinds_are_timed_with_few_rows(
     backward = sum(weighed(stages[name].backward) for name in names)
     expected = (0.008 / forward, 0.014 / backward) if len(names) == 2 else (0.003 / forward, 0.006 / backward)
     assert seconds == pytest.approx(expected)
-    assert blocks.operation_seconds(work, CPU) == seconds, "timed again, though it was cached"
+    assert blocks.operation_seconds(work, CPU) == seconds, "the cached time must be used"
     assert len(timed) == len(names)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -103,7 +103,7 @@ def test_a_real_block_runs_by_itself_and_changes_nothing(make: Any) -> None:
     assert torch.equal(before[2], after[2])
     assert seconds is not None
     assert all(1e-7 < part < 1e-2 for part in seconds)
-    assert set(seen) == {2}, "it was timed with all rows"
+    assert set(seen) == {2}, "blocks must be timed with few rows"
     assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
 
 

@@ -76,7 +76,7 @@ def test_the_main_thread_synchronises_nothing(dtype: Any, accumulation: int, dev
     for placement in PLACEMENTS:
         found = in_steady_state(device, accumulation, working_dtype=dtype, placement=placement)
         assert of_the_callers(found) == [], placement
-        assert found, "the stepping thread waits for gradients, and that was not seen"
+        assert found, "the stepping thread's wait for gradients was not recorded"
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

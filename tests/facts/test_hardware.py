@@ -142,10 +142,10 @@ def test_the_cores_next_to_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     monkeypatch.setattr(hardware, "PCI_DEVICES", tmp_path)
     gpu = torch.device("cuda", 1)
-    assert hardware.cores_near(gpu) == set(), "a system that does not say"
+    assert hardware.cores_near(gpu) == set(), "the system does not report it"
     (tmp_path / "0000:9b:00.0").mkdir()
     (tmp_path / "0000:9b:00.0" / "local_cpulist").write_text("0-2,8,10-11\n")
     assert hardware.cores_near(gpu) == {0, 1, 2, 8, 10, 11}
     assert hardware.cores_near(torch.device("cpu")) == set()
     del found.pci_bus_id
-    assert hardware.cores_near(gpu) == set(), "a torch that does not say"
+    assert hardware.cores_near(gpu) == set(), "torch does not report it"

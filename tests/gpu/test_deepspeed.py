@@ -55,7 +55,7 @@ def test_the_config_that_people_copy_with_fp32_data(caplog: pytest.LogCaptureFix
         assert not engine.offload.is_beginning
         engine.destroy()
     assert "the inputs are fp32" in caplog.text
-    assert "cannot be planned" not in caplog.text, "the first window has seen inputs as they were cast"
+    assert "cannot be planned" not in caplog.text, "the first window must be recorded with cast inputs"
     assert all(torch.equal(each, other[name]) for other in found[1:] for name, each in found[0].items())
 
 

@@ -52,7 +52,7 @@ def test_the_weights_are_those_of_a_run_with_enough_memory(
     room = int(0.85 * allocated)
     gc.collect()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() < room, "what is mapped is there for the second run, whatever its share"
+    assert torch.cuda.memory_reserved() < room, "mapped memory stays available to the second run"
     share = room / torch.cuda.get_device_properties(0).total_memory
     forward = offloadkit.OffloadEngine.__call__
 

@@ -146,7 +146,7 @@ def test_two_ranks_measure_and_plan_together() -> None:
             assert one[0] == other[0]
             for _, planned, found, num_gpus, vram in (one, other):
                 assert num_gpus == 2
-                assert vram <= 8 << 30, "with all that NCCL takes"
+                assert vram <= 8 << 30, "including NCCL's memory"
                 assert {kind: size for kind, size in found[-1].items() if kind != "agreement"} == planned
     finally:
         pool.close()

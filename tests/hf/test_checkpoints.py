@@ -230,7 +230,7 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before_with_a_line(
     resumed.train(resume_from_checkpoint=True)
     assert all(torch.equal(weight, whole[1][name]) for name, weight in weights(resumed).items())
     if broken in ("missing", "manifest"):  # skipped without reading any file
-        assert newest_checkpoint(tmp_path) == newest, "it was written anew"
+        assert newest_checkpoint(tmp_path) == newest, "the checkpoint must be written again"
     else:
         why = "was written as random.json" if broken == "added later" else "cannot be read"
         assert f"{name} of the checkpoint {newest} {why}" in (said := capsys.readouterr().out)
@@ -335,7 +335,7 @@ def test_a_save_stopped_at_each_of_its_renames_syncs_and_removals_leaves_the_new
             kill += 1
         left[0] = 10**9
         found = digests(newest_checkpoint(folder))
-        assert found in whole.values(), f"neither is whole after {kill} operations"
+        assert found in whole.values(), f"no checkpoint is whole after {kill} operations"
         seen.add(found == whole["new"])
     assert seen == {True, False}
     assert kill > 30

@@ -64,7 +64,7 @@ def test_a_share_of_the_rows_is_held_out_and_both_parts_keep_their_order() -> No
     assert [len(part) for part in parts] == [7, 3]
     assert sorted(parts[0] + parts[1]) == list(range(10))
     assert parts == [sorted(part) for part in parts]
-    assert parts[1] != [7, 8, 9], "they are drawn"
+    assert parts[1] != [7, 8, 9], "the held-out rows must be random"
     assert prepare_both(rows, 0.3, BYTES, T5, **lengths)[1].dataset["labels"] == held.dataset["labels"]
     with pytest.raises(DataError, match=r"eval_dataset=0.3 holds out all of the rows \(1\)"):
         prepare_both(rows[:1], 0.3, BYTES, T5, **lengths)

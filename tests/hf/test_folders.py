@@ -60,7 +60,7 @@ def test_the_newest_checkpoint_is_the_last_one_written_whatever_a_longer_run_bef
     folder.mkdir()
     of_transformers(folder, 900)
     newest = of_transformers(folder, 1000)
-    assert newest_checkpoint(folder, verify=False) == newest, "they say no more than their steps"
+    assert newest_checkpoint(folder, verify=False) == newest, "transformers' checkpoints are ordered by step"
     for step in (120, 20, 30):
         newest = checkpoint(folder, step)
         assert newest_checkpoint(folder) == newest

@@ -87,7 +87,7 @@ def test_on_the_cpu_the_numbers_are_the_models_own(kind: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert torch.equal(twin(input_ids=ids, labels=ids).logits, own.logits), "a copy's norms are its own"
+    assert torch.equal(twin(input_ids=ids, labels=ids).logits, own.logits), "a copied model must keep its own norms"
 
 
 def test_what_a_gpu_does_is_one_operation_forward_and_two_backward() -> None:

@@ -342,7 +342,7 @@ def test_large_tensors_are_drawn_in_parts_to_the_same_numbers_by_any_number_of_t
     assert_same(*models)
     for parameter in models[0].parameters():
         if parameter.dim() > 1 and parameter.numel() > 64:
-            assert parameter.unique().numel() > 0.9 * parameter.numel(), "each part has a seed of its own"
+            assert parameter.unique().numel() > 0.9 * parameter.numel(), "parts must have different seeds"
 
 
 def test_the_bar_of_drawing_counts_the_bytes_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

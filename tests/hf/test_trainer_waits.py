@@ -97,7 +97,7 @@ def test_the_trainers_loop_synchronises_nothing(attention: str, accumulation: in
     trainer.close()
     waits = [each for each in of_the_callers(counts.found) if MASKS not in each.stack or attention == "sdpa"]
     assert not waits, f"{len(waits)} waits, as {waits[0]}"
-    assert counts.found, "the stepping thread waits for gradients, and that was not seen"
+    assert counts.found, "the stepping thread's wait for gradients was not recorded"
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

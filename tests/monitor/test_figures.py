@@ -148,7 +148,7 @@ def test_an_engines_own_plan_is_set_against_the_machine_that_is_there() -> None:
     assert shown.slowdown.baseline == "predicted"
     gpu_step = 4 * (2**26 * 26) / (4e12 * 0.85) + 4 * 4e-6
     assert shown.slowdown.baseline_seconds == pytest.approx(0.2 + 0.3 + 0.1 + gpu_step)
-    assert [tier.budget for tier in shown.memory] == [24 * GIB, 40 * GIB], "a wish goes before what is free"
+    assert [tier.budget for tier in shown.memory] == [24 * GIB, 40 * GIB], "the user's budget precedes the free memory"
     assert figures(History(), made, machine=CARD).memory[0].budget == 24 * GIB
 
 

@@ -114,8 +114,8 @@ def test_bars_move_the_slowdown_appears_and_an_interrupt_leaves_a_checkpoint(lab
     assert steps == sorted(steps)
     assert len(set(steps)) >= 4, "progress moves"
     assert seen[-1]["way"] > seen[0]["way"]
-    assert len({each["bars"] for each in seen}) >= 3, "so do the bars"
-    assert sum(width > 20 for width in seen[-1]["bars"]) >= 4, "of memory and of a step's parts"
+    assert len({each["bars"] for each in seen}) >= 3, "the bars must move too"
+    assert sum(width > 20 for width in seen[-1]["bars"]) >= 4, "both memory and time need bars"
     assert any(word in monitor.inner_text() for word in ("predicted baseline", "measured baseline"))
     assert "×" in monitor.inner_text()
 

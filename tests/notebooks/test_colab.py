@@ -91,7 +91,7 @@ def test_the_first_cell_installs_and_everything_runs(
     )
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, checkout)
-    assert not place_of_package(colab), "offloadkit is there before the notebook installs it"
+    assert not place_of_package(colab), "offloadkit must not be installed before the notebook runs"
     before = versions(colab)
     assert any(WIDGETS.replace("==", " ") in line for line in before)
 

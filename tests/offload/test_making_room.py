@@ -378,7 +378,7 @@ def test_ram_that_is_really_squeezed_moves_the_run_to_the_disk_with_the_bits_of_
                     with squeezed(engine):
                         deadline = time.monotonic() + 30
                         while engine.ram_watch.poll.warning is None:
-                            assert time.monotonic() < deadline, "nobody sees it"
+                            assert time.monotonic() < deadline, "no process sees the pressure"
                             time.sleep(0.01)
                         with pytest.warns(RuntimeWarning, match=r"RAM was running out after step 2: .*, disk "):
                             assert engine.step()

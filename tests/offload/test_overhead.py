@@ -81,7 +81,7 @@ def added(placement: Placement, num_parameters: int) -> int:
 @pytest.mark.parametrize("placement", [RESIDENT, Placement()], ids=["resident", "states in RAM"])
 def test_operations_grow_with_the_layers_and_not_with_their_parameters(placement: Placement) -> None:
     few, many = added(placement, 2), added(placement, 12)
-    assert many == few, "a parameter more is an operation more"
+    assert many == few, "an additional parameter adds operations"
     assert few <= (1 if placement is RESIDENT else 20) * 5 + 20  # without a GPU the sums take torch operations
 
 

@@ -240,7 +240,7 @@ def test_blocks_are_fetched_ahead_and_not_twice(device: str, monkeypatch: pytest
         fetched.clear()
         batch = tokens(1, device)[0]
         loss = engine(batch)
-        assert asked_late.count(True) == 1, "only the first block of forward is not there when it is asked for"
+        assert asked_late.count(True) == 1, "only the first block of forward may be late"
         engine.backward(loss)
         assert asked_late.count(True) == 1
         # backward finds the last three blocks of forward still in VRAM

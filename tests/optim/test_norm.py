@@ -109,7 +109,7 @@ def test_blocks_are_added_in_order_without_compensation() -> None:
     sums = np.array(values)
     assert sum_in_order([sums[:10], sums[10:10], sums[10:]]) == total
     assert sum_in_order([]) == 0.0
-    assert total != math.fsum(values), "the values must tell the two apart"
+    assert total != math.fsum(values), "the values must distinguish the two sums"
 
 
 @pytest.mark.parametrize("block", [[-1, 5], [69_996, 5], [0, NORM_BLOCK + 1], [3, -1], [0, -1]])

@@ -114,7 +114,7 @@ def test_where_ram_is_short_the_fewest_layers_change(disk: int) -> None:
         expected = [counts] if need.ram <= room.ram else [option for option in options if option]
         assert found == expected
         kinds.add((need.ram <= room.ram, len(expected)))
-    assert len(kinds) > 2, "some fit, some have others instead, some have none"
+    assert len(kinds) > 2, "the sample must have fitting, replaceable and hopeless counts"
 
 
 def test_a_last_layer_whose_buffers_are_larger_than_itself_need_not_go_to_disk() -> None:

@@ -28,7 +28,7 @@ def test_step_by_step_everything_leaves_vram() -> None:
         assert recomputed or found.total_bytes("vram") < plan.total_bytes("vram")
         plan = found
         went.append(plan.placements[3])
-    assert went[0] == IN_VRAM, "the last layers go first"
+    assert went[0] == IN_VRAM, "the last layers must move first"
     assert set(plan.placements[1:-1]) == {Placement(weights="ram", activations="offload")}
     assert len(went) < 40
 

@@ -82,7 +82,7 @@ def test_ranks_share_cores_and_dram_and_each_has_a_bus() -> None:
     assert (two.h2d_bytes_per_second, two.both_bytes_per_second) == (55e9, 99e9)
     four = for_ranks(two, 4)
     assert four == replace(for_ranks(H200, 4), link_assumed=two.link_assumed)
-    assert four.both_bytes_per_second == H200.cpu_and_bus_bytes_per_second / 4, "DRAM serves the copies of all of them"
+    assert four.both_bytes_per_second == H200.cpu_and_bus_bytes_per_second / 4, "DRAM serves the copies of all ranks"
     assert two.ram_available_bytes == H200.ram_available_bytes
     assert for_ranks(H200, 1) is H200
 
@@ -113,8 +113,10 @@ def test_few_of_nccls_thread_blocks_are_chosen_where_the_link_is_fast_enough_wit
         machine = made.basis.hardware
         assert machine is not None
         assert (machine.most_ctas, machine.link_bytes_per_second) == (most_ctas, link if most_ctas else 150e9)
-        assert machine.few_ctas_link_bytes_per_second == 0, "the choice is made once"
-        assert not replanned(made, num_gpus=3).basis.hardware.link_is_bus, "few make NVLink slower than the bus"
+        assert machine.few_ctas_link_bytes_per_second == 0, "the choice must not be repeated"
+        assert not replanned(made, num_gpus=3).basis.hardware.link_is_bus, (
+            "few thread blocks must not turn NVLink into a bus"
+        )
         assert made.seconds == StepModel(made.layers, made.basis.work, machine, 1).seconds(made.placements)
 
 
@@ -181,7 +183,7 @@ def test_sums_in_vram_are_exchanged_once_in_the_last_backward(where: Placement) 
         assert made.busy["link"] == pytest.approx(exchange + gather)
         assert made.backward_phase - alone.backward_phase == pytest.approx(exchange / 4 + adding, rel=1e-3)
     once, each = (seconds(3, where, once=value, **rates) for value in (True, False))
-    assert once == each, "one micro-batch is exchanged as it is"
+    assert once == each, "with one micro-batch both exchanges are equal"
 
 
 def test_sums_in_ram_are_added_there_before_the_norm() -> None:
@@ -262,7 +264,7 @@ def test_what_a_gpu_receives_is_said_by_kind() -> None:
     assert (alone.communicated, alone.num_gpus) == ({}, 1)
     assert "receives" not in alone.details()
     streamed = [replace(where, weights="ram", gradients="ram", states="ram") for where in made.placements]
-    assert communicated_bytes(layers, streamed, 1)["gather"] == 0, "weights in RAM are all ranks' together"
+    assert communicated_bytes(layers, streamed, 1)["gather"] == 0, "ranks share the weights in RAM"
 
 
 def test_an_equal_part_is_a_part_of_the_whole() -> None:
@@ -310,7 +312,7 @@ def test_what_another_gpu_and_more_micro_batches_would_bring_is_said() -> None:
     assert third.budgets["ram"] == 100 * GIB // 3
     rarely = replanned(made, gradient_accumulation=4)
     said = made.explain()
-    assert "exchange=" not in said, "with one micro-batch both orders are one"
+    assert "exchange=" not in said, "with one micro-batch both orders are equal"
     assert third.tokens_per_second is not None
     assert f"3 such GPUs would train {third.tokens_per_second:,.0f} tokens/s, " in said
     assert rarely.tokens_per_second is not None
@@ -383,7 +385,7 @@ def test_weights_that_no_vram_holds_are_in_ram_once_a_host(options: dict[str, An
     assert sum(layer.weight_bytes() for layer in streamed) <= of_all <= 20 * (made.layers[0].weight_bytes() + 3 * 512)
     resident, living = made.layers[:2]
     moved = moved_bytes([resident, living], [IN_VRAM, Placement("ram")], frozen=7)
-    assert moved == 7 + resident.weight_bytes() + living.stepped_bytes(), "each rank gets its own of what was in VRAM"
+    assert moved == 7 + resident.weight_bytes() + living.stepped_bytes(), "each rank copies its own resident weights"
     assert made.communicated["gather"] == sum(
         layer.gathered_bytes(where) for layer, where in zip(made.layers, made.placements, strict=True)
     )
@@ -394,7 +396,7 @@ def test_states_are_on_disk_where_the_ram_of_a_host_has_no_room() -> None:
     assert made.fits
     on_disk = [layer for layer, where in zip(made.layers, made.placements, strict=True) if where.states == "disk"]
     assert made.total_bytes("disk") == sum(sum(layer.state_bytes().values()) for layer in on_disk) > 0
-    assert for_ranks(DISK, 3).disk_read_bytes_per_second == 1e9 / 3, "they share the disk"
+    assert for_ranks(DISK, 3).disk_read_bytes_per_second == 1e9 / 3, "ranks share the disk"
 
 
 def test_several_hosts_share_no_ram() -> None:
@@ -450,8 +452,8 @@ def test_a_run_grows_with_its_gpus() -> None:
         (number, accumulation) for accumulation in (1, 4) for number in (1, 2, 16)
     ]
     assert [each.efficiency for each in found if each.plan.num_gpus == 1] == [1.0, 1.0]
-    assert found[1].efficiency > 1, "less is offloaded"
-    assert found[2].efficiency < 0.5, "the network bounds it"
+    assert found[1].efficiency > 1, "fewer inputs must be offloaded"
+    assert found[2].efficiency < 0.5, "the network must bound the step"
     assert found[5].received_bytes < found[2].received_bytes
     assert [each.otherwise is None for each in found] == [True, True, True, True, False, False]
     assert found[5].otherwise is not None

@@ -69,7 +69,7 @@ def test_changes_are_tried_together_where_neither_is_enough() -> None:
     assert other.fits
     assert 0 < other.total_bytes("disk") <= 6 * GIB
     roomy = with_proposals(short, 600 * GIB, ("batch_size=1",))
-    assert nearest_fits(roomy, most=1)[0][0] == ON_DISK, "one change that is enough is named alone"
+    assert nearest_fits(roomy, most=1)[0][0] == ON_DISK, "a sufficient single change must be named alone"
 
 
 def test_where_nothing_fits_the_leanest_settings_are_named_with_what_they_need() -> None:

@@ -138,7 +138,7 @@ def test_training_on_own_rows_measures_the_held_out_loss(tmp_path: Path, in_this
     assert "the held-out loss is" in result.explain()
     shown = [item.get_text() for item in result.chart().findobj(Text) if isinstance(item, Text)]
     assert "learning rate scaled (sqrt)" in shown
-    assert not list(tmp_path.glob("tmp*")), "trained models are not kept"
+    assert not list(tmp_path.glob("tmp*")), "trained models must be deleted"
 
 
 def test_a_model_and_a_tokenizer_are_handed_to_other_processes_and_left_alone(tmp_path: Path, answers: Answers) -> None:
