@@ -103,8 +103,6 @@ def write_arrays(
 
 @dataclass(frozen=True)
 class SavedArray:
-    """An array's dtype, shape and byte range [start, end) in the file."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
@@ -112,7 +110,6 @@ class SavedArray:
 
 
 def _array(name: str, entry: Any, first: int, size: int) -> SavedArray:
-    """Parse a header entry of a file of `size` bytes; offsets count from byte `first`. Raises `ValueError`."""
     of, given, shape = (entry.get(key) for key in _ENTRY) if isinstance(entry, dict) else (None, None, None)
     offsets, lengths = _whole_numbers(given), _whole_numbers(shape)
     dtype = _DTYPES.get(of) if isinstance(of, str) else None

@@ -155,7 +155,6 @@ def readable_or_before(checkpoint: Path) -> Path:
 
 
 def _first_readable(checkpoints: Sequence[Path], then: str, *, recut: bool = False) -> Path:
-    """The first readable checkpoint of the first one's run; prints a line for each broken one before it."""
     broken: list[str] = []
     others: list[str] = []
     run = _run_of(checkpoints[0])
@@ -358,7 +357,6 @@ class _Manifest(NamedTuple):
 
 
 def _manifest(checkpoint: Path) -> _Manifest | str:
-    """The manifest, or a sentence that says why it cannot be read."""
     try:
         found = read_json(checkpoint / MANIFEST)
         if found["xxh3"] == _checksum_of(found):
@@ -448,7 +446,6 @@ def _why_unreadable(checkpoint: Path, *, recut: bool) -> str | None:
 
 
 def _first_of_another(checkpoint: Path, names: set[str], origin: Origin) -> str | None:
-    """A sentence about the first file whose recorded origin differs from the manifest's, or None."""
     for name in sorted(filter(_NAMES_OF_OURS.fullmatch, names)):
         said, file = recorded_origin(checkpoint / name) or (origin, name)
         if file != name:

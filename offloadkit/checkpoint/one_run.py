@@ -134,7 +134,6 @@ _own_saves: set[Path] = set()
 
 
 def another_writer(checkpoint: Path) -> str | None:
-    """A sentence about another process whose loop writes this checkpoint, or None."""
     holder = _writer_of(checkpoint.parent.resolve(), lambda name: name == checkpoint.name)
     return None if holder is None else f"{checkpoint} is in use by {_who(holder)}: this run cannot save there"
 

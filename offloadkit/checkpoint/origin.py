@@ -32,11 +32,9 @@ class Origin(NamedTuple):
         return cls(os.urandom(6).hex(), 1, 0)
 
     def of_file(self, name: str) -> dict[str, Any]:
-        """Entry for a JSON file."""
         return {**self._asdict(), "file": name}
 
     def of_arrays(self, name: str) -> dict[str, str]:
-        """Entry for a safetensors file's metadata."""
         return {ORIGIN: json.dumps(self.of_file(name))}
 
     def __str__(self) -> str:
@@ -49,7 +47,6 @@ def parse_origin(found: Any) -> Origin:
 
 
 def recorded_origin(path: Path) -> tuple[Origin, str] | None:
-    """The origin and file name that a file records, or None."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:

@@ -105,7 +105,6 @@ class RunSnapshot:
     """Drops mapped pages of on-disk states from RAM."""
 
     def num_bytes(self, num_ranks: int = 1) -> int:
-        """Bytes of a checkpoint of all ranks: weights and optimizer states."""
         states = sum(array.nbytes for arrays in self.states.values() for array in arrays.values())
         return num_bytes_of(self.weights) + num_ranks * states
 
@@ -121,13 +120,11 @@ class RunSnapshot:
         self.write_states(folder, rank, num_ranks)
 
     def write_values(self, folder: Path, **more: Any) -> None:
-        """Write `run.json`. Raises as `write`."""
         values = {"facts": self.facts, "groups": self.groups, "counts": self.counts, "adding": asdict(self.summation)}
         values |= {ORIGIN: self.origin.of_file(RUN_FILE), **more}
         write_json(folder / RUN_FILE, values)
 
     def write_states(self, folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
-        """Write this rank's states. Raises as `write`."""
         between = PeriodicCall(self.forget_pages)
         write_states(folder, self.states, self.ranges, self.shapes, between, self.origin, rank, num_ranks)
         between.finish()

@@ -78,7 +78,6 @@ def _is_whole(text: str) -> bool:
 
 
 def from_json(value: Any) -> Any:
-    """Restore a value converted by `as_json`."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):

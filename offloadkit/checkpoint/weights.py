@@ -64,12 +64,10 @@ def load_weights(file: ArrayFile, weights: Mapping[str, Any]) -> None:
 
 
 def num_bytes_of(weights: Mapping[str, Any]) -> int:
-    """Bytes of a `state_dict()`, tied tensors counted once."""
     return sum(tensor.nbytes for tensor in _distinct(weights).values())
 
 
 def _distinct(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors of a `state_dict()`, tied tensors once, under their first name."""
     seen, found = set(), {}
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):

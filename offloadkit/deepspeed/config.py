@@ -250,8 +250,6 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class DeepSpeedConfig:
-    """A parsed ds_config.json."""
-
     options: dict[str, Any]
     """Fields of `OffloadConfig`, without a dynamic loss scale. Missing keys have DeepSpeed's defaults."""
     written: dict[str, Any]
@@ -382,7 +380,6 @@ def read_deepspeed(source: str | Path | dict[str, Any], *, num_gpus: int | None 
 
 
 def offload_config(source: str | Path | dict[str, Any] | DeepSpeedConfig, num_gpus: int | None = None) -> OffloadConfig:
-    """See `OffloadConfig.from_deepspeed`."""
     read = source if isinstance(source, DeepSpeedConfig) else read_deepspeed(source, num_gpus=num_gpus)
     if read is not source and read.schedule is not None:
         logger.warning(
@@ -421,7 +418,6 @@ def _warn(message: str) -> None:
 
 
 def _warn_of_weights(device: str | None, stage: int, where: str) -> None:
-    """Warn if `offload_param` has another effect here than in DeepSpeed; raise `ConfigError` for an unknown device."""
     name = "zero_optimization.offload_param.device"
     if device not in (None, "none", "cpu", "nvme"):
         raise ConfigError(f"{where}: {name} must be 'none', 'cpu' or 'nvme', got {shown(device)}")
@@ -438,7 +434,6 @@ def _warn_of_weights(device: str | None, stage: int, where: str) -> None:
 
 
 def _check_optimizer(content: dict[str, Any], where: str) -> None:
-    """Raise `ConfigError` for an unsupported optimizer, before its parameters are read."""
     section = content.get("optimizer")
     name = section.get("type") if isinstance(section, dict) else None
     if name not in (None, "auto") and str(name).lower() not in _OPTIMIZERS:
@@ -514,7 +509,6 @@ def _asks(value: Any) -> bool:
 
 
 def _checked(name: str, value: Any, where: str) -> Any:
-    """The value with the key's type (1e3 is an integer). Raises `ConfigError` for a wrong type or range."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
     if name == "steps_per_print" and value == math.inf:
         return value

@@ -383,20 +383,16 @@ class DeepSpeedEngine:
     # ---- what scripts ask --------------------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
-        """Rows per update over all ranks."""
         return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Rows per micro-batch."""
         assert self._read.micro_batch_size is not None
         return self._read.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per rank and update."""
         return self.offload.config.gradient_accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Rows per update, rows per micro-batch, and micro-batches per rank and update."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def steps_per_print(self) -> int | None:
@@ -410,7 +406,6 @@ class DeepSpeedEngine:
         return self._read.dynamic_loss_scale is not None
 
     def zero_optimization(self) -> bool:
-        """Whether the stage is above 0."""
         return self._read.stage > 0
 
     def zero_optimization_stage(self) -> int:
@@ -428,11 +423,9 @@ class DeepSpeedEngine:
         return self.offload.config.max_grad_norm or 0.0
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[tuple[float, float]]:
-        """The betas of each group."""
         return [tuple(group["betas"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
@@ -643,7 +636,6 @@ def _kind(client: Optimizer) -> str:
 
 
 def _freeze_others(model: nn.Module, groups: list[dict[str, Any]]) -> None:
-    """Freeze parameters that are in no group, since DeepSpeed does not step them either."""
     listed = {parameter for group in groups for parameter in group["params"]}
     others = [name for name, each in model.named_parameters() if each.requires_grad and each not in listed]
     if not others:

@@ -22,12 +22,10 @@ NOT_INSTALLED = "deepspeed is not installed: pip install 'offloadkit[deepspeed]'
 
 
 def is_installed() -> bool:
-    """Whether DeepSpeed is installed. Does not import it."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
 def check_installed() -> None:
-    """Raise `ConfigError` with the install command if DeepSpeed is not installed."""
     if not is_installed():
         raise ConfigError(NOT_INSTALLED)
 

@@ -113,13 +113,11 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
         return OrderOfSeed(sampler, self.args)
 
     def get_train_dataloader(self) -> Any:
-        """Like the Trainer's, but tells samplers which epoch begins."""
         loader = super().get_train_dataloader()
         forward_epochs(loader)
         return loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Like the Trainer's, and counts the targets."""
         samples = super().get_batch_samples(*args, **kwargs)
         total = sum(int(num_targets(self.model, batch)) for batch in samples[0])
         self._mean_targets = max(1, self._sum_over_ranks(total)) / world.size()
@@ -153,7 +151,6 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
 
     @property
     def is_at_stage_3(self) -> bool:
-        """Whether weights are sharded between uses."""
         return bool(self.accelerator.state.deepspeed_plugin.zero_stage == 3)
 
     def any_rank(self, here: bool) -> bool:

@@ -37,8 +37,6 @@ Forecast VRAM was then -0 to +10 % of torch's allocation (H200, ZeRO-2).
 
 @dataclass(frozen=True)
 class Zero:
-    """One way to run DeepSpeed."""
-
     stage: Literal[1, 2, 3] = 2
     """1 shards states over the GPUs, 2 also gradients, 3 also weights."""
     states: Literal["vram", "ram", "disk"] = "ram"
@@ -166,7 +164,6 @@ def ds_config(
 
 
 def _loss_scale(config: OffloadConfig) -> dict[str, Any]:
-    """The loss-scale keys of section fp16; their rules equal those in `DynamicLossScale`."""
     scale = config.loss_scale
     if not isinstance(scale, DynamicLossScale) and scale != "dynamic":
         return {"loss_scale": scale}
@@ -219,7 +216,6 @@ def zero_needs(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1) -
 
 
 def forecast_line(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1) -> str:
-    """The forecast of `zero_needs` next to offloadkit's plan."""
     needs, own = zero_needs(zero, plan, logits=logits, num_ranks=num_ranks), plan.needs()
     if plan.on_cpu:
         said = f"about {format_bytes(sum(needs.values()))} of RAM"
@@ -236,7 +232,6 @@ def _dtype(plan: Plan) -> Dtype:
 
 
 def activation_bytes(plan: Plan, *, recomputed: bool) -> int:
-    """VRAM of a micro-batch's activations; 0 if the plan does not know the micro-batch."""
     work = plan.basis.work
     if work is None:
         return 0

@@ -138,7 +138,6 @@ class SharedSlab(HostSlab):
             at += os.pwrite(self._file, memory[at:end], at)
 
     def rejoin(self) -> None:
-        """Drop the copy-on-write pages and map the shared file again."""
         if self.is_private:
             self._map(mmap.MAP_SHARED)
             self.is_private = False

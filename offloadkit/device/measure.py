@@ -125,7 +125,6 @@ def kept(
 
 
 def _found(key: str, measured: Callable[[], dict[str, Any]], num_ranks: int = 1) -> dict[str, Any]:
-    """Measure and cache the result: on disk, or in this process if other processes disturbed the measurement."""
     began = time.perf_counter(), seconds_of_others()
     found = measured()
     if found and _disturbed(*began, num_ranks):
@@ -371,7 +370,6 @@ _Timing = Callable[..., float]
 
 
 def _triad_rate(slab: HostSlab, numel: int, seconds: _Timing) -> float:
-    """Bytes per second of a triad over two fp32 arrays of `numel` elements, which fill the slab."""
     a, b = (slab.cut(numel, torch.float32).fill_(1e-3) for _ in range(2))
     slab.clear()
     run = (lambda: cpu.triad(a, b, 1e-9)) if cpu.available() else (lambda: a.add_(b, alpha=1e-9))
@@ -486,7 +484,6 @@ def _launch_seconds(device: torch.device) -> float:
 
 
 def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of the fastest square matmul, up to the size of transformer layers unless that is too slow here."""
     rate = 0.0
     for size in _MATMUL_SIZES:
         flops = 2 * size**3

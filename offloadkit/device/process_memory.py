@@ -115,7 +115,6 @@ class VramCap:
         self._take_account_of(context)
 
     def watch(self) -> None:
-        """Let `renew` measure again, because new kernels may be loaded."""
         self._seen.clear()
         self._settled.clear()
 
@@ -213,7 +212,6 @@ def forget_peak(device: torch.device) -> None:
 
 
 def _note(device: torch.device) -> None:
-    """Record the peaks since the last call in the innermost phase, and reset the counters."""
     inner = open_phases[-1] if open_phases else None
     peak = hardware.restart_peak_ram()
     if inner is not None:

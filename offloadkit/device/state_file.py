@@ -79,7 +79,6 @@ class StateFile:
         self._pool = ThreadPool(_NUM_THREADS, "offloadkit-disk")
 
     def add(self, sizes: Sequence[int]) -> list[int]:
-        """Append zeroed regions and return their indices. Raises `OutputError` if the disk is too small."""
         total = sum(map(_whole_pages, sizes))
         if (free := shutil.disk_usage(self._folder).free) < total:
             raise _too_small(self._folder, total, free)
@@ -123,11 +122,9 @@ class StateFile:
             os.posix_fadvise(self._file, at, _whole_pages(num_bytes), os.POSIX_FADV_DONTNEED)
 
     def read(self, index: int, slab: HostSlab) -> list[Future[None]]:
-        """Start reading a region into the start of `slab`. The futures' `result()` raises I/O errors."""
         return self._start(os.preadv, index, slab)
 
     def write(self, index: int, slab: HostSlab) -> list[Future[None]]:
-        """Start writing a region from the start of `slab`."""
         return self._start(os.pwritev, index, slab)
 
     def close(self) -> None:
@@ -165,11 +162,9 @@ class DiskStates:
         """Newest writes by region. A region is not read before its writes are done."""
 
     def use(self, buffers: Sequence[HostSlab]) -> None:
-        """Replace the buffers, after `synchronize`."""
         self._free = [(slab, []) for slab in buffers]
 
     def prefetch(self, index: int) -> None:
-        """Start reading a region, unless that would wait."""
         if index not in self._here and _done(self._written.get(index, [])):
             if any(_done(jobs) for _, jobs in self._free):
                 self._read(index)
@@ -189,7 +184,6 @@ class DiskStates:
         self._free.append((slab, self._written[index]))
 
     def synchronize(self) -> None:
-        """Wait for all writes. Regions that were prefetched but not taken are dropped."""
         self._free += self._here.values()
         self._here.clear()
         for _, jobs in self._free:
@@ -207,8 +201,6 @@ class DiskStates:
 
 
 class Region:
-    """One layer's states on disk."""
-
     def __init__(self, states: DiskStates, index: int) -> None:
         self._states, self._index = states, index
 
@@ -310,7 +302,6 @@ def unfit_for_states(folder: Path) -> str:
 
 
 def file_system(folder: Path) -> str:
-    """File system type of `folder`, as in /proc/mounts; "" if unknown."""
     best, kind = "", ""
     with suppress(OSError):
         real = os.path.realpath(folder)
@@ -323,7 +314,6 @@ def file_system(folder: Path) -> str:
 
 
 def _without_page_cache(file: int) -> bool:
-    """Turn on `O_DIRECT` if it works. Returns whether it is on."""
     import fcntl
 
     flag, flags = getattr(os, "O_DIRECT", 0), fcntl.fcntl(file, fcntl.F_GETFL)

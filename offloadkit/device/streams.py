@@ -29,7 +29,6 @@ class Event:
         self._seconds = time.perf_counter()
 
     def done(self) -> bool:
-        """Whether the work before the event is finished; does not wait."""
         return True
 
     def synchronize(self) -> None:
@@ -51,11 +50,9 @@ class Stream:
             ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
 
     def run(self, work: Callable[[], object]) -> None:
-        """Call `work` with this stream as the current stream."""
         work()
 
     def record(self, timing: bool = False) -> Event:
-        """Record an event after the work enqueued so far."""
         return Event()
 
     def wait(self, event: Event) -> None:
@@ -154,7 +151,6 @@ class BusyTime:
         """See `spans`."""
 
     def add(self, began: Event, ended: Event, num_bytes: int = 0) -> None:
-        """Append a pair of events recorded with `timing`, in stream order."""
         self._pairs.append((began, ended))
         self.first, self.last = self.first or began, ended
         self.num_bytes += num_bytes
@@ -162,7 +158,6 @@ class BusyTime:
             self._fold()
 
     def done(self) -> bool:
-        """Whether all pairs are finished; does not wait."""
         return not self._pairs or self._pairs[-1][1].done()
 
     def synchronize(self) -> None:
@@ -229,7 +224,6 @@ class CopyStream:
         self.device_stream.run(work)
 
     def take_busy(self) -> BusyTime:
-        """The time of the `timed` copies enqueued since the last call."""
         busy, self._busy = self._busy, BusyTime()
         return busy
 
@@ -264,7 +258,6 @@ class CopyStream:
 
 
 def record_compute(device: torch.device, timing: bool = False) -> Event:
-    """Record an event after the compute stream's work so far."""
     return backends[device.type].compute(device).record(timing)
 
 
@@ -305,7 +298,6 @@ class Waits:
         self._end(began, what)
 
     def take(self) -> dict[str, BusyTime]:
-        """The compute stream's waits since the last call."""
         busy, self._busy = self._busy, {}
         return busy
 

@@ -23,8 +23,6 @@ TRACKS = ("GPU", "step on the GPU", "H2D", "D2H", "norm", "CPU step")
 
 
 class Mark(Protocol):
-    """A timed event in a stream's work."""
-
     def seconds_since(self, earlier: Self) -> float: ...
 
 
@@ -60,14 +58,12 @@ class Trace:
 
     @contextmanager
     def host(self, track: str, name: str, num_bytes: Callable[[], int]) -> Iterator[None]:
-        """Record the body as a range of the calling thread."""
         began = time.perf_counter()
         yield
         ended = time.perf_counter()
         self._host.append(Range(track, name, began - self._clock, ended - self._clock, num_bytes()))
 
     def device(self, track: str, name: str, began: Any, ended: Any, num_bytes: int = 0) -> None:
-        """Record a range between two marks of one stream."""
         self._device_ranges.append((track, name, began, ended, num_bytes))
 
     def phase(self, name: str) -> None:
@@ -83,12 +79,10 @@ class Trace:
             self._since = f"forward {layer}", self._since[1]
 
     def has_gradients_of(self, layer: str) -> None:
-        """Backward has all gradients of a layer."""
         if self._phase == "backward":
             self._cut(f"backward {layer}")
 
     def _cut(self, name: str | None) -> None:
-        """Record the compute stream's work since the last cut, named by that cut or else `name`."""
         now = self._mark()
         if self._since is not None and (known := self._since[0] or name):
             self.device("GPU", known, self._since[1], now)
@@ -131,13 +125,11 @@ def prepare(device: torch.device, mark: Callable[[], Mark]) -> Trace:
 
 
 def begin() -> None:
-    """Trace work that is started or enqueued from now on."""
     global _active
     _active = _prepared
 
 
 def end() -> None:
-    """Stop tracing."""
     global _active
     _active = None
 

@@ -99,7 +99,6 @@ def in_words(last_checkpoint: Path | None) -> str:
 
 
 def stacks() -> str:
-    """The stacks of all Python threads, newest call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [
         f"thread {names.get(ident, ident)!r}:\n{''.join(traceback.format_stack(frame)).rstrip()}"

@@ -154,7 +154,6 @@ class _Failure:
 
 
 def _first_error(ranks: Sequence[_Rank]) -> BaseException:
-    """The original error, with the other ranks' output as notes."""
     failed = [(each.failure.is_consequence, each.failed_at, each) for each in ranks if each.failure is not None]
     first = min(failed, key=lambda one: one[:2])[2]
     assert first.failure is not None
@@ -329,7 +328,6 @@ def _write_work(function: Callable[..., Any], arguments: dict[str, Any], path: P
 
 
 def _packed(error: BaseException) -> bytes | None:
-    """None if the error cannot be pickled."""
     try:
         with _recursing():
             data = dill.dumps(error.with_traceback(None))
@@ -345,7 +343,6 @@ def _unpacked(data: bytes | None) -> BaseException | None:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Whether a communication error is in the chain of causes of `error`."""
     while error is not None:
         if isinstance(error, RankError | dist.DistError) or "gloo/transport" in str(error):
             return True
@@ -396,7 +393,6 @@ def send_to_parent(message: Any) -> None:
 
 
 def _serve(handle: str, scratch: str) -> NoReturn:
-    """Entry point of a rank."""
     global _parent
     _parent = parent = _Parent(Link(int(handle)), scratch)
     os.set_inheritable(int(handle), False)

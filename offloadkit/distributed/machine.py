@@ -78,7 +78,6 @@ def shared_cores(ranks: Ranks, device: torch.device) -> Iterator[tuple[int, int]
 
 
 def _near_cores(ranks: Ranks, device: torch.device) -> set[int]:
-    """Cores near the GPU to bind this process to; empty if it stays unbound."""
     own = hardware.own_cores()
     near = own & hardware.cores_near(device)
     told = ranks.agree(np.concatenate([[host()], _as_bits(own), _as_bits(near)]))

@@ -232,7 +232,6 @@ class Group:
         self._received, self._most_ctas = counted, most_ctas
 
     def _took_vram(self, num_bytes: int) -> None:
-        """Add to the count of NCCL's VRAM; negative if NCCL freed some."""
         change = max(num_bytes, -self._library_bytes)
         self._library_bytes += change
         hardware.library_bytes[self._device.index or 0] += change
@@ -358,14 +357,12 @@ class Group:
             return made if self.rank == 0 else _opened(process, files, expected)
 
     def stepped(self, num_layers: int) -> list[Stepped]:
-        """One `Stepped` for every layer. Call it once."""
         (file,) = self.share([8 * self.size * (num_layers + 1)])
         seconds = self._timeout.total_seconds()
         self._stepped = SteppedLayers(file, self.rank, self.size, num_layers, seconds, self.lost)
         return self._stepped.layers
 
     def lost(self) -> int | None:
-        """A rank that is known to have died or failed."""
         return None if self._watch is None else self._watch.lost
 
     @contextmanager
@@ -435,7 +432,6 @@ class Group:
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Raises `RankError` if torch.distributed or another rank has failed."""
         if self._watch is not None and self._watch.lost is not None:
             raise RankError(f"{what} was not begun: rank {self._watch.lost} has {_ENDED}")
         try:

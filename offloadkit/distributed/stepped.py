@@ -53,14 +53,11 @@ class SteppedLayers:
         self._ended[self.rank] = 1
 
     def missing(self) -> int | None:
-        """Another rank that has ended or is lost."""
         ended = [rank for rank in np.flatnonzero(self._ended).tolist() if rank != self.rank]
         return ended[0] if ended else self._lost()
 
 
 class Stepped:
-    """Shared counters of one layer."""
-
     def __init__(self, of: SteppedLayers, words: NDArray[np.int64]) -> None:
         """`words`: int64 [ranks], the number of times that rank r has stepped its range of the layer."""
         self._of, self._words = of, words
@@ -72,11 +69,9 @@ class Stepped:
         self._expected += 1
 
     def post(self) -> None:
-        """Announce that this rank's new weights are in RAM."""
         self._words[self._of.rank] = self._expected
 
     def reached(self) -> bool:
-        """Whether the other ranks' new weights are in RAM; does not wait."""
         return bool((self._words[self._others] >= self._expected).all())
 
     def wait(self) -> None:

@@ -93,7 +93,6 @@ def run_on_rank_0(what: str, run: Callable[[], _T]) -> _T:
 
 
 def _sendable(what: str, error: BaseException) -> BaseException:
-    """The error if it can be pickled, else a `RankError`."""
     try:
         if isinstance(error, Exception):
             copy = pickle.loads(pickle.dumps(error))

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 
 class Change(Protocol):
-    """Changes a model's computation; returns a function that undoes the change."""
-
     def __call__(
         self, model: nn.Module, config: OffloadConfig, *, kernels: bool, capability: tuple[int, int] | None = None
     ) -> Callable[[], None]: ...
@@ -106,7 +104,6 @@ def claim(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def unclaimed(owner: Any, name: str) -> Any:
-    """The attribute's value without claims."""
     found = claims.get((id(owner), name))
     return getattr(owner, name) if found is None else found.before
 
@@ -131,7 +128,6 @@ def without_claims(owner: Any) -> Any:
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """The distinct configs of `model` and its submodules."""
     found = (getattr(module, "config", None) for module in model.modules())
     return list({id(config): config for config in found if config is not None}.values())
 

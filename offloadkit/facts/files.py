@@ -93,7 +93,6 @@ def parse_json(text: bytes | str, object_pairs_hook: Callable[[list[tuple[str, A
 
 
 def check_depth(value: Any) -> None:
-    """Raise `ValueError` if a JSON value is nested deeper than `DEEPEST_JSON`."""
     below = [value]
     for _ in range(DEEPEST_JSON):
         below = [item for each in below for item in _inside(each) if isinstance(item, dict | list)]

@@ -170,7 +170,6 @@ def cores_near(device: torch.device) -> set[int]:
 
 
 def _core_numbers(text: str) -> set[int]:
-    """Core numbers of a kernel list such as "0-3,8"."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -394,7 +393,6 @@ def cpu_name() -> str:
 
 
 def describe_machine(device: torch.device) -> dict[str, str | int]:
-    """The machine and versions, for logs and result files."""
     return {
         "cpu": cpu_name(),
         "num_cores": num_cores(),
@@ -407,7 +405,6 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
 
 
 def trim_heap() -> None:
-    """Return freed heap pages to the system, if the C library can (glibc)."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

@@ -56,7 +56,6 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def rounded_up(num_bytes: int) -> int:
-    """Round up to a size that `format_bytes` writes exactly."""
     size = next((size for size in (2**30, 2**20) if num_bytes >= 0.9995 * size), 1024)
     shift = 10.0 ** max(0, 2 - math.floor(math.log10(max(num_bytes, size) / size)))
     return int(math.ceil(num_bytes / size * shift) / shift * size)

@@ -196,7 +196,6 @@ def _check_values(given: dict[str, Any]) -> None:
 
 
 def _is_of(value: Any, hint: Any) -> bool:
-    """`isinstance` for hints with Literal, and with list[T], which also matches tuples."""
     kind = get_origin(hint) or hint
     if kind is Literal:
         return any(value is each for each in get_args(hint))
@@ -210,7 +209,6 @@ def is_text(name: str) -> bool:
 
 
 def _type_of(name: str) -> Any:
-    """The argument's type without None; None for a union of several types."""
     wanted = _types()[name]
     choices = set(get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)) - {NoneType}
     return choices.pop() if len(choices) == 1 else None

@@ -222,7 +222,6 @@ class MonitorCallback(StopCallback):
         self._monitor, self._quiet = monitor, ExitStack()
 
     def close(self) -> None:
-        """Show progress bars again."""
         self._quiet.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:

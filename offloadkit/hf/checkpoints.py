@@ -42,7 +42,6 @@ from offloadkit.offload.unread import is_unread, make_real
 
 
 def checkpoint_folder(trainer: Any, trial: Any = None) -> Path:
-    """Folder of the checkpoint of the Trainer's current step."""
     return Path(trainer._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
 
 
@@ -167,7 +166,6 @@ class TrainerCheckpoints:
         return ranks_of(trainer).together("writing the model") if self._is_saving else nullcontext()
 
     def save_weights(self, trainer: Any, folder: Path, save: Callable[[], None]) -> None:
-        """Run the Trainer's `save` with safetensors in pieces and arguments as JSON; add weights of losses."""
         with saved_in_pieces(), arguments_as_data(folder, trainer), phase_of(trainer, "saving"):
             save()
             if self._is_saving and isinstance(trained := trained_module(trainer), WithLosses):
@@ -291,7 +289,6 @@ def missing_weights(trainer: Any, missing_keys: list[str]) -> list[str]:
 
 
 def report_ignored_scaler(trainer: Any, folder: Path) -> None:
-    """Print that the loss scale of transformers' Trainer is not loaded."""
     if (path := folder / SCALER_NAME).is_file():
         print_on_rank_0(
             trainer, f"{path} is ignored: the engine scales the loss by itself, and begins with its own loss scale"
@@ -299,7 +296,6 @@ def report_ignored_scaler(trainer: Any, folder: Path) -> None:
 
 
 def _num_bytes(trainer: Any) -> tuple[int, int]:
-    """Bytes of a checkpoint, and of its weights. Every rank calls it."""
     numbers = trainer.engine.snapshot()
     weights = num_bytes_of(numbers.weights)
     return weights if trainer.args.save_only_model else numbers.num_bytes(trainer.args.world_size), weights

@@ -236,7 +236,6 @@ def _is_written_out(names: Sequence[str]) -> bool:
 
 
 def _inputs(names: Collection[str]) -> tuple[str, ...]:
-    """Columns of question and context; () if ambiguous."""
     questions = [name for name in _QUESTIONS if name in names]
     if len(questions) > 1 and questions[-1] == "text":
         questions.pop()  # `text` often repeats the whole row

@@ -36,8 +36,6 @@ DEFAULT_TARGET_LENGTH = 128
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A tokenized dataset and its collator."""
-
     dataset: Dataset
     """Columns input_ids, attention_mask and labels (lists of int; classification: one int)."""
 
@@ -156,7 +154,6 @@ def prepare_both(
 
 
 def _held_out(data: PreparedData, share: float) -> tuple[PreparedData, PreparedData]:
-    """Training and held-out rows, drawn with a fixed seed; both sets keep the order of rows."""
     total = len(data.dataset)
     number = max(1, round(share * total))
     if number == total:
@@ -167,7 +164,6 @@ def _held_out(data: PreparedData, share: float) -> tuple[PreparedData, PreparedD
 
 
 def longest_row(*prepared: PreparedData | None) -> dict[str, int]:
-    """Length options for the plan."""
     some = [data for data in prepared if data is not None]
     return {
         "max_input_length": max(data.longest_input for data in some),
@@ -201,7 +197,6 @@ def _columns(dataset: Dataset, config: PreTrainedConfig, task: Task | None, colu
 
 
 def _fills_in_masks(config: PreTrainedConfig) -> bool:
-    """Whether the model is a masked language model such as BERT, which cannot generate text."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and infer_task(config) == "classification"

@@ -16,8 +16,6 @@ _CONTINUED_TOKENS = 48
 
 @dataclass(frozen=True)
 class Sample:
-    """One row and the model's prediction for it."""
-
     input: str
     target: str
     prediction: str
@@ -72,7 +70,6 @@ def _short(text: str, longest: int = 60) -> str:
 
 
 def share_correct(samples: list[Sample]) -> float:
-    """Exact match or accuracy (0 to 1)."""
     return sum(sample.correct for sample in samples) / len(samples)
 
 

@@ -52,7 +52,6 @@ class TrainerEvaluations:
         self._ignored_keys: list[str] | None = None
 
     def begin_training(self, ignored_keys: list[str] | None) -> None:
-        """Forget the evaluations of an earlier `train()`."""
         self._newest_step, self._has_failed, self._is_due = -1, False, False
         self._ignored_keys = ignored_keys
 
@@ -135,7 +134,6 @@ class TrainerEvaluations:
 
 
 def _save_before(error: Exception, trainer: Any, trial: Any) -> None:
-    """Save the checkpoint that is due, and tell in the error whether it was saved."""
     try:
         trainer._save_checkpoint(trainer.model, trial)
         if isinstance(error, TrainingStoppedError):  # its message names the newest checkpoint

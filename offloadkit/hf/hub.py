@@ -360,7 +360,6 @@ def _snapshots(name: str, kind: str) -> Path:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and its chain of causes (`__cause__`, else `__context__`)."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -374,7 +374,6 @@ def read_lazily_or_now(
 
 
 def completed(model: PreTrainedModel) -> PreTrainedModel:
-    """Set evaluation mode, and complete the configs (untied head, `generate()`)."""
     _tell_untied_head(model)
     _complete_generation_config(model)
     model.train(False)
@@ -382,7 +381,6 @@ def completed(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _tell_untied_head(model: Any) -> None:
-    """Set `tie_word_embeddings=False` for an untied head, so that neither `tie_weights()` nor old versions tie it."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     config_ties = getattr(model.config, "tie_word_embeddings", False)
     if config_ties and head is not None and head.weight is not embeddings.weight:

@@ -212,7 +212,6 @@ class Logits(torch.Tensor):
             )
 
     def like(self, **changes: Any) -> Logits:
-        """A copy with other arguments of `__new__`."""
         fields = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias, "steps": self.steps}
         new = Logits(**{**fields, "chunk_elements": self.chunk_elements, "dtype": _plain(self).dtype, **changes})
         new.weight_version = self.weight_version
@@ -265,7 +264,6 @@ def _plain(logits: Logits) -> torch.Tensor:
 
 
 def _view(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """view, reshape and similar functions that keep the last dimension."""
     old, new = _plain(logits), func(_plain(logits), *args, **kwargs)
     if not new.dim() or new.shape[-1] != old.shape[-1] or new.dtype != old.dtype:
         return NotImplemented
@@ -274,7 +272,6 @@ def _view(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _index(func: Any, logits: Logits, key: Any) -> Any:
-    """Indexing of rows: `logits[:, :-1]`, `logits[..., :-1, :]`, `logits[mask]`."""
     keys, num_dims = key if isinstance(key, tuple) else (key,), logits.hidden.dim()
     if not all(isinstance(part, int | slice | torch.Tensor) or part is Ellipsis for part in keys):
         return NotImplemented

@@ -35,7 +35,6 @@ class WithLosses(nn.Module):
         return next(self.model.parameters()).dtype
 
     def forward(self, *args: Any, through: str | None = None, **kwargs: Any) -> Any:
-        """Call the loss named `through`, or the model if None."""
         return (self.model if through is None else self.losses[through])(*args, **kwargs)
 
     def train(self, mode: bool = True) -> WithLosses:
@@ -45,7 +44,6 @@ class WithLosses(nn.Module):
         return self
 
     def own(self) -> dict[str, torch.Tensor]:
-        """Weights and buffers that only the losses have."""
         ours = {id(each) for each in (*self.model.parameters(), *self.model.buffers())}
         named = self.losses.state_dict(keep_vars=True).items()
         return {name: each.detach() for name, each in named if isinstance(each, torch.Tensor) and id(each) not in ours}

@@ -244,7 +244,6 @@ class FinetuneOptions:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The keyword arguments of `finetune`."""
         return {name: value for name, value in vars(self).items() if name != "training_arguments"} | dict(
             self.training_arguments
         )
@@ -257,7 +256,6 @@ class FinetuneOptions:
 
     @property
     def lengths(self) -> dict[str, int | None]:
-        """The maximum lengths of rows, by name."""
         return {"max_input_length": self.max_input_length, "max_target_length": self.max_target_length}
 
 

@@ -71,7 +71,6 @@ FAMILIES = (
 
 
 def choose_attention(config: Any) -> Callable[[], None]:
-    """Set the attention implementation of the config's family; returns a function that undoes it."""
     attention = next((family.attention for family in FAMILIES if config.model_type in family.model_types), None)
     if attention is None or unclaimed(config, "_attn_implementation") not in (None, _DEFAULT):
         return lambda: None
@@ -104,7 +103,6 @@ def patched(
 
 
 def _pretrained(module: nn.Module) -> Iterator[PreTrainedModel]:
-    """Outermost transformers models in `module`."""
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel):

@@ -84,7 +84,6 @@ def is_live() -> bool:
 
 @contextmanager
 def bars_where_live() -> Iterator[None]:
-    """Show the progress bars of datasets, transformers and the hub client only if `is_live`."""
     import datasets
 
     with progress_bars(is_live()), ExitStack() as undo:

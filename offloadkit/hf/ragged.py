@@ -61,7 +61,6 @@ def width_step(mean: float, longest: int, limit: int | None) -> int:
 
 
 def rounded_up(length: int, step: int) -> int:
-    """Round up to a multiple of `step`."""
     return -(-length // step) * step
 
 
@@ -104,7 +103,6 @@ class OrderOfSeed(Sampler[int]):
         self._epoch = epoch
 
     def seed_of_epoch(self) -> int:
-        """Generator seed (32 bits, torch's limit), from the run's seed and the epoch."""
         return int(np.random.SeedSequence([self._epoch, self._seed]).generate_state(1)[0])
 
     def __iter__(self) -> Iterator[int]:
@@ -161,5 +159,4 @@ class ResumableOrder(Sampler[int]):
                 raise ModelError(f"{path} has no valid random state ({error}): it is truncated or corrupt") from error
 
     def reset(self) -> None:
-        """Forget the saved random state."""
         self._again = None

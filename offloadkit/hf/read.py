@@ -45,7 +45,6 @@ _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _private_folder() -> str:
-    """A private folder in datasets' cache. Raises `DataError` if it cannot be created."""
     import datasets
 
     cache = Path(datasets.config.HF_DATASETS_CACHE)
@@ -72,7 +71,6 @@ def _value(column: str, row: dict[str, Any]) -> Any:
 
 
 def _features(path: Path, named: Collection[str]) -> Features:
-    """Type of each column over all rows; null for columns that are not read."""
     from datasets import Features, Sequence, Value
 
     found: dict[str, dict[type, int]] = {}  # by column: each type and its first row

@@ -91,7 +91,6 @@ def _saved_count(path: Path, name: str) -> int | None:
 
 
 def _other_micro_batches(checkpoint: Path, accumulation: int, num_ranks: int) -> str | None:
-    """`other_rows` for an unchanged micro-batch size."""
     arguments = checkpoint / "training_args.json"
     of_each = _saved_count(arguments, "gradient_accumulation_steps") if arguments.is_file() else None
     ranks = len(list(checkpoint.glob("states-*")))
@@ -116,7 +115,6 @@ _TRAINER_STATE: dict[str, Any] = {
 
 
 def check_trainer_state(path: Path) -> None:
-    """Raise `ModelError` for a `trainer_state.json` that transformers could not resume from."""
     state = read_object(path)
     said = {name: value for name, value in state.items() if value is not None}
     why = why_unlike(said, _TRAINER_STATE, "it")

@@ -31,8 +31,6 @@ class EpochAwareBatches(BatchSamplerShard):  # type: ignore[misc, unused-ignore]
 
 
 class ShardedBatches(EpochAwareBatches):
-    """One rank's micro-batches (lists of row indices)."""
-
     def __len__(self) -> int:
         return -(-len(self.batch_sampler) // int(self.num_processes))
 
@@ -50,7 +48,6 @@ class ShardedBatches(EpochAwareBatches):
 
 
 def forward_epochs(loader: Any) -> None:
-    """Change a prepared loader's batch sampler into `EpochAwareBatches`."""
     batches: Any = getattr(loader, "batch_sampler", None)
     if type(batches) is BatchSamplerShard:
         batches.__class__ = EpochAwareBatches  # DataLoader forbids replacing its batch sampler

@@ -63,7 +63,6 @@ class ModelSource:
 
     @property
     def model(self) -> PreTrainedModel | None:
-        """The model in memory; None for a name."""
         return None if isinstance(self.given, str) else self.given
 
     @cached_property
@@ -127,7 +126,6 @@ class ModelSource:
         return other
 
     def training_config(self, config: PreTrainedConfig | None = None) -> PreTrainedConfig:
-        """A copy of the config (or of `config`) with the rows' labels."""
         config = copy.deepcopy(config or self.config)
         _set_labels(config, self._id2label)
         return config
@@ -159,7 +157,6 @@ class ModelSource:
     # -- its weights
 
     def read_ahead(self) -> None:
-        """Start reading a folder's safetensors files into the page cache, in the background."""
         if self.model is None and self.init == "pretrained" and os.path.isdir(self._location):
             read_ahead(sorted(Path(self._location).glob("*.safetensors")))
 
@@ -197,7 +194,6 @@ class ModelSource:
         return completed(model)
 
     def _of_its_config(self) -> AbstractContextManager[None]:
-        """Translates errors of building the model; a config error can have any class."""
         return readable_hub_errors(str(self.given), found=True, file="config.json")
 
     def _named(self, model: Any) -> Any:
@@ -267,7 +263,6 @@ class ModelSource:
         return self.given if isinstance(self.given, str) else cast(str, getattr(self.given, "name_or_path", ""))
 
     def needs_no_hub(self, tokenizer: Any) -> bool:
-        """Whether config and tokenizer can be read without a download."""
         drawn = self.init == "random" and self._preset_config is not None
         if self.model is None and not drawn and not os.path.isdir(self._location):
             return False

@@ -85,8 +85,6 @@ def label_ids(values: list[Any], indices: list[int], feature: Any, id2label: dic
 
 @dataclass
 class Tokenizing:
-    """Inputs and counts of one pass over the rows."""
-
     dataset: Dataset
     columns: Columns
     tokenizer: PreTrainedTokenizerBase
@@ -361,7 +359,6 @@ def _already_tokenized(run: Tokenizing, batch: _Columns, indices: list[int]) -> 
 
 
 def _check_lists(run: Tokenizing, name: str, tokens: _Columns, indices: list[int]) -> None:
-    """Raise `DataError` for a row that is no list of whole numbers, or differs in length from its `input_ids`."""
     of_tokens = name in ("attention_mask", "token_type_ids") or (name == "labels" and run.task == "causal")
     for index, row, ids in zip(indices, tokens[name], tokens["input_ids"], strict=True):
         if not isinstance(row, list) or not all(type(each) is int for each in row):
@@ -388,7 +385,6 @@ def _all_ones(rows: list[list[int]]) -> list[list[int]]:
 
 
 def _encode(run: Tokenizing, texts: list[str], max_length: int, *, target: bool = False) -> _Columns:
-    """Tokenize with truncation by the tokenizer, which keeps special tokens; counts truncated texts."""
     where = {"text_target": texts} if target else {"text": texts}
     tokens = dict(run.tokenizer(**where, truncation=True, max_length=max_length, verbose=False))
     for text, row in zip(texts, tokens["input_ids"], strict=True):

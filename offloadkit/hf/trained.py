@@ -29,14 +29,12 @@ def trained_module(trainer: Any) -> nn.Module:
 
 
 def called_through_engine(trainer: Any) -> AbstractContextManager[None]:
-    """Call the Trainer's loss modules through the engine within this context."""
     if not losses_of(trainer):
         return nullcontext()
     return called_through(trainer, WrappedModel(trained_module(trainer), trainer.engine))
 
 
 def ranks_of(trainer: Any) -> Ranks:
-    """The ranks of the Trainer's engine; world size 1 while there is no engine."""
     return SOLO if trainer.engine is None else trainer.engine.ranks
 
 
@@ -72,5 +70,4 @@ class WrappedModel:
         """Does nothing: the engine takes gradients during backward."""
 
     def to(self, *args: Any, **kwargs: Any) -> WrappedModel:
-        """Returns itself: the engine decides on device and dtype."""
         return self

@@ -257,7 +257,6 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return loader
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """As `get_eval_dataloader`."""
         loader = super().get_test_dataloader(*args, **kwargs)
         if not self.args.dataloader_drop_last:
             shard_batches(loader)
@@ -310,7 +309,6 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._window.repeat(self, partial(super().training_step, self.model_wrapped))
 
     def _backward(self, loss: torch.Tensor, **_: Any) -> None:
-        """Stands in for `accelerator.backward`."""
         self._window.backward(self, loss)
 
     # -- the update
@@ -501,7 +499,6 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return int(np.bitwise_or.reduce(ranks_of(self).agree(np.array([flags]))[:, 0]))
 
     def stopping_options(self) -> dict[str, Any]:
-        """Arguments of `StopCallback` that this Trainer knows."""
         checkpoints = self._checkpoints
         return {
             "grace_seconds": self.offload.grace_seconds,
@@ -517,7 +514,6 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
 
 def _groups_of(theirs: torch.optim.Optimizer, trainer_class: type) -> list[dict[str, Any]]:
-    """Raises `ConfigError` if the optimizer that the Trainer class made is not a plain AdamW."""
     if type(theirs) is not torch.optim.AdamW or theirs.defaults["amsgrad"] or theirs.defaults["maximize"]:
         raise ConfigError(
             f"{trainer_class.__name__}.create_optimizer makes {type(theirs).__name__}; offloadkit steps with "
@@ -584,8 +580,6 @@ class OffloadTrainer(OffloadTrainerMixin, Trainer):
 
 
 class OffloadSeq2SeqTrainer(OffloadTrainerMixin, Seq2SeqTrainer):
-    """`transformers.Seq2SeqTrainer` with the optimizer in host RAM."""
-
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:
         """Like the Seq2SeqTrainer's. Raises `ConfigError` if the config cannot be read."""

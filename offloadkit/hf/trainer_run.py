@@ -46,7 +46,6 @@ class TrainerRun:
     def train(
         self, trainer: Any, loop: Callable[..., Any], resume_from: str | bool | None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run `loop`, the Trainer's own `train`; raises as `OffloadTrainerMixin.train`."""
         _check_rollback(trainer, resumes=bool(resume_from))
         with worker_errors_named(), ExitStack() as opened:
             if trainer.args.save_strategy != "no":

@@ -161,8 +161,6 @@ class _Stored:
 
 
 class WeightFiles:
-    """The stored tensors of a model's parameters."""
-
     def __init__(self, source: str) -> None:
         self._source = source
         self._sources: dict[nn.Parameter, _Stored] = {}
@@ -226,7 +224,6 @@ class WeightFiles:
         return info, offloaded
 
     def _read_buffers(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Register stored buffers as buffers again, because transformers took them for parameters."""
         for name in names:
             path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)
@@ -262,7 +259,6 @@ class WeightFiles:
         return all(torch.equal(a.to(one.dtype), b.to(other.dtype)) for a, b in pairs)
 
     def keep(self, model: nn.Module) -> None:
-        """Leave the parameters of `model` with stored tensors unread, and forget other stored tensors."""
         used = set(model.parameters())
         self._sources = {parameter: stored for parameter, stored in self._sources.items() if parameter in used}
         leave_unread(self._sources, self.materialise, self._source)

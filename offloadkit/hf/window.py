@@ -26,8 +26,6 @@ TrainingStep = Callable[[Any, Any], torch.Tensor]
 
 
 class TrainingWindow:
-    """The micro-batches of one update."""
-
     def __init__(self) -> None:
         self._is_unfinished = False
         self._num_micro_batches = 1
@@ -98,7 +96,6 @@ class TrainingWindow:
         return loss
 
     def repeat(self, trainer: Any, step: TrainingStep) -> torch.Tensor:
-        """Train on all micro-batches of the window so far; returns the loss of the last one."""
         while True:
             with suppress(RepeatWindowError):  # the engine has moved to a still smaller plan
                 for number, inputs in enumerate(self._replay.again()):

@@ -253,7 +253,6 @@ def _empty_gradients(
 def _arguments(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], scaling: float, dropout: float
 ) -> tuple[list[Tensor], list[float], dict[str, int]]:
-    """Common kernel arguments: arrays, strides and sizes, constants. Without a mask, `bias` fills its place unread."""
     query, key, value, bias, mask, seed = tensors
     strides = [stride for one in (query, key, value) for stride in one.stride()[:3]]
     of_mask = [mask.stride(0), mask.stride(2)] if mask is not None else [0, 0]

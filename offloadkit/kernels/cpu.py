@@ -70,7 +70,6 @@ class _PlanModel(ctypes.Structure):
 
 
 def _find_library() -> Path | None:
-    """This Python's build, else the newest: the library does not depend on Python's version."""
     folder = Path(__file__).parent
     own = folder / f"_cpu_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
     if own.exists():

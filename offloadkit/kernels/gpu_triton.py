@@ -29,7 +29,6 @@ def _gradient(gradient, at, inside, is_bf16: tl.constexpr):
 
 @triton.jit
 def _master(weights, remainder, at, inside):
-    """Load fp32 master weights: split bf16 (int16 halves), stored with fp16 weights, or the fp32 weights themselves."""
     if weights.dtype.element_ty == tl.int16:
         high = tl.load(weights + at, mask=inside, other=0).to(tl.int32) << 16
         low = tl.load(remainder + at, mask=inside, other=0).to(tl.int32)
@@ -55,7 +54,6 @@ def _store_master(weights, remainder, at, inside, master):
 
 @triton.jit
 def _random_bits(key_low, key_upper, elements):
-    """`moments.random_bits` of int64 elements: uint32."""
     upper = key_upper.to(tl.uint32) + (elements >> 32).to(tl.uint32) * 0x9E3779B9
     state = elements.to(tl.uint32) + key_low.to(tl.uint32)
     state = (state ^ (state >> 16)) * 0x7FEB352D
@@ -65,7 +63,6 @@ def _random_bits(key_low, key_upper, elements):
 
 @triton.jit
 def _round_stochastically(values, random):
-    """`moments.round_stochastically`: bf16 as int16 bits."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     bits = tl.where(magnitude < 0x7F800000, bits + random, bits)

@@ -113,7 +113,6 @@ def _gradient(saved: tuple[Any, ...], d_losses: Tensor, steps: tuple[Step, ...],
 def _chunk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[Step, ...], columns: slice
 ) -> tuple[Tensor, Tensor]:
-    """The head's output in these columns of the vocabulary, and the logits after the steps."""
     with torch.no_grad():
         output = F.linear(hidden, weight[columns], None if bias is None else bias[columns])
     logits = output.requires_grad_(torch.is_grad_enabled())

@@ -65,7 +65,6 @@ class LossCurve:
             self._width *= 2
 
     def points(self) -> tuple[Point, ...]:
-        """Lowest and highest loss of each bucket, by step."""
         return tuple(point for bucket in self._buckets for point in sorted({bucket.lowest, bucket.highest}))
 
     def trend(self) -> tuple[Point, ...]:
@@ -84,13 +83,10 @@ class LossCurve:
         return tuple(found)
 
     def newest(self) -> float | None:
-        """The newest bucket's mean."""
         return self._buckets[-1].total / self._buckets[-1].number if self._buckets else None
 
 
 class History:
-    """Totals of the records so far."""
-
     def __init__(self) -> None:
         self.newest: StepRecord | None = None
         self.num_steps = self.num_skipped = 0
@@ -142,7 +138,6 @@ class Machine:
 
     @classmethod
     def of(cls, plan: Plan | None) -> Self | None:
-        """The machine that `plan` was made for, if it was made for one."""
         if plan is None or plan.basis.hardware is None:
             return None
         return cls(not plan.on_cpu, plan.basis.hardware.vram_bytes_per_second, plan.budgets)
@@ -323,7 +318,6 @@ def figures(
 
 
 def mean(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Mean seconds by phase. A phase missing from a step counts as 0."""
     phases = dict.fromkeys(phase for record in records for phase in record.seconds)
     return {phase: sum(record.seconds.get(phase, 0.0) for record in records) / len(records) for phase in phases}
 

@@ -26,8 +26,6 @@ _SHARE = 0.003
 
 
 class Display(Protocol):
-    """A place that shows figures."""
-
     def open(self, figures: Figures) -> None: ...
 
     def update(self, figures: Figures, *, is_polled: bool) -> None:
@@ -110,7 +108,6 @@ class Monitor:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the monitor shows anything."""
         return self._wanted != "none"
 
     def request_stop(self) -> None:

@@ -30,15 +30,11 @@ def running_shell() -> Any:
 
 
 class NotebookDisplay:
-    """Shows figures in the running cell's output."""
-
     def __init__(self, shell: Any, stop: Callable[[], None]) -> None:
-        """`stop` is called by the button."""
         self._ident = f"okm{uuid4().hex[:10]}"
         self._button = _button(shell.kernel, stop)
 
     def open(self, figures: Figures) -> None:
-        """Publish the button and the page, on the cell's thread."""
         if self._button is not None:
             self._button.open()
         self._draw(figures, is_polled=True, update=False)
@@ -47,7 +43,6 @@ class NotebookDisplay:
         self._draw(figures, is_polled=is_polled, update=True)
 
     def close(self, figures: Figures) -> None:
-        """Show the summary and remove the button."""
         if self._button is not None:
             self._button.close()
         summary = {"text/html": page(figures, self._ident), "text/plain": words.summary(figures)}
@@ -88,7 +83,6 @@ class _Button:
 
     @property
     def is_heard(self) -> bool:
-        """Whether the front end has a subshell, so that clicks arrive."""
         return bool(self._threads.manager.list_subshell())
 
     def open(self) -> None:

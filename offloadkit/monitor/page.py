@@ -29,7 +29,6 @@ def chart(height: int, title: str, description: str, content: str, ident: str) -
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", extra: str = "") -> str:
-    """One line of text with its baseline at `y`."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{escape(words)}</text>'
 
 
@@ -57,7 +56,6 @@ def stack(x: float, y: float, scale: float, height: float, parts: Sequence[tuple
 
 
 def memory_chart(tier: Memory, ident: str) -> str:
-    """A tier's stacked bar with the budget's line above and the plan's mark below."""
     most = max(tier.used or 0, tier.planned, 1) * 1.1
     far = tier.budget is not None and tier.budget > _FAR * most
     full = most if tier.budget is None or far else max(most, tier.budget * 1.02)
@@ -92,7 +90,6 @@ def _beside(x: float, foot: float, label: str) -> str:
 
 
 def step_chart(split: Parts, beside: Parts, ident: str) -> str:
-    """One step from left to right: the device's work and waits, with parallel work below."""
     total = sum(seconds for _, seconds in split)
     scale = (WIDTH - _LEFT) / max(total, 1e-12)
     timed = [(name, seconds, format_seconds(seconds)) for name, seconds in split]
@@ -117,7 +114,6 @@ def step_chart(split: Parts, beside: Parts, ident: str) -> str:
 
 
 def loss_chart(figures: Figures, ident: str, height: int = 150) -> str:
-    """Recorded losses by step as a thin line, and their running mean."""
     points = figures.loss_curve
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     room = (high - low or abs(high) or 1.0) * 0.06

@@ -36,7 +36,6 @@ class TerminalDisplay:
         self._live.update(view(figures, self._console.width), refresh=True)
 
     def close(self, figures: Figures) -> None:
-        """Leave the last view on the screen."""
         try:
             self.update(figures, is_polled=True)
         finally:
@@ -53,13 +52,11 @@ class LogLines:
         """Do nothing yet."""
 
     def update(self, figures: Figures, *, is_polled: bool) -> None:
-        """Print a line if the last one is old enough."""
         if figures.steps_done and time.monotonic() >= self._next:
             self._next = time.monotonic() + _LINE_SECONDS
             print(words.line(figures), flush=True)
 
     def close(self, figures: Figures) -> None:
-        """Print the summary."""
         print(words.summary(figures), flush=True)
 
 
@@ -100,7 +97,6 @@ def _key_figures(figures: Figures, width: int) -> list[Text]:
 
 
 def _memory(tier: Memory, room: int) -> list[Text]:
-    """The bar with the budget's line, and the plan's mark below. A distant budget becomes an arrow."""
     most = max(tier.used or 0, tier.planned, 1)
     far = tier.budget is not None and tier.budget > 3 * most
     full = most if tier.budget is None or far else max(most, tier.budget)

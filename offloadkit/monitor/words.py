@@ -40,7 +40,6 @@ def progress(figures: Figures) -> str:
 
 
 def tiles(figures: Figures) -> list[tuple[str, str, str]]:
-    """The key figures: name, value, and remark."""
     slow = figures.slowdown
     skipped = f"{figures.num_skipped} skipped" if figures.num_skipped else ""
     basis = "" if slow is None else "as planned" if slow.is_planned else f"{slow.baseline} baseline"
@@ -76,7 +75,6 @@ def slowdown(figures: Figures) -> str:
 
 
 def received(figures: Figures) -> str:
-    """Bytes received from other ranks in a step; "" with one rank."""
     parts = [f"{name} {format_bytes(size)}" for name, size in figures.received.items() if size]
     return f"From the other GPUs in a step: {', '.join(parts)}." if parts else ""
 
@@ -95,7 +93,6 @@ def memory(tier: Memory, planned_mark: str = "", budget_mark: str = "") -> str:
 
 
 def planned(tier: Memory, words: str) -> str:
-    """Say if planned memory excludes parts."""
     return words if tier.planned_whole else f"{words} without activations and framework"
 
 
@@ -123,7 +120,6 @@ def line(figures: Figures) -> str:
 
 
 def summary(figures: Figures) -> str:
-    """Several lines of plain text, for outputs without graphics."""
     ended = "closed at " if figures.state == "closed" else f"{STATES[figures.state]}: "
     lines = [ended + line(figures), slowdown(figures)]
     if figures.split:
@@ -159,10 +155,8 @@ _WHITE_ON = {BLUE, GREEN, VERMILION, GREY}
 
 
 def colour(name: str) -> str:
-    """Colour of a category or part; grey if unknown."""
     return COLOURS.get(name, GREY)
 
 
 def ink_on(background: str) -> str:
-    """Black or white, whichever is more readable."""
     return "#FFFFFF" if background in _WHITE_ON else "#000000"

@@ -97,7 +97,6 @@ def level(number: Tensor, map: Map) -> Tensor:
 
 
 def _power_of_ten(exponent: Tensor) -> Tensor:
-    """fp32 of 10**exponent, exact, for int32 of 0 .. 6."""
     return torch.tensor([1.0, 10.0, 1e2, 1e3, 1e4, 1e5, 1e6], device=exponent.device)[exponent]
 
 
@@ -159,7 +158,6 @@ def _spread(scales: Tensor, like: Tensor) -> Tensor:
 
 
 def _encode(values: Tensor, random: Tensor, map: Map) -> tuple[Tensor, Tensor]:
-    """Numbers of the magnitudes (int32 [n]), and the scales."""
     magnitudes = values.view(torch.int32) & 0x7FFFFFFF
     num_blocks = -(-values.numel() // BLOCK)
     padded = torch.nn.functional.pad(magnitudes, (0, num_blocks * BLOCK - values.numel()))

@@ -51,7 +51,6 @@ def muon_scalars(
     adjust_lr_fn: str,
     step: int,
 ) -> MuonScalars:
-    """Muon ignores `step`."""
     matches = adjust_lr_fn == "match_rms_adamw"
     return MuonScalars(lr, 1 - lr * weight_decay, momentum, nesterov, matches, eps, ns_steps, *ns_coefficients)
 
@@ -71,12 +70,10 @@ def workspace_sizes(rows: int, columns: int, row: int) -> dict[str, int]:
 
 
 def rows_at_once(numel: int, row: int) -> int:
-    """Rows of a parameter that element-wise operations take at a time."""
     return min(max(1, SLICE // row), numel // row)
 
 
 def adjusted_lr(scalars: MuonScalars, rows: int, columns: int) -> float:
-    """Learning rate of a matrix, which depends on its shape."""
     if scalars.matches_adamw:
         return scalars.lr * (0.2 * math.sqrt(max(rows, columns)))
     return scalars.lr * math.sqrt(max(1, rows / columns))
@@ -109,6 +106,5 @@ def orthogonalized(update: Tensor, s: MuonScalars) -> Tensor:
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int = 5) -> int:
-    """FLOPs of the matmuls in one step of a matrix."""
     short, long = sorted((rows, columns))
     return steps * (4 * short * short * long + 2 * short**3)

@@ -30,13 +30,11 @@ class Schedule:
         self._write()
 
     def get_lr(self) -> list[float]:
-        """The learning rates of the next update, by group."""
         return self._rates(self.last_batch_iteration)
 
     get_last_lr = get_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Advance by one update, or go to an iteration."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
@@ -107,7 +105,6 @@ def _by_group(optimizer: Optimizer, value: float | Sequence[float], name: str) -
 
 
 def _warmup(iteration: int, num_steps: int, kind: str) -> float:
-    """Fraction of the warmup, from 0 to 1, over at least two steps."""
     if kind == "linear":
         return iteration / num_steps
     return (1 / math.log(num_steps)) * math.log(iteration + 1)

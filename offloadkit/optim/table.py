@@ -43,14 +43,11 @@ ALIGNMENT = 256
 
 
 def aligned(num_bytes: int) -> int:
-    """Round `num_bytes` up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class StateArray:
-    """One array of a flat layer's optimizer states."""
-
     name: str
     dtype: torch.dtype
     category: str
@@ -58,11 +55,10 @@ class StateArray:
     """Elements of the layer per element of the array."""
 
     def numel(self, layer_numel: int) -> int:
-        """Elements of the array for a layer of `layer_numel` elements."""
         return layer_numel if self.block == 1 else -(-layer_numel // self.block)
 
     def num_bytes(self, layer_numel: int) -> int:
-        """Aligned bytes of the array for a layer of `layer_numel` elements."""
+        """Aligned bytes."""
         return aligned(self.numel(layer_numel) * self.dtype.itemsize)
 
     def part(self, start: int, stop: int) -> slice:
@@ -89,6 +85,7 @@ class MomentPrecision:
     """Elements per fp32 scale."""
     encode: Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]] | None = None
     """(fp32 values, random integers of 0 .. 65535, is_signed) -> (stored values, scales). None stores fp32 unchanged.
+
     Encodings round stochastically, with random bits for at most two moments.
     """
     decode: Callable[[Tensor, Tensor | None, bool], Tensor] | None = None
@@ -112,11 +109,7 @@ _OFF: dict[str, Any] = {
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    """Check that a parameter group has no unsupported options.
-
-    Raises:
-        ConfigError: an option of a torch optimizer is unsupported and would change the step.
-    """
+    """Raise `ConfigError` if an option of a torch optimizer in the group is unsupported and would change the step."""
     if group.get("optimizer") == "muon":
         return
     for name, off in _OFF.items():
@@ -171,11 +164,7 @@ class MuonGroup:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> MuonGroup:
-        """Read the present options of one of the optimizer's param_groups.
-
-        Raises:
-            ConfigError: a value is missing or out of range.
-        """
+        """Read the present options of a group. Raises `ConfigError` if a value is missing or out of range."""
         lr, own = _number(group.get("lr"), "lr"), [field.name for field in fields(MuonOptions)[1:]]
         if lacking := [name for name in own if name not in group]:
             raise ConfigError(f"a parameter group of Muon lacks {lacking[0]}")
@@ -187,7 +176,7 @@ Options = GroupOptions | MuonGroup
 
 
 def options_of(group: Mapping[str, Any]) -> Options:
-    """Read the present options of one of the optimizer's param_groups, by the group's optimizer.
+    """Read the present options of a group, by its optimizer.
 
     Raises:
         ConfigError: as `GroupOptions.of`, or the group's optimizer is unknown.
@@ -219,15 +208,17 @@ class Optimizer:
     """Supported precisions, largest first: a plan proposes the precisions after the chosen one."""
     scalars: Callable[..., tuple[float, ...]]
     """(options of the group, step) -> floats. `step` counts from 1. Optimizers of elements have at most 8 floats, which
-    fp32 represents exactly."""
+    fp32 represents exactly.
+    """
     update: Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[float]], None]
-    """(master weights, gradient, moments, scalars): one step in place on fp32 tensors of one shape, which are a part
-    of a layer or one matrix."""
+    """(master weights, gradient, moments, scalars): one step in place on fp32 tensors of one shape: a part of a layer
+    or one matrix.
+    """
     betas: tuple[float, float] = (0.9, 0.999)
     trainer_names: tuple[str, ...] = ()
     """Names of this optimizer in `TrainingArguments.optim`, if different."""
     step_unit: Literal["element", "matrix"] = "element"
-    """"element": a layer may be stepped in chunks, on the CPU or GPU. "matrix": every parameter is a matrix, which is
+    """ "element": a layer may be stepped in chunks, on the CPU or GPU. "matrix": every parameter is a matrix, which is
     stepped as a whole.
     """
 
@@ -262,11 +253,7 @@ def trainer_names() -> dict[str, str]:
 
 
 def optimizer_named(name: str) -> Optimizer:
-    """Look up an optimizer.
-
-    Raises:
-        ConfigError: the optimizer is unknown or needs whole matrices.
-    """
+    """Look up an optimizer. Raises `ConfigError` if it is unknown or not supported."""
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
     choices = ", ".join(map(repr, OPTIMIZERS))
@@ -300,7 +287,7 @@ class StateTable:
         return PRECISIONS[self.precision].encode is not None
 
     def num_bytes(self, layer_numel: int) -> dict[str, int]:
-        """Bytes by category for a layer of `layer_numel` elements."""
+        """Bytes by category."""
         found = {MASTER_WEIGHTS: 0, MOMENTS: 0}
         for array in self.arrays:
             found[array.category] += array.num_bytes(layer_numel)
@@ -309,7 +296,7 @@ class StateTable:
 
 @cache
 def state_table(optimizer: str, precision: Precision, weights_dtype: torch.dtype) -> StateTable:
-    """Return the (cached) states of bf16, fp16 or fp32 working weights.
+    """The (cached) states of bf16, fp16 or fp32 working weights.
 
     Raises:
         ConfigError: the optimizer is unknown or does not support the precision.
@@ -342,9 +329,7 @@ class LayerKind:
     """
 
     dtype: Dtype
-    """dtype of the working weights."""
     optimizer: str = "adamw"
-    """A name in `OPTIMIZERS`."""
     precision: Precision = "exact"
     trains: Literal["yes", "frozen"] = "yes"
     """"frozen": the layer has weights alone: no gradient, no optimizer states, no step."""
@@ -364,7 +349,6 @@ class LayerKind:
 
     @property
     def states(self) -> StateTable:
-        """The optimizer states. Raises `ConfigError` as `state_table` does."""
         found = state_table if self.is_trained else _no_states
         return found(self.optimizer, self.precision, self.weights_dtype)
 
@@ -375,7 +359,7 @@ class FlatState:
 
     table: StateTable
     weights: Tensor
-    """Working weights in bf16, fp16 or fp32. fp32 weights are the master weights."""
+    """bf16, fp16 or fp32. fp32 weights are the master weights."""
     arrays: dict[str, Tensor]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -403,23 +387,20 @@ class Matrix(NamedTuple):
 
     @property
     def row(self) -> int:
-        """Elements of a row of the parameter."""
         return self.rows if self.is_transposed else self.columns
 
     @property
     def flops(self) -> int:
-        """FLOPs of a step."""
         return newton_schulz_flops(self.rows, self.columns)
 
     @property
     def workspace(self) -> dict[str, int]:
-        """Aligned bytes of the arrays that the step takes beside the states, by name."""
+        """Aligned bytes of the arrays that the step takes in addition to the states, by name."""
         sizes = workspace_sizes(self.rows, self.columns, self.row)
         return {name: aligned(size) for name, size in sizes.items()}
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that the step takes beside the states."""
         return sum(self.workspace.values())
 
     def of(self, flat: Tensor) -> Tensor:
@@ -443,7 +424,7 @@ class Segment(NamedTuple):
     offset: int = 0
     """Elements of the parameter before the segment, a multiple of 256."""
     matrix: Matrix | None = None
-    """The parameter's matrix; None for optimizers of elements."""
+    """None for optimizers of elements."""
 
 
 def check_state(state: FlatState, gradient: Tensor, segments: Sequence[Segment]) -> None:

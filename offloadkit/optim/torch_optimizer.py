@@ -17,8 +17,6 @@ from offloadkit.optim.table import check_options, optimizer_named
 
 
 class Run(Protocol):
-    """The engine as the optimizer sees it."""
-
     num_updates: int
 
     @property
@@ -96,7 +94,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients accumulated since the last update."""
         self._engine().drop_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
