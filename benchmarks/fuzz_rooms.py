@@ -120,7 +120,6 @@ def wild_json(draw: random.Random) -> Any:
 
 
 def short(value: object) -> str:
-    """A short text of a value."""
     try:
         text = repr(value)
     except RecursionError:
@@ -135,7 +134,6 @@ def short(value: object) -> str:
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The places in a JSON value."""
     found = [path] if path else []
     if isinstance(value, dict):
         for key, item in value.items():

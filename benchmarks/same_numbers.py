@@ -14,7 +14,7 @@ Every line is `case what: hash`, the hash 16 hex digits of a sha256. The cases:
 - `loop/...`: the bare loop. The numbers (model, dtype, precision, accumulation, clipping) and the placements are
   chosen pairwise: any two values that can go together meet in some case. fp16 cases overflow twice on
   purpose: those steps are skipped, and the loss scale falls.
-- `resume/...`: a loop, and a script for DeepSpeed, that save in mid-epoch and go on under another placement.
+- `resume/...`: a loop, and a script for DeepSpeed, that save in mid-epoch and resume under another placement.
 - `trainer/...`, `finetune/...`: whole runs with evaluations, and the same run stopped in mid-epoch and resumed. LoRA
   is skipped, and the line says so, where peft is not installed.
 - `2-ranks/...`: all of these on two ranks: gloo on the CPU, NCCL on GPUs.
@@ -123,7 +123,7 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
 def pairs(*parts: Numbers | Where | None) -> set[Pair]:
-    """Any two (field, value) of these."""
+    """All pairs of (field, value) in these parts."""
     values: list[tuple[str, Any]] = []
     for part in parts:
         values += part._asdict().items() if part is not None else [("placement", "plan")]
@@ -131,7 +131,7 @@ def pairs(*parts: Numbers | Where | None) -> set[Pair]:
 
 
 def chosen_numbers() -> list[Numbers]:
-    """So many of `ALL_NUMBERS` that any two values meet; always the same ones."""
+    """A fixed sample of `ALL_NUMBERS` that contains every pair of values."""
     missing = set[Pair]().union(*map(pairs, ALL_NUMBERS))
     chosen = []
     while missing:
@@ -141,14 +141,14 @@ def chosen_numbers() -> list[Numbers]:
 
 
 def chosen_cases() -> list[Case]:
-    """`PLACEMENTS_EACH` or more of each of `chosen_numbers`, so that any two values meet; always the same ones."""
+    """A fixed sample with every pair of values, and at least `PLACEMENTS_EACH` cases for each of `chosen_numbers`."""
     every = [Case(*both) for both in product(chosen_numbers(), ALL_WHERE)]
     missing = set[Pair]().union(*(pairs(*case) for case in every))
     uses: Counter[Where | None] = Counter()
     chosen: list[Case] = []
 
     def choose(candidates: Iterable[Case]) -> None:
-        """The one with the most new pairs; of equal ones that whose placement was used least."""
+        """Choose the case with the most new pairs, then with the least used placement."""
         best = max(candidates, key=lambda case: (len(missing & pairs(*case)), -uses[case.where]))
         chosen.append(best)
         uses[best.where] += 1
@@ -194,7 +194,7 @@ def perceptron(*, wide: bool) -> Residual:
 
 
 def convolutions() -> Residual:
-    """As `perceptron`, of images."""
+    """Like `perceptron`, for images."""
     blocks = (
         nn.Sequential(nn.Conv2d(11, 11, 3, padding=1, bias=False), nn.GroupNorm(1, 11), nn.ReLU()) for _ in range(4)
     )
@@ -204,7 +204,7 @@ def convolutions() -> Residual:
 def build(name: str, vocabulary: int = 97) -> nn.Module:
     """The model, with the same random weights each time.
 
-    transformers keeps no keys and values where activations are recomputed, and rounds otherwise then: here never.
+    transformers keeps no keys and values while activations are recomputed, which changes the rounding: never here.
     """
     torch.manual_seed(0)
     if name == "cnn":
@@ -239,7 +239,7 @@ def param_groups(name: str, model: nn.Module) -> list[dict[str, Any]] | None:
 
 
 def batches(name: str, num: int) -> list[dict[str, Tensor]]:
-    """`num` different ones, in RAM, the same each time."""
+    """`num` different batches in RAM, the same each time."""
     generator = torch.Generator().manual_seed(1)
 
     def whole(low: int, high: int, *shape: int) -> Tensor:
@@ -277,7 +277,7 @@ def be_deterministic() -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when torch first uses the GPU
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Else torch fills new memory with NaN on the present stream, while another stream already writes to it.
+    # Otherwise torch would fill new memory with NaN on the present stream while another stream already writes to it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -312,12 +312,12 @@ def arrays_of(checkpoint: Path) -> Lines:
 
 
 def plan_of(engine_plan: Any, where: Where | None, device: str) -> Lines:
-    """The plan of an engine as it does not depend on measured rates: on a GPU only where the placement is given."""
+    """The parts of an engine's plan that do not depend on measured rates; on a GPU only for a given placement."""
     if where is None and device != "cpu":
         return {}
     plan = engine_plan.to_dict()
     names = ["num_parameters", "num_trainable_parameters", "layers", "checkpoint_bytes", "communicated_bytes"]
-    names += ["bytes", "phases"] if device == "cpu" else []  # else these hold measured bytes of CUDA's context
+    names += ["bytes", "phases"] if device == "cpu" else []  # on a GPU these hold measured bytes of CUDA's context
     return {"plan": digest({name: plan[name] for name in names})}
 
 
@@ -413,7 +413,7 @@ def run_loop(case: Case, device: str, folder: Path, num_steps: int, exchange: st
 
 
 def run_resumed(case: Case, device: str, folder: Path, num_steps: int, then: Where | None, deepspeed: bool) -> Lines:
-    """Train, save after half of the updates, and go on in a new engine with the placement `then`."""
+    """Train, save after half of the updates, and resume in a new engine with the placement `then`."""
     whole, begun = (Loop(case, device, folder, num_steps, deepspeed=deepspeed) for _ in range(2))
     engine = whole.make(case.where)
     torch.manual_seed(2 + whole.rank)
@@ -495,7 +495,7 @@ _ROWS = 20
 
 
 def build_door(name: str, vocabulary: int) -> Any:
-    """The model, with LoRA's factors where its name says so."""
+    """The model, with LoRA's factors if its name says so."""
     if not name.endswith("-lora"):
         return build(name, vocabulary)
     peft: Any = importlib.import_module("peft")
@@ -553,7 +553,7 @@ class Stops(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 def logged(history: Iterable[dict[str, Any]]) -> str:
-    """Hash of what a Trainer has logged, times left out."""
+    """Hash of a Trainer's logs without times."""
     numbers = ("loss", "grad_norm", "learning_rate", "eval_loss", "step", "epoch")
     steps = [entry for entry in history if "loss" in entry or "eval_loss" in entry]  # the last one sums up the run
     return digest([{name: entry[name] for name in numbers if name in entry} for entry in steps])
@@ -691,7 +691,7 @@ def nothing_measured() -> Iterator[None]:
 
 
 def run_plan(name: str, device: str, folder: Path) -> Lines:
-    """A plan for a machine that depends on nothing here. Sentences may be reworded: only their numbers are hashed."""
+    """A plan for a fixed machine. Only the numbers in its sentences are hashed, so they may be reworded."""
     (model, rows, length), options = PLANS[name]
     with nothing_measured():
         plan = offloadkit.plan(model, batch_size=rows, max_input_length=length, **options)
@@ -720,9 +720,9 @@ class Task(NamedTuple):
     run: Callable[..., Lines]
     arguments: dict[str, Any]
     group: Any = None
-    """Cases of one group end with the same hashes, plans apart."""
+    """Cases of one group end with the same hashes, except for plans."""
     needs: str = ""
-    """A package, without which it is skipped."""
+    """A package that the case needs, or it is skipped."""
 
 
 def all_tasks(num_steps: int) -> list[Task]:
@@ -845,7 +845,7 @@ class Processes:
             process.join()
 
     def close(self) -> None:
-        """End the processes, which have no task."""
+        """End the idle processes."""
         for team in self._teams:
             for process, pipe in team:
                 pipe.send(None)
@@ -853,7 +853,7 @@ class Processes:
 
 
 def merged(answers: Sequence[Lines]) -> Lines:
-    """The lines of all ranks: what differs from rank to rank is hashed together."""
+    """The lines of all ranks; lines that differ between ranks are hashed together."""
     found: Lines = {}
     for what in dict.fromkeys(what for answer in answers for what in answer):
         values = [answer.get(what, "") for answer in answers]

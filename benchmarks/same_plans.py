@@ -158,7 +158,6 @@ def digest(value: Any) -> str:
 
 
 def numbers(plan: Plan) -> dict[str, str]:
-    """Hash the numbers of the plan."""
     seconds = plan.seconds
     assert seconds is not None
     times = [seconds.step, seconds.update_phase, seconds.backward_phase, sorted(seconds.busy.items())]

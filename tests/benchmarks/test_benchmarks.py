@@ -1,4 +1,4 @@
-"""The figures: each case and engine makes one row of one table, and the documents say what the table says."""
+"""The figures: each case and engine makes one table row, and the documents agree with the table."""
 
 from __future__ import annotations
 

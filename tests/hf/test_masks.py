@@ -33,7 +33,7 @@ QUESTIONS = ("fast_all", "_ignore_bidirectional_mask_sdpa", "find_packed_sequenc
 
 @pytest.fixture(autouse=True)
 def _transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of earlier tests that were never closed must not use the patched functions."""
+    """Restore transformers' functions, which unclosed models of earlier tests may have replaced."""
     gc.collect()
     for name in QUESTIONS:
         monkeypatch.setattr(masking_utils, name, changes.unclaimed(masking_utils, name))

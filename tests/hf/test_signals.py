@@ -170,7 +170,6 @@ def test_a_run_that_has_nothing_left_evaluates_and_saves_nothing_again(tmp_path:
 
 
 def test_no_save_is_begun_that_takes_longer_than_the_grace(tmp_path: Path) -> None:
-    """The first save takes longer than the grace period."""
     stopped = trainer(tmp_path, Sends(TERM), offload=OffloadConfig(grace_seconds=1.0), save_steps=1)
     save_model = stopped.save_model
 

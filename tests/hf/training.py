@@ -98,7 +98,6 @@ def train(
     more: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A trainer after training."""
     trainer = trainer_class(model=model, args=arguments(folder, **options), train_dataset=rows, **(more or {}))
     trainer.train()
     return trainer

@@ -66,7 +66,6 @@ class Watched(Listening):
         super().__init__(read, timeout=240, kernel_name="python3", resources=resources)
 
     def outputs(self, cell: str) -> list[Any]:
-        """Outputs of the cell with this id."""
         (found,) = (each for each in self.nb.cells if each.get("id") == cell)
         return list(found.outputs)
 
