@@ -266,8 +266,8 @@ class OffloadEngine:
             message = f"the GPU was full while the engine was built: the plan is leaner ({words})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             self.ram_watch.expect(self.placed.plan.tiers["ram"])
-        self.pinning_seconds = self.placed.pinning_seconds
-        trained = {view.parameter for view in self.placed.views()}
+        self.pinning_seconds = self.placed.layers.pinning_seconds
+        trained = {view.parameter for view in self.placed.layers.views()}
         self.optimizer = OffloadOptimizer(
             param_groups or [{"params": [p for p in model.parameters() if p in trained]}],
             self.config,
@@ -469,7 +469,7 @@ class OffloadEngine:
         with self._closing_if_lost():
             shortage = self.replanner.check_memory()
             self._read_reports()
-            self.placed.take_over_external_writes()
+            self.placed.layers.take_over_external_writes()
             agreed = self.replanner.agree(shortage)
             with self.replanner.recover_at_boundary():
                 update = self.loop.start_update(agreed.order)
@@ -511,7 +511,7 @@ class OffloadEngine:
         self._check_open()
         self._settle()
         self.loop.update_loss_scale()
-        self.placed.take_over_external_writes()
+        self.placed.layers.take_over_external_writes()
         self.loop.records.wait()
         self._read_reports()
 
@@ -676,7 +676,7 @@ class OffloadEngine:
         self.synchronize()
         return {
             "module": self.module.state_dict(),
-            "optimizer": {view.name: self.optimizer.state[view.parameter] for view in self.placed.views()},
+            "optimizer": {view.name: self.optimizer.state[view.parameter] for view in self.placed.layers.views()},
             "param_groups": [
                 {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
             ],
@@ -698,7 +698,7 @@ class OffloadEngine:
         groups = self.optimizer.param_groups
         self._check_state(state)
         saved = state["optimizer"]
-        parameters = {view.name: view.parameter for view in self.placed.views()}
+        parameters = {view.name: view.parameter for view in self.placed.layers.views()}
         if parameters.keys() != saved.keys():
             differing = sorted(parameters.keys() ^ saved.keys())
             raise ModelError(f"the saved run has other parameters than this model: {', '.join(differing[:5])} differ")
@@ -710,7 +710,7 @@ class OffloadEngine:
             check_states(self.optimizer.state[parameter], saved[name])
         with self.placed.external_writes.released():
             self.module.load_state_dict(state["module"])
-        self.placed.take_over_external_writes(keep_remainder=True)
+        self.placed.layers.take_over_external_writes(keep_remainder=True)
         for name, parameter in parameters.items():
             self.optimizer.load_parameter_state(parameter, saved[name])
         if (warning := changed_options(groups, state["param_groups"])) is not None:
@@ -754,7 +754,7 @@ class OffloadEngine:
         Raises:
             EngineStateError: as `state_dict`.
         """
-        state, views = self.state_dict(), list(self.placed.views())
+        state, views = self.state_dict(), list(self.placed.layers.views())
         names: list[list[str]] = [[] for _ in state["param_groups"]]
         for view in views:
             names[view.group].append(view.name)
@@ -772,7 +772,7 @@ class OffloadEngine:
             {name: state[name] for name in ("num_updates", "loss_scale")},
             self._summation_order,
             self.origin,
-            self.placed.forget_pages,
+            self.placed.layers.forget_pages,
         )
 
     @property
@@ -831,7 +831,7 @@ class OffloadEngine:
         folder, own = Path(os.path.realpath(path_of(folder, "folder"))), _states_of(scheduler)
 
         def took_weights() -> None:
-            self.placed.take_over_external_writes(keep_remainder=True)
+            self.placed.layers.take_over_external_writes(keep_remainder=True)
 
         # Released, because watched weights would be copied before each write. All ranks write the same numbers to
         # shared weights, while no rank reads them.

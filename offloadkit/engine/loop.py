@@ -51,7 +51,7 @@ class TrainingLoop:
         self.placed, self.step_thread, self.records = placed, step_thread, records
         self._module, self._optimizer, self._config = placed.module, optimizer, config
         self._device, self._ranks = device, ranks
-        trained = {view.parameter for view in placed.views()}
+        trained = {view.parameter for view in placed.layers.views()}
         self.untrained = UntrainedParameters(placed.module, trained)
         has_fp16 = any(state.layer.dtype == torch.float16 for state in placed.trained)
         self.loss_scale = LossScale(config.loss_scale) if has_fp16 else None
@@ -69,7 +69,7 @@ class TrainingLoop:
                 "use_cache=True in training: cached keys and values are only useful in generation. Leave it out, or "
                 "call the engine under torch.no_grad()"
             )
-        if not self._module.training and self.placed.recomputes_in_training and self.newest_update is None:
+        if not self._module.training and self.placed.recomputation.in_training_only and self.newest_update is None:
             warnings.warn(
                 "the model is in eval mode, so transformers' blocks keep their activations although the plan "
                 "recomputes them: call model.train() first",
@@ -149,7 +149,7 @@ class TrainingLoop:
         """
         if self.newest_update is not None or self.num_backwards:
             return
-        own = {id(view.parameter) for view in self.placed.views()}
+        own = {id(view.parameter) for view in self.placed.layers.views()}
         seen, waiting = set(), [loss.grad_fn]
         while waiting:
             node: Any = waiting.pop()

@@ -418,7 +418,7 @@ class Replanner:
         """Move if another plan is faster at the measured rates. If the move fails, training goes on with a warning."""
         if self._ranks.size > 1:
             self._loop.settle()  # see _repeat_together
-        assigned = self._loop.placed.assigned
+        assigned = self._loop.placed.layers.assigned
         found = self.rate_watch.judge(assigned, lambda: room(self.plan, self._device), self._ranks)
         if found is None:
             return
@@ -445,9 +445,9 @@ class Replanner:
         loop = self._loop
         loop.settle()
         loop.step_thread.settle()
-        loop.placed.take_over_external_writes()
+        loop.placed.layers.take_over_external_writes()
         with self._ranks.together("beginning to move"):
-            loop.placed.check_movable(plan.placements)
+            loop.placed.layers.check_movable(plan.placements)
         try:
             connect(plan, self._ranks)
         except BaseException:
@@ -467,7 +467,7 @@ class Replanner:
                     f"a move failed, {apart}: the engine is closed, and the model has its weights; the optimizer "
                     f"states are lost. Resume from a checkpoint ({error})"
                 ) from error
-            plan = placed(before, loop.placed.placements)
+            plan = placed(before, loop.placed.layers.placements)
             raise
         finally:
             if not self.is_lost:

@@ -190,6 +190,46 @@ def _checkpoint(
     return output
 
 
+class Recomputation:
+    """Makes backward recompute the blocks that the present placements choose."""
+
+    def __init__(self, model: nn.Module, offloaded: OffloadedInputs, *, always: bool, compiled: bool) -> None:
+        """
+        Args:
+            always: use HuggingFace's switch even if no block is recomputed.
+            compiled: as for `checkpoint_activations`.
+        """
+        self._model, self._offloaded, self._always, self._compiled = model, offloaded, always, compiled
+        self._choices: Mapping[nn.Module, Checkpoint] | None = None
+        self._weights: dict[nn.Module, Sequence[LayerWeights]] = {}
+        self._undo: Callable[[], None] = lambda: None
+
+    @property
+    def in_training_only(self) -> bool:
+        """Whether transformers' own checkpointing recomputes blocks, which it does in training mode only."""
+        return any(getattr(block, "gradient_checkpointing", False) for block in self._choices or ())
+
+    def arrange(
+        self, choices: Mapping[nn.Module, Checkpoint], weights: Mapping[nn.Module, Sequence[LayerWeights]]
+    ) -> None:
+        """Recompute the blocks in `choices` from now on. Arguments as for `checkpoint_activations`."""
+        self._weights.clear()
+        self._weights.update(weights)
+        if choices == self._choices:
+            return
+        self.end()
+        if choices or self._always:
+            self._undo = checkpoint_activations(
+                self._model, choices, self._weights, self._offloaded, compiled=self._compiled
+            )
+        self._choices = choices
+
+    def end(self) -> None:
+        """Restore the blocks."""
+        self._undo()
+        self._undo = lambda: None
+
+
 class OffloadedInputs:
     """Inputs of checkpointed blocks, kept in pinned RAM until backward.
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from offloadkit.device.host_memory import HostSlab, SharedSlab
-from offloadkit.device.state_file import Region
+from offloadkit.device.host_memory import SharedSlab
 from offloadkit.device.streams import CopyStream, Event, Waits
 from offloadkit.distributed.stepped import Stepped
 from offloadkit.errors import ModelError
@@ -18,6 +17,7 @@ from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.kernels.dispatch import optimizer_step, split_into
 from offloadkit.offload.external_writes import unwatched
 from offloadkit.offload.gradients import LayerGradient, runs
+from offloadkit.offload.layer_memory import LayerMemory
 from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.matrix_steps import MatrixSteps
 from offloadkit.offload.state_ring import StateRing, StreamedStates
@@ -74,7 +74,7 @@ class LayerState:
         on_gpu: the GPU does the next step. The stepping thread may change it if the layer is `switchable`.
         switchable: both processors can step the layer, and the user has not fixed the placement.
         steps: fp32 [num_views of the whole layer], number of steps of each parameter.
-        weights_slab: RAM of weights that live in RAM, separate because it outlives the engine.
+        memory: the layer's RAM and disk.
         uploaded: the end of the newest step, when resident weights are up to date and a gradient in VRAM may be
             overwritten. Streamed weights have their own events.
     """
@@ -83,34 +83,25 @@ class LayerState:
         self,
         layer: FlatLayer,
         placement: Placement,
-        slab: HostSlab,
+        memory: LayerMemory,
         config: OffloadConfig,
         device: torch.device,
         waits: Waits,
         *,
-        region: Region | None,
         resident: LayerWeights | None = None,
-        weights_slab: HostSlab | None = None,
         bring: Callable[[LayerWeights], None] | None = None,
-        stepped: Stepped | None = None,
-        sums_slab: HostSlab | None = None,
     ) -> None:
         """
         Args:
-            slab: RAM for this layer's states and gradient, and for a copy of resident weights.
-            weights_slab: RAM for the weights; None if they live in VRAM.
-            region: disk region for the states, if they live on disk.
             resident: existing weights in VRAM to keep; None allocates new ones.
             bring: as for `LayerWeights`.
-            stepped: several ranks with a shared `weights_slab` only: tracks which ranks have stepped the layer.
-            sums_slab: several ranks only: shared RAM for the gradient sums that they exchange in RAM.
         """
         self.shard = shard = layer.shard
         self._pieces = {shard.first_view + at: piece for at, piece in enumerate(shard.views)}
         """The piece of each view (by index) that this rank owns."""
-        self.layer, self.placement, self._region = layer, placement, region
-        self._config, self._device, self._waits = config, device, waits
-        self.weights_slab, self.sums_slab = weights_slab, sums_slab
+        self.layer, self.placement, self.memory = layer, placement, memory
+        self._config, self._device, self._waits, self._bring = config, device, waits, bring
+        slab, self._region = memory.slab, memory.region
 
         def in_vram(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(numel, dtype=dtype, device=device)
@@ -118,20 +109,22 @@ class LayerState:
         keeps_copy = cpu_can_step(placement, layer.kind)
         self.weights: LayerWeights
         self._streamed: StreamedWeights | None = None
-        if weights_slab is not None:
-            shared = SharedRam(weights_slab, stepped) if isinstance(weights_slab, SharedSlab) and stepped else None
-            flat = weights_slab.cut(layer.numel, layer.dtype)
+        if memory.weights is not None:
+            shared = None
+            if isinstance(memory.weights, SharedSlab) and memory.stepped is not None:
+                shared = SharedRam(memory.weights, memory.stepped)
+            flat = memory.weights.cut(layer.numel, layer.dtype)
             self.weights = self._streamed = StreamedWeights(layer, flat, device, waits, shared)
             weights = self.weights.own
         else:
             self.weights = resident or LayerWeights(layer, in_vram(layer.numel, layer.dtype), device, waits, bring)
             weights = slab.cut(shard.numel, layer.dtype) if keeps_copy else self.weights.own
-        states = slab.cut if region is None else region.cutter()
+        states = slab.cut if self._region is None else self._region.cutter()
         self.flat = FlatState.cut(layer.states, weights, in_vram if placement.states == "vram" else states)
         is_sum = config.gradient_accumulation > 1 or layer.shared or shard is not layer
         all_sums: list[torch.Tensor] = []
-        if sums_slab is not None:
-            all_sums = [sums_slab.cut(layer.numel, torch.float32) for _ in layer.cuts[1:]]
+        if memory.sums is not None:
+            all_sums = [memory.sums.cut(layer.numel, torch.float32) for _ in layer.cuts[1:]]
             host: torch.Tensor | None = all_sums[layer.rank][shard.begin : shard.begin + shard.numel]
         else:
             host = slab.cut(shard.numel, torch.float32 if is_sum else layer.dtype) if reaches_ram(placement) else None
@@ -176,36 +169,19 @@ class LayerState:
         self.ring = self._passing = self._matrix_steps = self.uploaded = None
         self.on_gpu = self.switchable = False
 
-    def moved(
-        self,
-        placement: Placement,
-        slab: HostSlab,
-        *,
-        region: Region | None,
-        weights_slab: HostSlab | None,
-        bring: Callable[[LayerWeights], None] | None,
-        stepped: Stepped | None,
-        sums_slab: HostSlab | None,
-    ) -> LayerState:
+    def moved(self, placement: Placement, memory: LayerMemory) -> LayerState:
         """A new object for the layer in another placement; this object must have left its ring and is dead afterwards.
 
         After an error, this object is unchanged. Weights that stay in VRAM keep their memory, which other tensors may
         share. Every rank writes the same whole weights to shared RAM, so no rank has to wait.
 
-        Args: as for `__init__`. `weights_slab` and `sums_slab` may be the layer's present slabs.
+        Args:
+            memory: may have this layer's present slabs for weights and sums.
         """
         resident = self.weights if self._streamed is None and placement.weights == "vram" else None
-        args = self.layer, placement, slab, self._config, self._device, self._waits
-        new = LayerState(
-            *args,
-            region=region,
-            resident=resident,
-            weights_slab=weights_slab,
-            bring=bring,
-            stepped=stepped,
-            sums_slab=sums_slab,
-        )
-        stays = weights_slab is not None and weights_slab is self.weights_slab
+        args = self.layer, placement, memory, self._config, self._device, self._waits
+        new = LayerState(*args, resident=resident, bring=self._bring)
+        stays = memory.weights is not None and memory.weights is self.memory.weights
         if new.flat.weights is not self.weights.own and not stays:
             new.flat.weights.copy_(self.weights.own)
         for array in self.layer.states.arrays:
@@ -215,7 +191,7 @@ class LayerState:
                 new.weights.flat.copy_(self.weights.flat)
             self.weights.retire()
             new.weights.start()
-        for each in (region, self._region):
+        for each in (memory.region, self._region):
             if each is not None:
                 each.forget_pages()
         new.steps = self.steps

@@ -93,7 +93,7 @@ def phases_of(
         tiers: the training step's bytes (`layout.run_bytes`), with the same omissions.
         reads: whether weights are read or initialised; False if the model is in memory.
 
-    - Reading: all slabs are populated, then each layer is staged and copied to its place (`PlacedModel._allocate`). On
+    - Reading: all slabs are populated, then each layer is staged and copied to its place (`PlacedLayers.read`). On
       a GPU several layers are staged at once, in the RAM that the framework takes later. Gradient buckets are allocated
       in the first backward.
     - First step and training: the bytes of `tiers`. All buffers are allocated in the first step.

@@ -216,7 +216,7 @@ class Measured(Telemetry):
     factor: float
 
     def add(self, record: StepRecord) -> None:
-        plan, placements = self.engine.plan, self.engine.placed.assigned
+        plan, placements = self.engine.plan, self.engine.placed.layers.assigned
         assert plan.basis.work is not None
         assert plan.basis.hardware is not None
         rates = StepModel(plan.layers, plan.basis.work, plan.basis.hardware, plan.accumulation).rates(placements)

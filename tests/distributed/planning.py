@@ -80,7 +80,7 @@ def least_vram(card: Hardware, exchange: str) -> tuple[dict[str, int], list[dict
             engine.synchronize()
             plan, states = engine.plan, engine.placed.states
             assert [state.placement for state in states] == list(plan.placements)
-            living = [state.weights.own.nbytes for state in states if state.weights_slab is not None]
+            living = [state.weights.own.nbytes for state in states if state.memory.weights is not None]
             copies = [state.flat.weights for state in states if state.flat.weights is not state.weights.own]
             weights = {
                 "planned": plan.tiers["ram"]["working weights"],

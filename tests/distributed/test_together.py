@@ -383,14 +383,14 @@ def test_a_rank_takes_what_was_planned(
         autograds = max(layer.bucket_bytes() for layer in plan.layers)
         vram, ram = plan.tiers["vram"], plan.tiers["ram"]
         assert in_vram + autograds + sums == vram["gradients"]
-        there = [each for each in placed.states if each.weights_slab is None]
+        there = [each for each in placed.states if each.memory.weights is None]
         assert sum(each.weights.flat.nbytes for each in there) == vram["working weights"]
         assert sum(shared["weights"].values()) == vram.get("weight buffers", 0)
         where, states = plan.tiers[placement.states], ("master weights", "moments")
         taken = sum(sum(array.nbytes for array in each.flat.arrays.values()) for each in placed.states)
         assert taken == sum(where[name] for name in states)
         copies = [each.flat.weights for each in placed.states if each.flat.weights is not each.weights.own]
-        copies += [each.weights.own for each in placed.states if each.weights_slab is not None]  # shared weights
+        copies += [each.weights.own for each in placed.states if each.memory.weights is not None]  # shared weights
         assert sum(copy.nbytes for copy in copies) == ram.get("working weights", 0)
         host = sum(each.gradient.window_in_ram.nbytes for each in placed.states if each.gradient.host is not None)
         host += sum(shared["staging"].values())

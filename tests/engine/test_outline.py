@@ -16,7 +16,7 @@ from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.engine import outline
 from offloadkit.errors import DoesNotFitError, NonFiniteGradientError
 from offloadkit.facts.fitted import LOADED_LATER_BYTES
-from offloadkit.offload.model import PlacedModel
+from offloadkit.offload.placed_layers import PlacedLayers
 from offloadkit.planner.layout import ALLOCATOR_BYTES
 from tests.models import TinyLM
 from tests.planner.machines import GIB, H200
@@ -99,7 +99,7 @@ def test_training_goes_on_as_it_began_where_the_first_windows_plan_cannot_be(
     def no_room(*_: object) -> None:
         raise DoesNotFitError("no room for both at once")
 
-    monkeypatch.setattr(PlacedModel, "check_movable", no_room)
+    monkeypatch.setattr(PlacedLayers, "check_movable", no_room)
     with OffloadEngine(model(), replace(TIGHT, vram=4 * GIB), device="cpu") as engine:
         before = engine.plan
         weights = trained(engine)

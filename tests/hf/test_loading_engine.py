@@ -16,8 +16,8 @@ from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf.load import draw_lazily
 from offloadkit.hf.source import from_pretrained
 from offloadkit.hf.trainer import OffloadTrainer
-from offloadkit.offload import model as placing
-from offloadkit.offload.model import read_ahead_bytes, read_together
+from offloadkit.offload import placed_layers as placing
+from offloadkit.offload.placed_layers import read_ahead_bytes, read_together
 from offloadkit.offload.unread import is_unread, make_real
 from offloadkit.optim.reference import split_master
 from offloadkit.planner.phases import READ_AHEAD_BYTES

@@ -442,7 +442,7 @@ def test_a_gpu_that_is_full_while_the_engine_is_built_makes_the_plan_leaner(
         with told if is_full else nullcontext():
             engine = OffloadEngine(model, config, device="cpu", plan=plan)
         with engine:
-            assert engine.plan.placements == engine.placed.placements
+            assert engine.plan.placements == engine.placed.layers.placements
             assert (engine.plan.total_bytes("vram") < 0.8 * plan.total_bytes("vram")) == is_full
             train(engine, tokens(2))
             found.append(numbers(engine))
@@ -470,7 +470,7 @@ def test_a_gpu_that_is_full_again_while_the_layers_move_leaves_a_plan_that_says_
     with pytest.warns(RuntimeWarning, match="the plan is leaner"):
         engine = OffloadEngine(model, config, device="cpu", plan=plan)
     with engine:
-        assert engine.plan.placements == engine.placed.placements
+        assert engine.plan.placements == engine.placed.layers.placements
         train(engine, tokens(1))
 
 

@@ -348,7 +348,7 @@ def test_a_move_that_fails_in_the_middle_leaves_a_mixed_plan(error: Exception, m
                     with pytest.raises(expected):
                         engine.move(planned(engine.module, config, Placement(weights="ram")))
                 assert len(set(engine.plan.placements)) == 2
-                assert engine.plan.placements == engine.placed.placements
+                assert engine.plan.placements == engine.placed.layers.placements
                 assert engine.telemetry.moves == []
             train(engine, tokens(2))
             found.append(numbers(engine))

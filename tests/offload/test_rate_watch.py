@@ -63,7 +63,7 @@ class Measured(Telemetry):
     engine: OffloadEngine
 
     def add(self, record: StepRecord) -> None:
-        plan, placements = self.engine.plan, self.engine.placed.assigned
+        plan, placements = self.engine.plan, self.engine.placed.layers.assigned
         assert plan.basis.work is not None
         model = StepModel(plan.layers, plan.basis.work, TRUE, plan.accumulation)
         rates = model.rates(placements)
@@ -225,11 +225,11 @@ def test_layers_are_judged_with_the_processor_that_steps_them_now(monkeypatch: p
     planned_with(SLOW_CPU, monkeypatch)
     model = TinyLM(width=32, hidden=255, depth=12)
     with OffloadEngine(model, CONFIG, device="cpu", example=tokens(1)[0]) as engine:
-        assert engine.placed.assigned == engine.plan.placements
+        assert engine.placed.layers.assigned == engine.plan.placements
         at = next(at for at, state in enumerate(engine.placed.states) if state.switchable and state.on_gpu)
         engine.placed.states[at].on_gpu = False
-        assert engine.placed.assigned[at] == replace(engine.plan.placements[at], step="cpu")
-        assert engine.placed.placements == engine.plan.placements
+        assert engine.placed.layers.assigned[at] == replace(engine.plan.placements[at], step="cpu")
+        assert engine.placed.layers.placements == engine.plan.placements
 
 
 @pytest.mark.parametrize("tier", ["vram", "ram"])

@@ -376,7 +376,7 @@ def ranks_that_share_weights() -> None:
             where = [Placement(weights="ram", step="gpu"), LEAST_RAM, Placement(weights="ram")]
             layers = engine.plan.layers
             engine.move(placed(engine.plan, [possible(where[at % 3], layer) for at, layer in enumerate(layers)]))
-            shared = [state for state in engine.placed.states if state.weights_slab is not None]
+            shared = [state for state in engine.placed.states if state.memory.weights is not None]
             ranks.watch([(each.layer.index, each.weights.flat, each.layer.cuts) for each in shared])
             best = {name: value.clone() for name, value in model.blocks[1].state_dict().items()}
             for number, batch in enumerate(tokens(5)):

@@ -319,7 +319,7 @@ def test_a_closed_engine_leaves_a_whole_model_where_its_weights_were_in_ram(devi
     with OffloadEngine(model, config(STREAMED), device=device) as engine:
         train(engine, tokens(3, device))
         kept = {weight.data_ptr() for state in engine.placed.states for weight in state.weights.bound}
-        slabs = [state.weights_slab for state in engine.placed.states if state.weights_slab is not None]
+        slabs = [state.memory.weights for state in engine.placed.states if state.memory.weights is not None]
     assert {weight.device.type for weight in model.parameters()} == {"cpu"}
     assert {weight.data_ptr() for weight in model.blocks.parameters()} <= kept
     assert len(slabs) == len(model.blocks)
