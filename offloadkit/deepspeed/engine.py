@@ -383,16 +383,20 @@ class DeepSpeedEngine:
     # ---- what scripts ask --------------------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
+        """Rows per update over all ranks."""
         return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
+        """Rows per micro-batch."""
         assert self._read.micro_batch_size is not None
         return self._read.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per rank and update."""
         return self.offload.config.gradient_accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
+        """Rows per update, rows per micro-batch, and micro-batches per rank and update."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def steps_per_print(self) -> int | None:
@@ -400,12 +404,15 @@ class DeepSpeedEngine:
         return self._read.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
+        """Whether each update's phases are printed."""
         return self._read.wall_clock_breakdown
 
     def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale is dynamic."""
         return self._read.dynamic_loss_scale is not None
 
     def zero_optimization(self) -> bool:
+        """Whether the config has a stage above 0."""
         return self._read.stage > 0
 
     def zero_optimization_stage(self) -> int:
@@ -413,9 +420,11 @@ class DeepSpeedEngine:
         return self._read.stage
 
     def fp16_enabled(self) -> bool:
+        """Whether the config enables fp16."""
         return self._dtype == torch.float16
 
     def bfloat16_enabled(self) -> bool:
+        """Whether the config enables bf16."""
         return self._dtype == torch.bfloat16
 
     def gradient_clipping(self) -> float:
@@ -423,9 +432,11 @@ class DeepSpeedEngine:
         return self.offload.config.max_grad_norm or 0.0
 
     def get_lr(self) -> list[float]:
+        """The learning rate of each group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[tuple[float, float]]:
+        """The betas of each group."""
         return [tuple(group["betas"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
@@ -452,10 +463,12 @@ class DeepSpeedEngine:
             ) from error
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
+        """Set the module's training mode."""
         self.module.train(mode)
         return self
 
     def eval(self) -> DeepSpeedEngine:
+        """Set the module's evaluation mode."""
         return self.train(False)
 
     # ---- saving ------------------------------------------------------------------------------------------------------

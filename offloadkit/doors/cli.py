@@ -45,11 +45,10 @@ def _root(
     pass
 
 
-# Otherwise Python's exit scans all objects of torch and transformers, which takes most of a second.
+# Python's exit would scan all objects of torch and transformers, which takes most of a second.
 atexit.register(gc.freeze)
 
 _HELP = {name: text.split("\n\n")[0].replace("\n", " ") for name, text in field_docs(FinetuneOptions).items()}
-"""Help of the options of `finetune`: the first paragraph of each."""
 
 Model = Annotated[str, typer.Argument(help=_HELP["model"])]
 Tokenizer = Annotated[str | None, typer.Option(help=_HELP["tokenizer"])]
@@ -77,8 +76,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _command(command: Command) -> Command:
-    """Register a command. An `OffloadkitError` is printed as one message and exits with 1, Ctrl-C exits with 130; other
-    errors keep their traceback."""
+    """Register a command. An `OffloadkitError` is printed as one message and exits with 1, Ctrl-C exits with 130."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -197,7 +195,6 @@ _PYTHON_ONLY = ("init", "callbacks", "compute_metrics", "offload", "training_arg
 
 
 def _kind(hint: Any) -> Any:
-    """Type of the option for a field: str, such as 8GiB or auto, unless the field has one simple type."""
     is_union = get_origin(hint) in (Union, UnionType)
     kinds = [each for each in get_args(hint) if each is not NoneType] if is_union else [hint]
     is_simple = len(kinds) == 1 and (kinds[0] in (bool, int, float) or get_origin(kinds[0]) is Literal)
@@ -279,11 +276,7 @@ def train(
 
 
 def _read_recipe(file: Path | None) -> dict[str, Any]:
-    """The arguments in a YAML file. Its section "offload" holds fields of `OffloadConfig`.
-
-    Raises:
-        ConfigError: the file cannot be read, or does not map names to values.
-    """
+    """The arguments in a YAML file. Its section "offload" holds fields of `OffloadConfig`. Raises `ConfigError`."""
     import yaml  # type: ignore[import-untyped, unused-ignore]
 
     if file is None:
@@ -310,8 +303,9 @@ def _share_or_name(eval_dataset: str | None) -> float | str | None:
 
 
 def _settings(given: list[str]) -> dict[str, Any]:
-    """Parse `--set KEY=VALUE` options. Values are JSON (0.1, true, [1, 2]) or Python's True, False and None; other
-    values, and all values of string arguments, are strings."""
+    """Parse `--set KEY=VALUE` options. Values are JSON (0.1, true, [1, 2]) or Python's True, False and None; all else,
+    and all values of string arguments, are strings.
+    """
     from offloadkit.hf.arguments import INSTEAD, argument_names, did_you_mean, is_text
 
     found: dict[str, Any] = {}

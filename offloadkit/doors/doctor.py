@@ -36,7 +36,7 @@ _CHECKPOINT_BYTES = 12
 
 @dataclass(frozen=True)
 class PcieLink:
-    """PCIe link of a graphics card. Values that the system does not report are 0."""
+    """PCIe link of a graphics card; 0 for values that the system does not report."""
 
     address: str
     width: int
@@ -76,8 +76,6 @@ class Facts:
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice and its severity."""
-
     level: Literal["stop", "warn", "note"]
     """"stop": training does not work until this is fixed."""
     text: str
@@ -111,7 +109,7 @@ def gather(folder: Path) -> Facts:
 
 
 def gpu_fault() -> str | None:
-    """Return why the GPU that torch sees is unusable; None if it is usable or torch sees none."""
+    """Why the GPU that torch sees is unusable; None if it is usable or torch sees none."""
     if not torch.cuda.is_available():
         return None
     device = hardware.default_device()
@@ -142,11 +140,7 @@ def _triton_fault() -> str | None:
 
 
 def pcie_links(devices: Path = PCI_DEVICES) -> tuple[PcieLink, ...]:
-    """Return the PCIe links of NVIDIA cards.
-
-    Args:
-        devices: sysfs folder of PCI devices.
-    """
+    """PCIe links of NVIDIA cards. `devices`: sysfs folder of PCI devices."""
     found = []
     for folder in sorted(devices.glob("*")):
         if text_of(folder / "vendor") == _NVIDIA and text_of(folder / "class").startswith(_DISPLAY):
@@ -249,7 +243,6 @@ def _notes(facts: Facts) -> Iterator[str]:
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """Return advice, the most important first."""
     return [
         *(Advice("stop", text) for text in _stops(facts)),
         *(Advice("warn", text) for text in _warnings(facts)),
@@ -258,7 +251,6 @@ def advise(facts: Facts) -> list[Advice]:
 
 
 def report(facts: Facts) -> str:
-    """Format the measurements as a table, followed by the advice."""
     rows = _rows(facts)
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]
@@ -308,5 +300,4 @@ def _giga(rate: float) -> str:
 
 
 def as_json(facts: Facts) -> dict[str, Any]:
-    """Return measurements and advice in JSON types."""
     return {**asdict(facts), "advice": [asdict(one) for one in advise(facts)]}

@@ -141,7 +141,6 @@ def _say(doing: str) -> None:
 
 @contextmanager
 def _libraries() -> Iterator[None]:
-    """Import the libraries for training, which takes seconds, and say so."""
     if not is_loaded("datasets") or not is_loaded("transformers.trainer"):
         _say("loading transformers and datasets")
         with collector_off():
@@ -154,7 +153,7 @@ _T = TypeVar("_T")
 
 
 def _joined(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap `function` to join the launcher's process group first, and to print on rank 0 only.
+    """Wrap `function` to join the launcher's process group first, and to print only on rank 0.
 
     Raises:
         ConfigError: `ddp_timeout` is not a positive number of seconds.
@@ -204,7 +203,6 @@ _training = threading.RLock()
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Wait until no other thread of this process is in `finetune`."""
     if not _training.acquire(blocking=False):
         print("another finetune of this process is under way: this one begins when it has ended", flush=True)
         _training.acquire()
@@ -325,7 +323,6 @@ def _claimed(output: Path, earlier: EarlierRun) -> Iterator[None]:
 
 
 def _own_checkpoint(output: Path, source: ModelSource, offload: OffloadConfig) -> Path:
-    """The newest readable checkpoint, checked against the model's config. Raises as `finetune`."""
     checkpoint = newest_checkpoint(output, recut=offload.resume_incomplete)
     differing = check_same_model(checkpoint, source.config)
     if differing is not None and world.rank() == 0:
@@ -387,7 +384,6 @@ class Setup:
     """The user's options, with `output_dir`, `offload` and `batch_size` decided."""
     source: ModelSource
     checkpoint: Path | None
-    """The checkpoint to resume from."""
     args: Seq2SeqTrainingArguments
     offload: OffloadConfig
     """`options.offload` with the values of `args`."""
@@ -401,14 +397,11 @@ class Setup:
         return plan_source(self.source, self.offload, self.request)
 
     def shown_plan(self, assumed: Plan | None = None) -> Plan:
-        """Print the plan. Arguments and errors: see `planning.shown_plan`."""
         return shown_plan(self.source, self.offload, self.request, assumed=assumed, verbose=self.options.verbose)
 
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """The tokenized rows of a run."""
-
     tokenizer: Any
     training: PreparedData
     evaluation: PreparedData | None
@@ -446,7 +439,6 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
 
 
 def _read_rows(setup: Setup) -> tuple[Setup, TrainingRows]:
-    """Tokenize the rows. The setup comes back with the head that they need, and with their lengths."""
     options = setup.options
     column_options = ColumnOptions(options.input_column, options.target_column, options.template)
     tokenizer, config = setup.source.load_tokenizer(options.tokenizer), setup.source.config
@@ -485,8 +477,6 @@ def _monitor(setup: Setup, rows: TrainingRows, plan: Plan, *, is_planned: bool) 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Everything a training run needs."""
-
     setup: Setup
     rows: TrainingRows
     plan: Plan
@@ -496,7 +486,7 @@ class TrainingRun:
     """Run whose checkpoints are removed once this run has done a step or written a checkpoint."""
 
     def train(self) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
-        """Train, and return the trainer, the last plan and the metrics."""
+        """Returns the trainer, the last plan and the metrics."""
         from offloadkit.hf.callbacks import show_progress
         from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
 
@@ -513,7 +503,7 @@ class TrainingRun:
         return trainer, plan if trainer.engine is None else trainer.engine.plan, metrics
 
     def train_by_deepspeed(self) -> tuple[ZeroTrainer, dict[str, float], bool]:
-        """Train, and return the trainer, the metrics and whether training was stopped early."""
+        """Returns the trainer, the metrics and whether training was stopped early."""
         from transformers import set_seed
 
         from offloadkit.deepspeed.training import ZeroTrainer, deepspeed_arguments, model_of_its_own
@@ -547,7 +537,6 @@ class TrainingRun:
         return setup.source.load_lazily()
 
     def _given_to_trainer(self, model: PreTrainedModel, args: TrainingArguments) -> dict[str, Any]:
-        """Arguments of every Trainer."""
         rows, options = self.rows, self.setup.options
         smooths = args.label_smoothing_factor and rows.training.task == "seq2seq"
         metrics = options.compute_metrics
@@ -563,7 +552,6 @@ class TrainingRun:
         }
 
     def _train(self, trainer: Any, **stopping: Any) -> tuple[dict[str, float], bool]:
-        """Return the metrics and whether training was stopped early."""
         from offloadkit.hf.callbacks import MonitorCallback, StepEndCallback
 
         if trainer.is_world_process_zero():
@@ -596,7 +584,6 @@ class TrainingRun:
 
 
 def _num_logits(source: ModelSource, plan: Plan) -> int:
-    """Number of logits in a micro-batch; 0 for classifiers and unknown rows."""
     rows = plan.rows
     if rows is None or source.task == "classification":
         return 0
@@ -605,8 +592,9 @@ def _num_logits(source: ModelSource, plan: Plan) -> int:
 
 
 def _loading_device(plan: Plan, args: Seq2SeqTrainingArguments) -> torch.device:
-    """Device that holds a model in memory until the engine takes its weights: the GPU if fp32 weights fit
-    next to the plan's VRAM."""
+    """Device that holds a model in memory until the engine takes its weights: the GPU if fp32 weights fit next to the
+    plan's VRAM.
+    """
     free = hardware.vram_bytes(args.device)[0]
     fits = 4 * plan.num_parameters + plan.total_bytes("vram") < 0.9 * free
     return args.device if fits else torch.device("cpu")
@@ -651,14 +639,14 @@ def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 
 
 def _not_as_planned(plan: Plan, peaks: Peaks, moves: Sequence[Move]) -> list[str]:
-    """Describe phases whose measured memory differs from the plan.
+    """Sentences about phases whose measured memory differs from the plan.
 
-    Returns none if activations were not planned, or if the plan changed, because the peaks then mix several plans."""
+    None if activations were not planned, or if the plan changed, because the peaks then mix several plans.
+    """
     return [] if plan.num_tokens is None or moves else list(differing(plan.phases, peaks))
 
 
 def _evaluate(trainer: OffloadSeq2SeqTrainer, rows: TrainingRows, metrics: dict[str, float]) -> list[Sample]:
-    """Add evaluation results to `metrics`, print them, and return a few printed predictions."""
     if rows.evaluation is None:
         return []
     metrics |= _losses(trainer)
@@ -681,7 +669,6 @@ def _losses(trainer: Any) -> dict[str, float]:
 def _predicted(
     model: Any, rows: TrainingRows, metrics: dict[str, float], args: TrainingArguments, peaks: Peaks, **how: Any
 ) -> list[Sample]:
-    """Add exact match or accuracy to `metrics`, print the metrics, and return a few printed predictions."""
     evaluation = rows.evaluation
     if evaluation is None:
         return []
@@ -699,7 +686,7 @@ def _predicted(
     return samples[:_NUM_SHOWN]
 
 
-# -- DeepSpeed in the engine's place
+# -- DeepSpeed instead of the engine
 
 
 def _by_deepspeed(run: TrainingRun) -> FinetuneResult:
@@ -741,8 +728,6 @@ def _by_deepspeed(run: TrainingRun) -> FinetuneResult:
 
 @dataclass(frozen=True)
 class _Engine:
-    """The parts of `finetune` that depend on the engine."""
-
     is_planned: bool
     """Whether the engine trains by the printed plan, shows the monitor and writes offloadkit's checkpoints."""
     check_installed: Callable[[], None]
@@ -751,7 +736,6 @@ class _Engine:
     newest_checkpoint: Callable[[Path, ModelSource, OffloadConfig], Path]
     """The checkpoint in the output folder that `resume=True` continues from."""
     train: Callable[[TrainingRun], FinetuneResult]
-    """Train, save and evaluate."""
 
 
 _ENGINES = {

@@ -70,7 +70,7 @@ ASSUMED_CARD = Hardware(
     fp16_flops_per_second=60e12,
     fp32_flops_per_second=15e12,
 )
-"""A typical machine that was not measured: PCIe 4 x16, two channels of DDR5, a mid-range card."""
+"""A typical machine, not measured: PCIe 4 x16, two channels of DDR5, a mid-range card."""
 
 
 def plan(
@@ -190,7 +190,8 @@ def _machine(
     config: OffloadConfig, device: torch.device | None, gpu: str | None, number: int, ranks: Solo | Group
 ) -> tuple[Hardware, bool]:
     """The machine as one of `number` ranks has it, and whether its rates are assumed. `ranks` measure this machine
-    together."""
+    together.
+    """
     if gpu is not None:
         found, assumed = machine_with(gpu, config), True
     elif isinstance(ranks, Group) and not _assumes_card(config, device):
@@ -214,7 +215,7 @@ def shown_plan(
     Args:
         assumed: a plan that was shown before the lengths of the rows were known: if it changes, one line is printed.
             Rows may be longer than assumed, because tokenized rows are not cut.
-        verbose: whether to print everything instead of the verdict alone.
+        verbose: print everything, not only the verdict.
 
     Raises:
         DoesNotFitError: the plan does not fit.
@@ -271,7 +272,6 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
 
 
 def _assumes_card(config: OffloadConfig, device: torch.device | None) -> bool:
-    """Whether to plan for a card of the given size because this machine has no GPU."""
     return device is None and config.vram is not None and hardware.default_device().type == "cpu"
 
 
@@ -327,11 +327,7 @@ class _TaskOutline:
     request: PlanRequest
 
     def rows(self) -> Rows:
-        """The requested rows.
-
-        Raises:
-            ConfigError: they are longer than the model's table of positions.
-        """
+        """The requested rows. Raises `ConfigError` if they are longer than the model's table of positions."""
         outline, wanted = self.outline, self.request
         config: Any = outline.model.config
         limit = num_positions(config)
@@ -386,7 +382,6 @@ class _TaskOutline:
         return partial(smoother, labels=labels, shift_labels=self.task == "causal")
 
     def smaller(self, rows: Rows) -> Iterator[tuple[tuple[str, ...], MicroBatch]]:
-        """Smaller micro-batches, each with its options in words: first fewer rows, then shorter rows."""
         sizes = [size for size in BATCH_SIZES if size < rows.batch_size]
         others: list[tuple[tuple[str, ...], Rows]]
         others = [((f"batch_size={size}",), replace(rows, batch_size=size)) for size in sizes]
@@ -402,10 +397,7 @@ class _TaskOutline:
 def _outline(
     source: ModelSource, config: OffloadConfig, machine: Hardware, request: PlanRequest, *, assumed: bool = False
 ) -> _TaskOutline:
-    """
-    Args:
-        config: a config with a decided working dtype.
-    """
+    """The working dtype of `config` is decided."""
     held = 0 if source.model is None else held_in_ram(source.model)
     outline = outlined(source.on_meta, config, machine, assumed=assumed)
     return _TaskOutline(replace(outline, held_bytes=held), source.task, request)

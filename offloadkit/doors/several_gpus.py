@@ -1,7 +1,6 @@
-"""`finetune(num_gpus=N)`: launch a rank per GPU and wait for the result.
+"""`finetune(num_gpus=N)`: launch a rank per GPU, which calls `finetune` as under torchrun, and wait for the result.
 
-Each rank calls `finetune` with the same arguments, as under torchrun. This process shows one monitor with the ranks'
-records, and returns rank 0's result. A model that was passed in gets the trained weights.
+This process shows one monitor with the ranks' records.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ State = Literal["finished", "stopped", "failed"]
 
 
 def check_num_gpus(num_gpus: Any, *, on_cpu: bool) -> None:
-    """Check that the GPUs exist.
-
-    Raises:
-        ConfigError: the machine has fewer GPUs, or a launcher started this process as one of several.
-    """
+    """Raise `ConfigError` if the machine has fewer GPUs, or a launcher started this process as one of several."""
     if type(num_gpus) is not int or num_gpus < 1:
         raise ConfigError(f"num_gpus must be a whole number >= 1, got {num_gpus!r}")
     num_ranks = int(os.environ.get("WORLD_SIZE") or 1)
@@ -48,7 +43,8 @@ def check_num_gpus(num_gpus: Any, *, on_cpu: bool) -> None:
 
 
 def on_several_gpus(finetune: Callable[..., Any], num_gpus: int, arguments: dict[str, Any]) -> Any:
-    """Return the result of `finetune(**arguments)` on rank 0 of `num_gpus` ranks.
+    """The result of `finetune(**arguments)` on rank 0 of `num_gpus` ranks. A model that was passed in gets the trained
+    weights.
 
     Raises:
         ConfigError: an argument cannot be sent to other processes.
@@ -81,7 +77,7 @@ def on_several_gpus(finetune: Callable[..., Any], num_gpus: int, arguments: dict
 def train_on_rank(
     finetune: Callable[..., Any], is_given: bool, **arguments: Any
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the result and, if the model was passed in, its weights; (None, {}) on other ranks than 0."""
+    """The result and, if the model was passed in, its weights; (None, {}) on ranks other than 0."""
     result = finetune(**arguments)
     if world.rank():
         return None, {}
@@ -96,13 +92,8 @@ def take_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> No
 
 
 class RankMonitor(Monitor):
-    """A rank's monitor, which sends its records to the launching process."""
-
     def __init__(self, plan: Plan, *, baseline_seconds: float | None, is_drawn: bool) -> None:
-        """
-        Args:
-            is_drawn: whether the launching process draws.
-        """
+        """`is_drawn`: whether the launching process draws."""
         super().__init__(plan, baseline_seconds=baseline_seconds, display="none")
         self._is_drawn = is_drawn
         self._sent_plan: Plan | None = None
@@ -145,7 +136,6 @@ class SharedMonitor:
         self._steps: dict[int, dict[int, StepRecord]] = {}
 
     def on_message(self, rank: int, message: tuple[Any, ...]) -> None:
-        """Handle a rank's message."""
         kind, *what = message
         if kind == "begins":
             plan, total_steps, steps_before, baseline_seconds, machine = what
@@ -178,11 +168,9 @@ class SharedMonitor:
         )
 
     def stops(self) -> bool:
-        """Whether the user wants to stop."""
         stop = None if self.monitor is None else self.monitor.stop
         return stop is not None and stop.requested and not stop.ends_process  # `launch` forwards other signals
 
     def close(self, state: State) -> None:
-        """Close the monitor if it exists."""
         if self.monitor is not None:
             self.monitor.close(state)

@@ -133,6 +133,7 @@ class Telemetry:
         return lambda: self._subscribers.remove(listener) if listener in self._subscribers else None
 
     def add(self, record: StepRecord) -> None:
+        """Store, log and publish the record of a finished step."""
         self.records.append(record)
         self._log = self._log or self._opened()
         if self._log is not None:

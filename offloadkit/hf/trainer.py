@@ -257,6 +257,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return loader
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Like `get_eval_dataloader`."""
         loader = super().get_test_dataloader(*args, **kwargs)
         if not self.args.dataloader_drop_last:
             shard_batches(loader)
@@ -499,6 +500,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return int(np.bitwise_or.reduce(ranks_of(self).agree(np.array([flags]))[:, 0]))
 
     def stopping_options(self) -> dict[str, Any]:
+        """The options of `StopCallback` that this Trainer knows."""
         checkpoints = self._checkpoints
         return {
             "grace_seconds": self.offload.grace_seconds,
@@ -580,6 +582,8 @@ class OffloadTrainer(OffloadTrainerMixin, Trainer):
 
 
 class OffloadSeq2SeqTrainer(OffloadTrainerMixin, Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer` with the optimizer in host RAM."""
+
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:
         """Like the Seq2SeqTrainer's. Raises `ConfigError` if the config cannot be read."""

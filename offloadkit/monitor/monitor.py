@@ -108,6 +108,7 @@ class Monitor:
 
     @property
     def is_drawn(self) -> bool:
+        """Whether the monitor shows anything."""
         return self._wanted != "none"
 
     def request_stop(self) -> None:
@@ -162,6 +163,7 @@ class Monitor:
     # ---- drawing -------------------------------------------------------------------------------------------------
 
     def figures(self) -> Figures:
+        """The current figures."""
         plan: Plan | None = self.telemetry.plan if self.telemetry.moves else self.plan
         with self._lock:
             while self._new:

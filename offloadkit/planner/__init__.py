@@ -1,10 +1,9 @@
 """The planner: bytes of each kind that a run needs, their places, and the seconds of a step. Pure arithmetic.
 
-`work`: the computation of a micro-batch, as counted by `tracing`. `layout`: bytes of a layer and of a run. `seconds`:
-the time of a step. `phases`: peak memory of reading, saving and closing. `search`: the fastest placements.
-`prediction`: what is computed for a run. `make`: makes it. `words`, `remedies`: say it, and what would be better.
-`plan`: `Plan`, all of these in one. `ranks`: a machine as one of several ranks has it. `leaner`: another plan for a run
-short of memory. `faster`: another plan for a machine whose rates differ from the plan.
+`work`: the computation of a micro-batch. `layout`: bytes of a layer and of a run. `seconds`: the time of a step.
+`phases`: peak memory of reading, saving and closing. `search`: the fastest placements. `prediction`, `make`, `plan`:
+the plan of a run. `words`, `remedies`: its text. `ranks`: a machine as one of several ranks has it. `leaner`, `faster`:
+another plan for a run short of memory, or a machine with other rates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Data sheets of GPUs, for plans on a GPU that this machine lacks.
 
-A card's rates are the rates of its data sheet times the fraction of the sheet that an H200 reached (`fitted`). Cards
-with a low power limit (T4 and L4: 70 and 72 W) reach less under a long load.
+A card's rates are its data sheet's times the fraction that an H200 reached (`fitted`). Cards with a low power limit (T4
+and L4: 70 and 72 W) reach less under a long load.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from offloadkit.facts.fitted import (
 
 PCIE_BYTES_PER_SECOND = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
 """Bytes per second of 16 lanes in one direction, by generation: 8, 16 and 32 GT/s a lane; 128 of 130 bits are data
-(PCI-SIG)."""
+(PCI-SIG).
+"""
 NATIVE_BF16 = (8, 0)
 """Lowest compute capability whose tensor cores take bf16 (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
@@ -33,9 +34,8 @@ class Card:
     name: str
     capability: tuple[int, int]
     memory_gb: int
-    """Nominal memory, in GB."""
     usable_gib: float
-    """Memory that CUDA gives to all processes, as torch's out-of-memory messages say it. Drivers differ by 0.2 GiB."""
+    """Memory that CUDA gives to all processes, as in torch's out-of-memory messages. Drivers differ by 0.2 GiB."""
     memory_gb_per_second: float
     half_tflops: float
     """Dense matmuls in fp16 (and bf16 if native), accumulated in fp32."""
@@ -46,20 +46,20 @@ class Card:
     source: str
     nvlink_gb_per_second: float = 0.0
     """NVLink to all other GPUs of the host, in one direction; 0 without NVLink. Bridges that join two cards do not
-    count."""
+    count.
+    """
 
     @property
     def supports_bf16(self) -> bool:
-        """Whether the tensor cores take bf16."""
         return self.capability >= NATIVE_BF16
 
     def link_bytes_per_second(self) -> float:
         """Bytes per second that the GPU receives over NVLink in an exchange between all GPUs of a host; 0 without
-        NVLink."""
+        NVLink.
+        """
         return LINK_EFFICIENCY * self.nvlink_gb_per_second * 1e9
 
     def rates(self) -> dict[str, float]:
-        """The fields of `Hardware` that depend on the card and its bus."""
         half, bus = HALF_EFFICIENCY * self.half_tflops * 1e12, PCIE_BYTES_PER_SECOND[self.pcie]
         return {
             "h2d_bytes_per_second": BUS_EFFICIENCY * bus,
@@ -93,7 +93,7 @@ _SAYS_NO_MORE = re.compile(r"nvidia|geforce|tesla|rtx|sxm\d?|hbm\d?e?|[^a-z0-9]"
 
 
 def card_named(name: str) -> Card:
-    """The card with a name such as "RTX 4090", "rtx4090", "4090", "NVIDIA GeForce RTX 4090" or "a100-80gb".
+    """A card by a name such as "RTX 4090", "rtx4090", "4090", "NVIDIA GeForce RTX 4090" or "a100-80gb".
 
     Raises:
         ConfigError: no such card is known.

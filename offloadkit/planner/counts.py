@@ -64,7 +64,8 @@ class Counts(NamedTuple):
     """Layers with states in RAM that the GPU steps."""
     gradients_in_vram: InVram = "none"
     """Which layers with states outside VRAM keep and add their gradients in VRAM: "none", the layers that the "gpu"
-    steps, or "all"."""
+    steps, or "all".
+    """
 
 
 _STREAMED, _KEEPS, _ON_GPU, _ON_DISK, _IN_VRAM = 1, 2, 4, 8, 16
@@ -170,15 +171,12 @@ class Spread:
     # -- placements
 
     def placements(self, counts: Counts) -> tuple[Placement, ...]:
-        """A placement for each layer."""
         return tuple(
             where_of(code, _recomputation(block, counts.recomputed, counts.offloaded))
             for code, block in zip(self.codes([counts])[0].tolist(), self.block_of.tolist(), strict=True)
         )
 
     def codes(self, some: Sequence[Counts]) -> Codes:
-        """The placements of `some`, without activations."""
-
         def column(name: str) -> Ints:
             return np.array([getattr(counts, name) for counts in some], dtype=np.int64)[:, None]
 
@@ -228,7 +226,6 @@ class Spread:
         return held.vram, ram_peak(0, held.ram, self._staged, 0)
 
     def _buffer_bytes(self, codes: Codes) -> tuple[Ints, Ints, Ints]:
-        """`layout.buffer_bytes`: total VRAM, total RAM, and the VRAM of gradients."""
         through_ram = each(codes, lambda where: where.gradients == "ram")
         has_bucket = np.ones_like(through_ram) if self._accumulation > 1 or self._exchanges else through_ram
         sizes = np.where(has_bucket & ~self._shared, self._bucket, 0)

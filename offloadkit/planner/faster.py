@@ -104,7 +104,7 @@ def corrected(
 ) -> Hardware | None:
     """The machine on which the plan predicts the measured rates; None if no rate differs.
 
-    Rates that do not differ stay. If only one direction of the bus was measured, its correction applies to both.
+    If only one direction of the bus was measured, its correction applies to both.
     """
     differing = {name for name, rate in rates.items() if rate.differs}
     if not differing:
@@ -128,8 +128,7 @@ def faster(plan: Plan, machine: Hardware, placements: Sequence[Placement], budge
     """The fastest plan of the same run on `machine`; None if it does not fit or gains less than `MIN_GAIN` on
     `placements`.
 
-    Args:
-        budgets: bytes of "vram" and "ram" that the plan may take.
+    `budgets`: bytes of "vram" and "ram" that the plan may take.
     """
     now = _model(plan, machine).seconds(placements).step
     other = replanned(plan, hardware=machine, **budget_options(plan, budgets))
@@ -164,6 +163,7 @@ def _computing(plan: Plan, machine: Hardware, placements: Sequence[Placement]) -
 
 def _with_compute(plan: Plan, machine: Hardware, placements: Sequence[Placement], part: str, factor: float) -> Hardware:
     """The machine with the bound of forward and backward (Python's launches or the GPU) `factor` times as fast.
+
     `PYTHON` never changes the GPU's rates.
     """
     if _computing(plan, machine, placements)[1]:

@@ -1,7 +1,4 @@
-"""Bytes of flat layers and of a whole run, by tier and category.
-
-The layers' bytes are exact: the engine allocates these sizes.
-"""
+"""Bytes of flat layers and of a whole run, by tier and category. The engine allocates exactly the layers' bytes."""
 
 from __future__ import annotations
 
@@ -19,10 +16,12 @@ from offloadkit.planner.work import MicroBatch
 
 NUM_GRADIENT_BUCKETS = 2
 """Layers whose gradients may be in VRAM at once on their way to RAM: autograd holds one layer's gradients until they
-are complete, while a bucket holds another layer's."""
+are complete, while a bucket holds another layer's.
+"""
 SMALL_BUCKET = 64
-"""A gradient this many times smaller than the largest has its own bucket, because a small norm's gradient may wait
-there for another gradient."""
+"""A gradient this many times smaller than the largest has its own bucket, because it may wait there for another
+gradient.
+"""
 NUM_WEIGHT_BUFFERS = 3
 """Buffers in VRAM for working weights in RAM: the current, the previous and the next layer."""
 NUM_STAGING = 2
@@ -51,8 +50,8 @@ CATEGORIES = (
 
 @dataclass(frozen=True)
 class WeightsAlone(Placement):
-    """The placement of a frozen layer. The fields other than `weights` and `activations` say that there is nothing
-    outside VRAM.
+    """The placement of a frozen layer. The fields other than `weights` and `activations` say that nothing is outside
+    VRAM.
     """
 
     gradients: Literal["vram", "ram"] = "vram"
@@ -102,21 +101,17 @@ class LayerShape:
 
     @property
     def own_numel(self) -> int:
-        """Elements whose states and gradient this rank keeps."""
         return self.numel if self.own is None else self.own
 
     @property
     def states(self) -> StateTable:
-        """The arrays of the optimizer states."""
         return self.kind.states
 
     @property
     def dtype(self) -> Dtype:
-        """dtype of the working weights."""
         return self.kind.dtype
 
     def bucket_bytes(self) -> int:
-        """Bytes of one micro-batch's gradient."""
         return 0 if not self.kind.is_trained else self.numel * (4 if self.shared else self.kind.weights_dtype.itemsize)
 
     def sums_whole(self, accumulation: int) -> bool:
@@ -129,11 +124,9 @@ class LayerShape:
         return each * self.own_numel * self.num_ranks
 
     def staged_bytes(self, accumulation: int) -> int:
-        """Bytes of one micro-batch that are added to the window in RAM."""
         return self.bucket_bytes() if self.sums_whole(accumulation) else self.received_bytes(accumulation)
 
     def window_bytes(self, accumulation: int) -> int:
-        """Bytes of a window's gradient while it is accumulated."""
         return 4 * self.numel if self.sums_whole(accumulation) else self.gradient_bytes(accumulation)
 
     def exchanged_bytes(self, placement: Placement, accumulation: int) -> int:
@@ -146,7 +139,6 @@ class LayerShape:
         )
 
     def gathered_bytes(self, placement: Placement) -> int:
-        """Bytes of new weights that the other ranks send in an update."""
         is_gathered = placement.weights == "vram" and self.kind.is_trained
         return self.weight_bytes() - self.stepped_bytes() if is_gathered else 0
 
@@ -156,7 +148,6 @@ class LayerShape:
         return self.own_numel * 4 if is_sum else self.bucket_bytes()
 
     def weight_bytes(self) -> int:
-        """Bytes of the working weights."""
         return self.numel * self.kind.weights_dtype.itemsize
 
     def stepped_bytes(self) -> int:
@@ -168,7 +159,6 @@ class LayerShape:
         return "working weights" if self.kind.is_trained else "frozen weights"
 
     def sums_bytes(self) -> int:
-        """Bytes of the norm's block sums, in fp64."""
         return aligned(8 * self.num_norm_blocks)
 
     def state_bytes(self) -> dict[str, int]:
@@ -182,13 +172,11 @@ class LayerShape:
         return self.gradient_bytes(accumulation) + 2 * (sum(self.state_bytes().values()) + self.stepped_bytes())
 
     def chunk_numel(self) -> int:
-        """Most elements of a chunk of the states on their way through VRAM."""
         if self.matrices:
             return max(-(-each.rows * each.columns // _PART) * _PART for each in self.matrices)
         return chunk_numel(self.own_numel)
 
     def num_chunks(self) -> int:
-        """Number of chunks of the states on their way through VRAM."""
         return len(self.matrices) or max(1, -(-self.own_numel // STEP_CHUNK))
 
     def passing_bytes(self, placement: Placement, accumulation: int) -> int:
@@ -203,7 +191,6 @@ class LayerShape:
         return passing
 
     def ram_bytes(self, placement: Placement, accumulation: int) -> dict[str, int]:
-        """Pinned RAM by category."""
         parts = {"gradients": self.sums_bytes()}
         if reaches_ram(placement):
             in_ram = placement.gradients == "ram"
@@ -216,7 +203,7 @@ class LayerShape:
         return parts
 
     def vram_bytes(self, placement: Placement, accumulation: int) -> dict[str, int]:
-        """VRAM by category that belongs to this layer alone. All layers share the buckets and weight buffers."""
+        """VRAM by category of this layer alone. All layers share the buckets and weight buffers."""
         parts = {"gradients": self.sums_bytes()}
         if placement.weights == "vram":
             parts[self._weights_category] = self.weight_bytes()
@@ -247,18 +234,14 @@ def communicated_bytes(
 
 
 def is_built(placement: Placement, layer: LayerShape, accumulation: int, *, one_host: bool) -> bool:
-    """Whether the engine supports this placement. Several hosts share no RAM for weights, or for sums that are
-    exchanged once a step.
-
-    Args:
-        one_host: whether all ranks are on one host.
+    """Whether the engine supports this placement: without `one_host`, ranks share no RAM for weights, or for sums that
+    are exchanged once a step.
     """
     sums_in_ram = placement.gradients == "ram" and layer.sums_whole(accumulation)
     return one_host or not (placement.weights == "ram" or sums_in_ram)
 
 
 def reaches_ram(placement: Placement) -> bool:
-    """Whether the gradient reaches RAM."""
     return placement.step == "cpu" or placement.gradients == "ram"
 
 
@@ -273,13 +256,13 @@ def gpu_can_step(placement: Placement) -> bool:
 
 
 def chunk_numel(numel: int) -> int:
-    """Elements of a layer's chunks. The last chunk may be shorter."""
     return min(STEP_CHUNK, numel)
 
 
 def possible(placement: Placement, layer: LayerShape) -> Placement:
     """`placement`, with weights in VRAM unless the layer is a repeated block without tied weights, and with activations
-    kept outside blocks. Frozen layers have weights alone."""
+    kept outside blocks. Frozen layers have weights alone.
+    """
     if not (layer.in_block and not layer.shared):
         activations = placement.activations if layer.in_block else "keep"
         placement = replace(placement, weights="vram", activations=activations)
@@ -287,7 +270,6 @@ def possible(placement: Placement, layer: LayerShape) -> Placement:
 
 
 def of_kind(placement: Placement, layer: LayerShape) -> Placement:
-    """`placement`, as `WeightsAlone` if the layer is frozen."""
     if layer.kind.is_trained:
         return placement
     return WeightsAlone(weights=placement.weights, activations=placement.activations)
@@ -317,7 +299,6 @@ def check_matrices(layers: Sequence[LayerShape], placements: Sequence[Placement]
 
 
 def workspace_bytes(layers: Sequence[LayerShape]) -> int:
-    """VRAM that steps of matrices take beside states and step buffers."""
     return max((each.workspace_bytes for layer in layers for each in layer.matrices), default=0)
 
 
@@ -405,7 +386,8 @@ _PART = 256
 """Parts of a layer are multiples of this many elements, like the starts of parameters."""
 ALLOCATOR_BYTES = 256 * MIB
 """cuBLAS's workspaces, small tensors, and memory that torch's allocator reserves beyond the allocated peak, with
-expandable segments (18 cases of benchmarks/results.csv: 52 to 374 MiB)."""
+expandable segments (18 cases of benchmarks/results.csv: 52 to 374 MiB).
+"""
 FRAMEWORK_RAM_BYTES = {"cuda": 1700 * MIB, "cpu": 600 * MIB}
 """Resident RAM of Python, torch and transformers, with and without CUDA's libraries (measured)."""
 
@@ -421,10 +403,7 @@ def outside_bytes(layers: Sequence[LayerShape], hardware: Hardware) -> int:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch's activations."""
-
     vram: int = 0
-    """Peak of live bytes."""
     ram: int = 0
     """Inputs of offloaded blocks."""
 

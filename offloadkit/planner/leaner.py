@@ -124,7 +124,6 @@ _OF_ACTIVATIONS: tuple[_Rung, ...] = (_recompute, _inputs_to_ram)
 
 
 def _rungs(short: str, *, on_disk: bool) -> list[_Rung]:
-    """Moves out of the tier that is short, the cheapest first."""
     if short == "vram":
         return [_states_to_ram, _recompute, _step_by_cpu, _gradients_to_ram, _weights_to_ram, _inputs_to_ram]
     return [_all_to_vram, _step_by_gpu, *([_states_to_disk] if on_disk else [])]

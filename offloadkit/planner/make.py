@@ -1,4 +1,4 @@
-"""Makes the plan of a run: searches the placements, or takes the given ones, and computes what follows from them."""
+"""Makes the plan of a run: searches the placements, or takes the given ones, and computes bytes and seconds."""
 
 from __future__ import annotations
 
@@ -67,18 +67,15 @@ def make(kind: type[P], layers: Sequence[LayerShape], basis: Basis) -> P:
 
 
 def _with_ctas(machine: Hardware) -> tuple[Hardware, Hardware]:
-    """The machine with `FEW_CTAS`, and with NCCL's own choice."""
     own = replace(machine, few_ctas_link_bytes_per_second=0.0)
     return replace(own, most_ctas=FEW_CTAS, link_bytes_per_second=machine.few_ctas_link_bytes_per_second), own
 
 
 def placed(plan: P, placements: Sequence[Placement]) -> P:
-    """`plan` with the given placement of each layer, and the bytes and seconds that follow from it."""
     return _plan(type(plan), plan.layers, plan.basis, plan.budgets, tuple(placements))
 
 
 def with_layers(plan: P, layers: Sequence[LayerShape]) -> P:
-    """The ranks' common `plan` with one rank's `layers`."""
     return _plan(type(plan), tuple(layers), plan.basis, plan.budgets, plan.placements)
 
 
@@ -223,7 +220,6 @@ def _kept_search(
 
 
 def _room(config: OffloadConfig, budgets: Mapping[str, int], hardware: Hardware) -> tuple[int, int, int]:
-    """The search's bytes of VRAM, RAM and disk. With a `vram` budget, some VRAM is held back at first."""
     held_back = LOADED_LATER_BYTES if config.vram is not None and hardware.vram_context_bytes > 0 else 0
     disk = budgets["disk"] if hardware.disk_read_bytes_per_second else 0
     return budgets["vram"] - held_back, budgets["ram"], disk

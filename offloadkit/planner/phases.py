@@ -1,8 +1,8 @@
 """Peak memory of each phase of a run.
 
-Terms of the formulas: *slabs* are the RAM of the flat layers (`layout.tier_bytes`); *framework* is Python and its
-libraries; *held* are activations. torch keeps reserved VRAM, so phases after training take at least as much. Without a
-GPU, a plan's VRAM is in RAM, and activations are freed after each step.
+*slabs* are the RAM of the flat layers (`layout.tier_bytes`); *framework* is Python and its libraries; *held* are
+activations. torch keeps reserved VRAM, so phases after training take at least as much. Without a GPU, a plan's VRAM is
+in RAM, and activations are freed after each step.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 _LATE_FRAMEWORK_BYTES = 700 << 20
 """RAM that the framework takes with the first step on a GPU: cuBLAS, kernels, Triton. Before the first step the
 framework has at most 1.0 GiB: in benchmarks/results.csv (w6, w6-48) reading, with its staged layer, was not the peak.
-If rates or blocks were measured just before, these bytes are taken already while reading, and a single large layer is
-staged on top."""
+If rates or blocks were measured just before, these bytes are taken already while reading.
+"""
 READ_AHEAD_BYTES = 640 << 20
 """Most bytes of parameters that are read or initialised at once on a GPU, unless a single layer has more: less than the
-framework takes later."""
+framework takes later.
+"""
 _TOLERANCE, _TOLERATED_BYTES = 0.05, 1 << 29
 """A measured peak is reported if it differs from the plan by more than both this fraction and this number of bytes."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Peak memory of one part of a run, in bytes."""
-
     name: PhaseName
     vram: int
     """Without a GPU, this memory is part of `ram`."""
@@ -52,10 +51,8 @@ def staged_bytes(layers: Sequence[LayerShape]) -> int:
 def moved_bytes(layers: Sequence[LayerShape], placements: Sequence[Placement], frozen: int) -> int:
     """RAM of the model when its engine is closed: all weights if some layer has its weights in RAM, else 0.
 
-    Weights that ranks share count with this rank's part only, because they are copy-on-write.
-
-    Args:
-        frozen: bytes of frozen parameters and buffers that are in no layer.
+    Weights that ranks share count with this rank's part only, because they are copy-on-write. `frozen`: bytes of frozen
+    parameters and buffers that are in no layer.
     """
     if all(where.weights == "vram" for where in placements):
         return 0
@@ -176,7 +173,8 @@ def _cache_bytes(work: MicroBatch | None) -> int:
 
 def differing(phases: Sequence[Phase], peaks: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     """Sentences on phases whose measured peak (`Telemetry.peaks`) differs from the plan by more than both 5 % and 0.5
-    GiB."""
+    GiB.
+    """
     for phase in phases:
         for tier, planned in (("ram", phase.ram), ("vram", phase.vram)):
             took = peaks.get(phase.name, {}).get(tier)

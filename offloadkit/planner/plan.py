@@ -17,17 +17,21 @@ from offloadkit.planner.work import MicroBatch
 
 
 class Plan(Prediction):
-    """The memory of a run and the seconds of its steps, computed from shapes alone."""
+    """The memory of a run and the seconds of its steps, computed from shapes alone. See `Prediction` for the
+    figures.
+    """
 
     @property
     def verdict(self) -> str:
         """One line: whether the plan fits, on which assumed card or on the CPU; needed and available memory of the
-        worst phase, seconds of a step, tokens/s."""
+        worst phase, seconds of a step, tokens/s.
+        """
         return words.verdict(self)
 
     def explain(self) -> str:
         """Sentences with numbers: the bottleneck of the step and remedies, or plans that would fit if this one does
-        not."""
+        not.
+        """
         return remedies.explain(self)
 
     def details(self) -> str:
@@ -35,7 +39,7 @@ class Plan(Prediction):
         return words.details(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole prediction in types that JSON takes."""
+        """The whole prediction in JSON types."""
         rows, seconds = self.rows, self.seconds
         return {
             "fits": self.fits,
@@ -90,15 +94,11 @@ def make_plan(
     hardware: Hardware | None = None,
     assumed: bool = False,
 ) -> Plan:
-    """The plan of a model cut into `layers`, as `make` makes it. `Basis` describes the other arguments."""
+    """The plan of a model cut into `layers`; see `make`, and `Basis` for the other arguments."""
     return make(Plan, layers, Basis(config, frozen, frozen_bytes, work, hardware, assumed))
 
 
 def check_fits(plan: Plan) -> None:
-    """Raise an error unless the plan fits.
-
-    Raises:
-        DoesNotFitError: the plan does not fit. The message has needed and available memory, and plans that fit.
-    """
+    """Raise `DoesNotFitError`, with needed and available memory and plans that fit, unless the plan fits."""
     if not plan.fits:
         raise DoesNotFitError(f"the plan {words.misfit_message(plan)}\n{plan.explain()}\n({words.trained(plan)})")

@@ -13,7 +13,6 @@ from offloadkit.planner.seconds import Seconds
 from offloadkit.planner.work import MicroBatch, Rows
 
 TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
-"""The kinds of memory, by the name in messages."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Basis:
     smaller: tuple[tuple[tuple[str, ...], MicroBatch], ...] = ()
     """Smaller micro-batches that the user could choose: (options, its work), such as (("batch_size=2",), ...)."""
     with_disk: Hardware | None = None
-    """The machine with a folder for states, if the user has named none. The disk's rates are assumed."""
+    """The machine with a folder for states at assumed rates, if the user has named none."""
     held_bytes: int = 0
     """RAM of a model in memory, until the engine has taken over all of it."""
 
@@ -125,12 +124,13 @@ class Prediction:
     @cached_property
     def communicated(self) -> dict[str, int]:
         """Bytes that a GPU receives from the other GPUs in an optimizer step, by kind: "exchange" of gradients,
-        "gather" of new weights, and "norm". {} with one GPU."""
+        "gather" of new weights, and "norm". {} with one GPU.
+        """
         return communicated_bytes(self.layers, self.placements, self.accumulation)
 
     @property
     def rows(self) -> Rows | None:
-        """Batch size and lengths of a micro-batch; None without a micro-batch to plan for."""
+        """Batch size and lengths of a micro-batch, if known."""
         return self.basis.work.rows if self.basis.work else None
 
     @property

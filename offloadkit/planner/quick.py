@@ -26,13 +26,10 @@ class Phases(NamedTuple):
 
     @property
     def step(self) -> float:
-        """Seconds of the step."""
         return self.update + self.backward
 
 
 class QuickSeconds:
-    """The step of one model on one machine, for the placements of counts."""
-
     def __init__(self, model: StepModel, spread: Spread, hardware: Hardware, accumulation: int) -> None:
         self._model, self._spread = model, spread
         self._order = [layer.index for layer in model.layers]
@@ -72,7 +69,6 @@ class QuickSeconds:
         }
 
     def of(self, some: Sequence[Counts]) -> list[Phases]:
-        """The seconds for each of `some`."""
         codes = self._spread.codes(some)[:, self._order]
         recomputed, offloaded = (
             np.array([getattr(counts, name) for counts in some], dtype=np.int64) for name in ("recomputed", "offloaded")

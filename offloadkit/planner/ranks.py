@@ -1,6 +1,6 @@
 """A machine's rates as one of several ranks has them: shares of the host, and the link between ranks.
 
-Rates that were measured while all ranks worked do not need this (`distributed.machine`).
+Not for rates that were measured while all ranks worked (`distributed.machine`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from offloadkit.facts.hardware import CPU_STEP_RATES, Hardware, is_bus
 from offloadkit.planner.cards import card_named
 
 GPUS_PER_HOST = 8
-"""Most GPUs of an assumed host. More GPUs are on several such hosts."""
+"""GPUs of an assumed host. More GPUs are on several such hosts."""
 NETWORK_BYTES_PER_SECOND = 40e9
 """Bytes per second that a GPU receives from other hosts: four fifths of 400 Gbit/s (assumed)."""
 
@@ -21,7 +21,6 @@ _SHARED = (
     *(*CPU_STEP_RATES.values(), "dram_bytes_per_second", "cpu_and_bus_bytes_per_second"),
     *("disk_read_bytes_per_second", "disk_write_bytes_per_second"),
 )
-"""Rates that all ranks of a host share."""
 _OF_BUS = ("h2d_bytes_per_second", "d2h_bytes_per_second", "both_bytes_per_second")
 """Rates of a GPU's own bus, limited by the host's RAM."""
 
@@ -59,8 +58,6 @@ def for_ranks(
 
 
 def _link(machine: Hardware) -> tuple[float, bool, str]:
-    """Bytes per second from the host's other GPUs, whether they use the GPU's bus, and the rate's source if not
-    measured."""
     if machine.link_bytes_per_second:
         return machine.link_bytes_per_second, machine.link_is_bus, ""
     try:

@@ -35,7 +35,8 @@ _MIN_SAVED = 0.01
 """A change is said to save memory only if it saves more than this fraction of it."""
 _MAX_LACKING = 0.9
 """A smaller micro-batch is proposed only if it lacks less than this fraction of the bytes that the present one
-lacks."""
+lacks.
+"""
 _AS_BUSY = 0.85
 """Resources with more than this fraction of the busiest resource's time limit the step together with it."""
 _DRAM_BOUND = 0.6
@@ -51,14 +52,12 @@ def nearest_fits(plan: P, most: int = 4) -> list[tuple[str, P]]:
     """Up to `most` plans that fit, each with the words for its changes. Smaller changes come first.
 
     The order: states in fewer bytes, a smaller micro-batch, both; states on disk, alone and with these changes; a
-    larger budget; and last a smaller micro-batch, leaner states and both with a smaller increase of the budget. Two
-    changes are combined if neither is enough.
+    larger budget; and last a smaller micro-batch, leaner states and both with a smaller increase of the budget.
     """
     return list(islice(((words, other) for words, other in _others(plan) if other.fits), most))
 
 
 def _leaner_precisions(plan: Prediction) -> tuple[Precision, ...]:
-    """Precisions after the present one that all optimizers of the plan have."""
     names = {layer.kind.optimizer for layer in plan.layers if layer.kind.is_trained}
     order = min((optimizer_named(name).precisions for name in names), key=len)
     return order[order.index(plan.basis.config.precision) + 1 :]
@@ -86,7 +85,6 @@ def _others(plan: P) -> Iterator[tuple[str, P]]:
 
 
 def _to_disk(plan: Prediction) -> tuple[str, dict[str, Any]]:
-    """Words and plan changes for states on the proposed disk; "" and {} without one."""
     machine = plan.basis.with_disk
     if machine is None:
         return "", {}
@@ -97,7 +95,8 @@ def _to_disk(plan: Prediction) -> tuple[str, dict[str, Any]]:
 
 def _leanest(plan: P) -> Iterator[tuple[str, P]]:
     """The plan with a small micro-batch; if RAM is short, also with the leanest states (on disk if possible), and with
-    both."""
+    both.
+    """
     smaller = plan.basis.smaller[-2:]
     for options, work in smaller[: 1 if "ram" in plan.lacking() else 2]:
         yield " and ".join(options), replanned(plan, work=work)
@@ -138,7 +137,6 @@ def _smaller(plan: P, **changes: Any) -> Iterator[tuple[str, P]]:
 
 
 def _larger(plan: P) -> Iterator[tuple[str, P]]:
-    """The plan with budgets that cover its needs, which are the least possible because the plan does not fit."""
     needs, hardware = host_totals(plan, plan.needs()), plan.basis.hardware
     lacking: dict[str, Any] = {tier: rounded_up(needs[tier]) for tier in plan.lacking()}
     budgets = {tier: size for tier, size in lacking.items() if tier != "disk"}
@@ -189,7 +187,6 @@ def _limit(plan: Prediction) -> Iterator[str]:
 
 
 def _limiting(plan: Prediction, name: str) -> str:
-    """The bottleneck in words; for the CPU step, whether RAM or arithmetic bounds it."""
     if name != "CPU step":
         return _LIMITS[name]
     assert plan.basis.hardware is not None
@@ -278,7 +275,6 @@ def _with_another_gpu(plan: P) -> P | None:
 
 
 def _faster(other: Prediction, speedup: float) -> str:
-    """ "3,594 tokens/s, 1.07x faster"."""
     return ", ".join([*speed(other), f"{speedup:.3g}x faster"])
 
 

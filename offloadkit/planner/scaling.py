@@ -28,7 +28,6 @@ class ScaledPlan:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that a GPU receives for each micro-batch."""
         return sum(self.plan.communicated.values()) // self.plan.accumulation
 
 
@@ -37,8 +36,7 @@ def scaled_plans(
 ) -> Iterator[ScaledPlan]:
     """`plan`, which is for one GPU, made again for each number of GPUs and of micro-batches.
 
-    Args:
-        network: bytes per second that a GPU receives from other hosts.
+    `network`: bytes per second that a GPU receives from other hosts.
     """
     machine = plan.basis.hardware
     assert machine is not None

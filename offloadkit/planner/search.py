@@ -54,7 +54,6 @@ class Room:
     disk: int
 
     def holds(self, needs: Room) -> bool:
-        """Whether `needs` is at most this room in every tier."""
         return needs.vram <= self.vram and needs.ram <= self.ram and needs.disk <= self.disk
 
 
@@ -70,7 +69,6 @@ class _Tried:
         self.instead: dict[Counts, Counts | None] = {}
 
     def add(self, some: Iterable[Counts]) -> list[Counts]:
-        """Try counts that are new, and return all of `some` as a list."""
         given = list(some)
         new = [counts for counts in dict.fromkeys(given) if counts not in self.instead]
         fitting = self._search.fitting(new, self._room)
@@ -108,8 +106,8 @@ class Search:
         """
         Args:
             frozen_bytes: VRAM of frozen parameters and buffers.
-            all_recomputed: whether every block is recomputed, because the user asked for it.
-            compiled: whether the repeated blocks are compiled.
+            all_recomputed: every block is recomputed, because the user asked for it.
+            compiled: the repeated blocks are compiled.
         """
         self._layers, self._work, self._hardware, self._accumulation = layers, work, hardware, accumulation
         self._frozen_bytes, self._all_recomputed = frozen_bytes, all_recomputed
@@ -148,7 +146,6 @@ class Search:
         return vram, FRAMEWORK_RAM_BYTES["cuda"] + ram_peak(slabs, held.ram, staged_bytes(self._layers), moved), disk
 
     def learn(self, some: Iterable[Counts]) -> None:
-        """Compute and cache the bytes that `some` need, all at once."""
         if new := [counts for counts in dict.fromkeys(some) if counts not in self._needs]:
             found = self._spread.bytes(new, self._spread.codes(new)).tolist()
             self._needs |= {counts: Room(*needs) for counts, needs in zip(new, found, strict=True)}
@@ -159,7 +156,6 @@ class Search:
         return self._needs[counts]
 
     def simulate(self, some: Iterable[Counts]) -> None:
-        """Compute and cache the seconds of `some`, all at once."""
         if new := [counts for counts in dict.fromkeys(some) if counts not in self._phases]:
             self._phases |= zip(new, self._quick.of(new), strict=True)
 
@@ -176,9 +172,9 @@ class Search:
         1. If everything fits in VRAM, everything is in VRAM.
         2. Else a coarse grid covers the numbers of recomputed, offloaded and streamed blocks and of states in VRAM.
         3. The two best are refined: one number, or two against each other, changes by 1, 2 or 4 while the step gets
-           faster.
+        faster.
         4. In the two best and in the most promising of step 2, the GPU steps its share of the layers with states in
-           RAM. The three best are refined in the same way.
+        RAM. The three best are refined in the same way.
         """
         recomputed = self._num_blocks if self._all_recomputed else 0
         (everything,) = self.fitting([Counts(recomputed, 0, 0, len(self._layers))], Room(vram, ram, 0))
@@ -220,7 +216,6 @@ class Search:
                 yield shared._replace(states_in_vram=most, gpu_steps=max(1, round(share * (number - most))))
 
     def _coarse(self, room: Room) -> Iterator[Counts]:
-        """The counts of the coarse grid that fit VRAM, the most in VRAM first."""
         num_blocks = self._num_blocks
         numbers, more = _grid(num_blocks), _grid(num_blocks)[1:]
         recomputed = [(number, 0) for number in (more[-1:] if self._all_recomputed else numbers)]
@@ -238,7 +233,8 @@ class Search:
 
     def _most_states(self, some: Sequence[Counts], room: Room) -> list[int]:
         """For each of `some`, which have no states in VRAM: how many layers' states fit in the rest of VRAM; -1 if the
-        counts alone do not fit."""
+        counts alone do not fit.
+        """
 
         def left(counts: Counts, number: int) -> int:
             return room.vram - self.needs(counts._replace(states_in_vram=number)).vram
@@ -303,8 +299,8 @@ class Search:
         return [found.get(counts, []) for counts in some]
 
     def _with_least(self, some: Sequence[Counts], name: str, room: Room) -> dict[Counts, Counts]:
-        """`some` with the smallest increase of the count `name` that fits RAM. Counts without one, or that lack VRAM or
-        disk, are left out.
+        """`some` with the smallest increase of the count `name` that fits RAM, left out if there is none, or if VRAM or
+        disk is short.
 
         All are bisected together, so their bytes are computed at once. The last changed layer may need more RAM,
         because a large layer needs large buffers.
@@ -350,7 +346,6 @@ class Search:
 
 
 def _grid(most: int) -> list[int]:
-    """Numbers from 0 to `most` in at most `GRID` equal steps."""
     return sorted({round(most * part / GRID) for part in range(GRID + 1)})
 
 

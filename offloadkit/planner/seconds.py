@@ -1,18 +1,14 @@
 """Simulates the seconds of a step on the GPU, CPU, Python, disk and both directions of the bus, layer by layer.
 
-A step has two phases, which do not overlap because clipping needs the whole norm before the first layer is stepped
-(docs/design.md, "The step in time order"):
-
-- forward, together with the update of the last step: CPU steps, uploads, and states streamed to the GPU and back. The
-  update goes in forward order, and forward waits layer by layer;
-- backward, together with the copies of gradients to RAM.
+A step has two phases, which do not overlap because clipping needs the whole norm before the first layer is stepped:
+forward together with the update of the last step, in forward order; and backward together with the copies of gradients
+to RAM. Every resource works through its own queue. A layer's work starts once its inputs have arrived and a buffer is
+free.
 
 With several ranks, one rank is simulated. Gradients are exchanged over the link layer by layer in backward, and new
 weights are all-gathered in forward. The order is fixed, so a transfer waits for the previous one. Sums that are
 exchanged once a step go in the last backward; sums in RAM are added before the norm. If the link is the bus, its
 traffic slows the copies of the same phase.
-
-Every resource works through its own queue. A layer's work starts once its inputs have arrived and a buffer is free.
 
 The constants are in `fitted`. docs/results.md compares planned and measured steps.
 """
@@ -87,7 +83,6 @@ class Seconds:
 
     @property
     def exposed(self) -> float:
-        """Seconds during which the GPU waits."""
         return max(0.0, self.step - sum(self.busy[name] for name in ("forward", "backward", "GPU step")))
 
 
@@ -100,7 +95,7 @@ class _StageCost:
     forward_launches: float
     backward_launches: float
     operation_launches: float
-    """Seconds of one bare launch for each operation of forward, with our attention counted as one operation."""
+    """Seconds of one bare launch for each operation of forward; our attention counts as one operation."""
     input_bytes: int
     layers: tuple[LayerCost, ...]
 
@@ -136,7 +131,7 @@ class StepModel:
         *,
         compiled: bool = False,
     ) -> None:
-        """compiled: whether the repeated blocks are compiled."""
+        """`compiled`: whether the repeated blocks are compiled."""
         self._hardware, self._accumulation = hardware, accumulation
         launch = hardware.launch_seconds
         timed = work.operation_launches or (FORWARD_LAUNCHES, BACKWARD_LAUNCHES)
@@ -190,7 +185,6 @@ class StepModel:
         return cpu / (cpu + states / h2d) if cpu else 0.0
 
     def seconds(self, placements: Sequence[Placement]) -> Seconds:
-        """Simulate a step with one placement for each layer."""
         others = self._accumulation - 1
         first, last = self._forward(placements, updates=True), self._backward(placements, is_last=True)
         update, backward = max(first.free.values()) + self.agreeing, max(last.free.values())
@@ -206,9 +200,8 @@ class StepModel:
         return Seconds(update + backward, update, backward, busy)
 
     def rates(self, placements: Sequence[Placement]) -> dict[str, float]:
-        """Mean bytes per second of "H2D", "D2H" and "CPU step" while they work, in a step with these placements.
-
-        Resources that the step does not use are left out.
+        """Mean bytes per second of "H2D", "D2H" and "CPU step" while they work, if they do, in a step with these
+        placements.
         """
         alone, beside = self._bus_in_update(placements, False), self._bus_in_update(placements, True)
         others = self._accumulation - 1
@@ -232,7 +225,6 @@ class StepModel:
         return found
 
     def _forward(self, placements: Sequence[Placement], *, updates: bool) -> Queues:
-        """Simulate forward and, if `updates`, the concurrent update of the last step."""
         queues = Queues(self._hardware.num_cores)
         ring, bus = Ring(queues), self._bus_in_update(placements, updates)
         if updates:
@@ -323,7 +315,6 @@ class StepModel:
     def _streamed(
         self, queues: Queues, ring: Ring, layer: LayerCost, where: Placement, bus: _Bus
     ) -> tuple[float, float]:
-        """When the GPU has stepped a layer with states in RAM, and when its states are back in RAM."""
         h2d_bytes, d2h_bytes = layer.transfer_bytes(where)
         launches = CHUNK_LAUNCHES * layer.num_chunks * self._hardware.launch_seconds
         queues.take(queues.python, launches, 0.0, "launches")
@@ -332,7 +323,8 @@ class StepModel:
 
     def _bus_in_update(self, placements: Sequence[Placement], updates: bool) -> _Bus:
         """The bus during forward. Streamed states share it with the other copies, and DRAM with the CPU step, which
-        slows both."""
+        slows both.
+        """
         machine = self._hardware
         streams = any(where.step == "gpu" and where.states == "ram" for where in placements)
         if not updates or not (streams or machine.link_is_bus):
@@ -362,7 +354,6 @@ class StepModel:
         return self._beside_link(bus, linked, h2d_bytes, d2h_bytes)
 
     def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> Queues:
-        """Simulate backward with recomputation, fetches, and the sending and adding of gradients."""
         queues, adds = Queues(self._hardware.num_cores), self._accumulation > 1
         python = queues.python
         bus = self._bus(placements, is_last=is_last)
@@ -429,7 +420,6 @@ class StepModel:
         return queues
 
     def _bus(self, placements: Sequence[Placement], *, is_last: bool) -> _Bus:
-        """The bus during backward: slower in each direction if both are in use."""
         machine = self._hardware
         h2d, d2h = machine.h2d_bytes_per_second, machine.d2h_bytes_per_second
         fetches = any(where.weights == "ram" or where.activations == "offload" for where in placements)
@@ -514,9 +504,7 @@ class LayerCost:
     gradient_bytes: int
     state_bytes: int
     step_bytes: int
-    """Memory traffic of a step."""
     num_chunks: int
-    """Number of chunks of the states on their way through VRAM."""
     cpu_step: float
     gpu_step: float
     bucket: float
@@ -526,8 +514,9 @@ class LayerCost:
     adding_in_ram: float
     """Adding a gradient to the fp32 sum in RAM, after the copy wrote the gradient to RAM."""
     norm_in_ram: float
-    """Computing the norm of a sum that is only in RAM. Includes adding up all ranks' sums if they are exchanged once a
-    step."""
+    """Computing the norm of a sum that is only in RAM, after adding up all ranks' sums if they are exchanged once a
+    step.
+    """
     exchange: float
     """Receiving all ranks' gradients of one micro-batch; 0 with world size 1, and if sums are exchanged."""
     sums_exchange: float
@@ -594,7 +583,6 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
 
 
 def link_rate(hardware: Hardware, num_ranks: int) -> float:
-    """Bytes per second that a rank receives, in equal parts from all other ranks."""
     link, network = hardware.link_bytes_per_second or hardware.h2d_bytes_per_second, hardware.network_bytes_per_second
     elsewhere = num_ranks - hardware.num_ranks
     if elsewhere <= 0 or not network:
@@ -650,7 +638,6 @@ class Queues:
         self.busy: defaultdict[str, float] = defaultdict(float)
 
     def take(self, resource: str, seconds: float, ready: float, purpose: str | None = None) -> float:
-        """Queue work that can start at `ready`. Returns its end."""
         began = self.free[resource]
         end = self.free[resource] = (began if began > ready else ready) + seconds
         self.busy[purpose or resource] += seconds
@@ -658,7 +645,8 @@ class Queues:
 
     def launched(self, seconds: float, ready: float) -> float:
         """Queue the Python launches of the GPU's newest work, which cannot end before its launches. Returns the end of
-        that work."""
+        that work.
+        """
         took = self._slowed(seconds, max(self.free[self.python], ready))
         end = self.free["GPU"] = max(self.free["GPU"], self.take(self.python, took, ready, "launches"))
         return end

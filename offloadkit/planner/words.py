@@ -42,7 +42,8 @@ def _needs(lacking: Mapping[str, tuple[int, int]], *, at_least: bool = False) ->
 
 def verdict(plan: Prediction) -> str:
     """One line: whether the plan fits, on which assumed card or on the CPU; needed and available memory of the worst
-    phase, seconds of a step, tokens/s."""
+    phase, seconds of a step, tokens/s.
+    """
     if not plan.fits:
         fits, rest = "DOES NOT FIT", _lacks(plan)
     else:
@@ -54,7 +55,6 @@ def verdict(plan: Prediction) -> str:
 
 
 def one_line(plan: Prediction) -> str:
-    """Parameters, layers, tokens, memory and seconds."""
     needs = of_tiers({tier: plan.total_bytes(tier) for tier in ("vram", "ram")})
     parts = [f"{plan.num_parameters:,} parameters in {len(plan.layers)} flat layers", *_tokens(plan), needs]
     if plan.seconds is not None:
@@ -69,7 +69,6 @@ def details(plan: Prediction) -> str:
 
 
 def html(plan: Prediction, explanation: str) -> str:
-    """HTML for notebooks, in the page's colours. The details are folded."""
     header, *rows = _rows(plan)
     right = ' style="text-align:right"'
     cells = ["".join(f"<th{right}>{escape(cell)}</th>" for cell in header)]
@@ -117,7 +116,6 @@ def takes(plan: Prediction) -> list[str]:
 
 
 def _tiers_to_say(plan: Prediction) -> dict[str, int]:
-    """Planned bytes by tier, without VRAM if it is RAM and has no budget, and without an unused disk."""
     said = {tier: need for tier, need in plan.needs().items() if tier == "ram" or need}
     return {tier: need for tier, need in said.items() if tier != "vram" or not plan.on_cpu or "vram" in plan.budgets}
 
@@ -164,7 +162,6 @@ def trained(plan: Prediction) -> str:
 
 
 def _by_optimizer(plan: Prediction) -> list[str]:
-    """ "Muon steps 224 matrices with 6,979,321,856 parameters, AdamW the rest", if Muon steps any."""
     matrices = [layer for layer in plan.layers if layer.matrices]
     if not matrices:
         return []
@@ -188,7 +185,8 @@ def _optimizer(plan: Prediction) -> str:
 
 def _tokens(plan: Prediction) -> list[str]:
     """ "8 x (512+128) tokens a step", if known; with accumulation "4 x 8 x (512+128) tokens a step", with several GPUs
-    "2 GPUs x 4 x 8 x (512+128) tokens a step"."""
+    "2 GPUs x 4 x 8 x (512+128) tokens a step".
+    """
     if plan.rows is None:
         return []
     several = f"{plan.num_gpus} GPUs x " if plan.num_gpus > 1 else ""
@@ -197,7 +195,6 @@ def _tokens(plan: Prediction) -> list[str]:
 
 
 def _placed(plan: Prediction) -> list[str]:
-    """Lines on placements that differ from a large GPU."""
     placed = list(zip(plan.layers, plan.placements, strict=True))
     trained = [where for layer, where in placed if layer.kind.is_trained]
     number = len(trained)

@@ -21,7 +21,6 @@ class Pass:
     num_operations: int = 0
     """Number of kernels started."""
     num_attention: int = 0
-    """Number of our own attention kernels."""
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(*map(operator.add, vars(self).values(), vars(other).values()))
@@ -54,8 +53,6 @@ class Stage:
 
 @dataclass(frozen=True)
 class Rows:
-    """The shape of a micro-batch of tokens."""
-
     batch_size: int
     input_length: int
     target_length: int | None
@@ -80,4 +77,5 @@ class MicroBatch:
     """The largest micro-batch of evaluation, if it has more rows than this one; else None."""
     operation_launches: tuple[float, float] | None = None
     """Python's time for an operation of forward and of backward, in launches of a bare kernel, as timed with the
-    model's blocks. None: not timed."""
+    model's blocks. None: not timed.
+    """

@@ -70,7 +70,6 @@ class Comparison:
     Measured rows also have seconds (for `num_samples`), step_seconds, vram_bytes, peak_ram_bytes, and more."""
     num_samples: int
     work: dict[str, Any]
-    """Rows and tokens per step, as passed to `compare`."""
     vram: int | None
     ram: int | None
     environment: dict[str, str]
@@ -78,11 +77,7 @@ class Comparison:
     remarks: list[str] = field(default_factory=list)
 
     def row(self, model: str, engine: str) -> Row:
-        """The row of a model and an engine.
-
-        Raises:
-            KeyError: the pair was not requested.
-        """
+        """The row of a model and an engine. Raises `KeyError` if the pair was not requested."""
         for row in self.rows:
             if (row["model"], row["engine"]) == (model, engine):
                 return row
@@ -216,7 +211,6 @@ def _check_names(models: Any, engines: Any) -> None:
 
 
 def _row(runs: Runs, work: Work, engine: str, made: Forecast | Row, say: Callable[[str], None]) -> Row:
-    """The row of the engine's first variant that fits, else the reason why the last variant does not."""
     row: Row = {"variant": "", "tried": []}
     if isinstance(made, dict):
         row |= made
@@ -242,7 +236,6 @@ def _tried(runs: Runs, work: Work, name: str, made: Forecast) -> Row:
 
 
 def summary(row: Row) -> str:
-    """Summarize a row in one line."""
     if row["status"] != "measured":
         return str(row["reason"])
     sizes = f"VRAM {words.size_or_dash(row['vram_bytes'])}, RAM {words.size_or_dash(row['peak_ram_bytes'])}"
@@ -251,7 +244,6 @@ def summary(row: Row) -> str:
 
 
 def progress(title: str) -> Callable[[str], None]:
-    """Print `title`; returns a function that prints the outcome on the same line."""
     print(f"{title} ...", end=" ", flush=True)
     return lambda text: print(text, flush=True)
 
@@ -268,11 +260,7 @@ def _remarks(work: Work, rows: Sequence[Row], *, on_cpu: bool) -> Iterator[str]:
 
 
 def save(stem: Path, content: dict[str, Any], chart: Callable[[], Any]) -> None:
-    """Write `stem`.json first, in case drawing fails, then .svg and .png.
-
-    Raises:
-        OutputError: a file cannot be written.
-    """
+    """Write `stem`.json first, in case drawing fails, then .svg and .png. Raises `OutputError`."""
     text = json.dumps(content, indent=1) + "\n"
     write_whole(stem.with_suffix(".json"), lambda new: new.write_text(text))
     figure = chart()

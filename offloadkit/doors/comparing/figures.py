@@ -26,8 +26,6 @@ _VALUE_WIDTH = 0.2
 
 
 class Drawable(Protocol):
-    """Interface of every chart's result."""
-
     @property
     def rows(self) -> list[dict[str, Any]]: ...
     @property
@@ -74,7 +72,6 @@ class Chart(Figure):
 
 
 def comparison_chart(result: DrawableComparison) -> Chart:
-    """Draw one row of panels per model (seconds, VRAM, RAM), with a reason in place of a missing bar."""
     models = list(dict.fromkeys(row["model"] for row in result.rows))
     engines = list(dict.fromkeys(row["engine"] for row in result.rows))
     by_model = [[result.row(model, engine) for engine in engines] for model in models]
@@ -162,11 +159,9 @@ def _beside(size: float, limit: float | None, width: float) -> float:
 
 
 SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#56b4e9", "v"))
-"""Colours and markers of lines, used cyclically."""
 
 
 def sweep_chart(result: DrawableSweep) -> Chart:
-    """Draw step time, epoch time, VRAM and held-out loss by batch size, with explanations below."""
     learns = any("eval_loss" in row for row in result.rows)
     sentences = [line for text in result.explain().splitlines() for line in textwrap.wrap(text, 165 + 55 * learns)]
     figure = Chart(4 * (3 + learns), 4.1 + 0.19 * len(sentences))
@@ -201,7 +196,7 @@ def _dress(axes: Axes, sizes: list[int]) -> None:
 
 
 def _in_durations(axes: Axes) -> None:
-    """Use a logarithmic axis that spans at least a factor of three, so that small differences look small."""
+    """A logarithmic axis that spans at least a factor of three, so that small differences look small."""
     axes.set_yscale("log")
     values = [value for line in axes.get_lines() for value in _seconds_of(line)]
     if not values:
@@ -215,7 +210,6 @@ def _in_durations(axes: Axes) -> None:
 
 
 def _seconds_of(line: Any) -> list[float]:
-    """Values of a curve; empty for vertical lines and for marks below the axis."""
     no_curve = line.get_label().startswith(("knee", "predicted:")) or line.get_marker() == "x"
     return [] if no_curve else [float(value) for value in line.get_ydata()]
 

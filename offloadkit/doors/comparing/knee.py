@@ -33,7 +33,6 @@ class Knee:
     where: Literal["within", "before", "beyond"]
 
     def place(self, sizes: Sequence[int]) -> int:
-        """Index of the nearest size in sorted `sizes`, by ratio."""
         ordered = sorted(sizes)
         return min(range(len(ordered)), key=lambda index: abs(math.log(ordered[index] / self.size)))
 
@@ -75,7 +74,6 @@ def predicted_knee(forecasts: Mapping[int, Forecast]) -> Knee | None:
 
 
 def fixed_seconds(made: Forecast) -> tuple[str, float]:
-    """The busiest resource in `FIXED` and its seconds per step."""
     name = max(FIXED, key=lambda name: made.busy.get(name, 0.0))
     return name, made.busy.get(name, 0.0)
 

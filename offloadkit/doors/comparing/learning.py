@@ -61,9 +61,6 @@ def tokenizer_folder(tokenizer: Any, folder: Path) -> str | None:
 def rows_file(dataset: Any, folder: Path, name: str, split: str, columns: Collection[str]) -> tuple[str, int]:
     """Write the rows to a .parquet file named by their hash. Returns the path and the number of rows.
 
-    Args:
-        columns: columns that the user names.
-
     Raises:
         DataError: see `finetune`.
         OutputError: the file cannot be written.
@@ -90,8 +87,7 @@ def learning_rates(base: float, rows: list[int], scalings: list[str]) -> list[tu
 def check_arguments(arguments: dict[str, Any], of_sweep: Iterable[str]) -> None:
     """Raise `ConfigError` for arguments that `finetune` lacks or that cannot be sent to another process.
 
-    Args:
-        of_sweep: argument names of `sweep`, for spelling suggestions.
+    `of_sweep`: argument names of `sweep`, for spelling suggestions.
     """
     from offloadkit.hf.arguments import argument_names, did_you_mean
 
@@ -120,7 +116,6 @@ def base_rate(learning_rate: float | None, init: str) -> float:
 
 
 def finetuned(task: dict[str, Any]) -> dict[str, Any]:
-    """Train in this process and return the result as a row. The trained model is discarded."""
     from offloadkit.facts import hardware
 
     with tempfile.TemporaryDirectory(dir=task["scratch"]) as folder:

@@ -129,7 +129,7 @@ class Sweep:
         return sweep_chart(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result in JSON types."""
+        """The result in JSON types."""
         made = asdict(self) | {"output_dir": str(self.output_dir)}
         knees = {
             str(each): {
@@ -297,8 +297,7 @@ def _timed_row(work: Work, planned: Forecast | Row, runs: Runs) -> Row:
 def _largest(work: Work, planned: Forecast | None, rows: list[Row], runs: Runs) -> Row:
     """Find the largest size by the plan, and run it briefly if it was not requested.
 
-    Args:
-        work, planned: of the largest requested size.
+    `work` and `planned` belong to the largest requested size.
     """
     if any(row["status"] == "failed" for row in rows) and not any(row["status"] == "measured" for row in rows):
         return {}
@@ -323,11 +322,7 @@ def _largest(work: Work, planned: Forecast | None, rows: list[Row], runs: Runs) 
 def _written_down(
     model: Any, train: Any, held_out: Any, tokenizer: Any, given: dict[str, Any], folder: Path
 ) -> tuple[dict[str, Any], int]:
-    """Write `finetune`'s inputs to files for other processes. Returns its arguments and the number of rows.
-
-    Raises:
-        ConfigError, DataError, ModelError: see `finetune`.
-    """
+    """Write `finetune`'s inputs to files for other processes. Returns its arguments and the number of rows."""
     columns = ColumnOptions(*(given.get(name) for name in ("input_column", "target_column", "template"))).named
     path, number = learning.rows_file(train, folder, "train", "train", columns)
     told = given | {"model": learning.weights_folder(model, folder, given.get("init", "pretrained"))}

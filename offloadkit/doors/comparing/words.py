@@ -8,7 +8,6 @@ from html import escape
 from offloadkit.facts.units import format_bytes, format_seconds
 
 LABELS = {"baseline": "all on the GPU", "offloadkit": "offloadkit", "deepspeed": "DeepSpeed"}
-"""Display names of engines."""
 
 
 def duration(seconds: float) -> str:
@@ -29,24 +28,23 @@ ROUND_SECONDS = (
     *(60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30)),
     *(3600.0 * hours for hours in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)),
 )
-"""Round durations for axis ticks."""
 
 
 def size_or_dash(num_bytes: float | None) -> str:
-    """Format a size; "-" for 0 or None."""
     return format_bytes(int(num_bytes)) if num_bytes else "-"
 
 
 def place(environment: Mapping[str, str], vram: int | None, ram: int | None) -> str:
-    """Describe the machine and limits: "NVIDIA H200, within 11 GiB of VRAM, 64 GiB of RAM"."""
+    """For example "NVIDIA H200, within 11 GiB of VRAM, 64 GiB of RAM"."""
     where = environment["gpu"] if environment["gpu"] != "none" else "CPU, no GPU"
     limits = [f"{format_bytes(size)} of {tier}" for size, tier in ((vram, "VRAM"), (ram, "RAM")) if size]
     return where + (f", within {', '.join(limits)}" if limits else "")
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
-    """Format columns two spaces apart, the first `num_left` left-aligned. The last cell of a row shorter than the
-    header is a remark, which does not affect column widths."""
+    """Columns two spaces apart, the first `num_left` left-aligned. The last cell of a row shorter than the header is a
+    remark, which does not affect column widths.
+    """
     whole = [row for row in (header, *rows) if len(row) == len(header)]
     widths = [max(len(row[index]) for row in whole) for index in range(len(header))]
     for row in rows:
@@ -65,7 +63,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: i
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int, caption: str) -> str:
-    """Format a plain table in the page's colours; a short row's last cell spans the rest."""
+    """A plain table in the page's colours; a short row's last cell spans the rest."""
 
     def cell(tag: str, text: str, index: int, span: int) -> str:
         side = "left" if index < num_left or span > 1 else "right"

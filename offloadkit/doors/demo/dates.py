@@ -1,7 +1,7 @@
 """The demo's task: dates in many English spellings, each paired with its ISO form. Made from a seed.
 
 Every spelling is unambiguous. With slashes, a day above 12 or a year in front tells the order. With dots, the day comes
-first. A two-digit year behind an apostrophe is the one year from `FIRST_YEAR` to `LAST_YEAR` that ends so.
+first. A two-digit year behind an apostrophe is between `FIRST_YEAR` and `LAST_YEAR`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ _ORDINAL_WORDS = (
 
 
 class DatePair(NamedTuple):
-    """One example: a spelling (input) and the date in ISO form, such as "2026-11-20" (target)."""
+    """A spelling (input) and the date in ISO form, such as "2026-11-20" (target)."""
 
     input: str
     target: str
 
 
 def spellings(day: date) -> tuple[str, ...]:
-    """Every spelling of `day`, always in the same order."""
     number, year, short_year = day.day, day.year, f"'{day.year % 100:02d}"
     month, weekday = _MONTHS[day.month - 1], _WEEKDAYS[day.weekday()]
     suffix = "th" if 10 < number < 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
@@ -63,7 +62,7 @@ def spellings(day: date) -> tuple[str, ...]:
 
 
 def spell(day: date, rng: random.Random) -> str:
-    """A random spelling of `day`, one in three in small letters, drawn from `rng`."""
+    """A random spelling of `day`, one in three in small letters."""
     in_case: Callable[[str], str] = rng.choice((str, str, str.lower))
     return in_case(rng.choice(spellings(day)))
 

@@ -31,7 +31,6 @@ _PHASES = {
     "forward_wait": "forward waiting for weights",
     "other": "data, logging",
 }
-"""Names of a `StepRecord`'s phases in what is shown."""
 
 
 @bars_where_live()
@@ -42,8 +41,8 @@ def run_demo(
 
     Returns:
         The content of summary.json: exact_match_before and exact_match_after (0 to 1, on `NUM_PREDICTED` dates that
-        training never saw), final losses, predictions. Also seconds, steps, mean seconds of a step by phase,
-        peak_ram_bytes, peak_vram_bytes, machine and versions.
+            training never saw), final losses, predictions. Also seconds, steps, mean seconds of a step by phase,
+            peak_ram_bytes, peak_vram_bytes, machine and versions.
 
     Raises:
         OutputError: `output` cannot be written.
@@ -77,7 +76,7 @@ def run_demo(
         eval_dataset=rows,
         tokenizer=tokenizer,
         output_dir=folder,
-        overwrite=(folder / "summary.json").is_file(),  # an earlier demo's
+        overwrite=(folder / "summary.json").is_file(),  # an earlier demo
         seed=seed,
         save_strategy="no",
         eval_strategy="no",
@@ -91,7 +90,6 @@ def run_demo(
 
 
 def recipe(num_steps: int) -> dict[str, Any]:
-    """How the demo trains, as arguments of `finetune`."""
     return {
         "max_steps": num_steps,
         "batch_size": 64,

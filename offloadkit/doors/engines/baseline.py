@@ -32,11 +32,7 @@ _NUM_ROWS = 1024
 def measured_baseline(model: Any, data: PreparedData, args: TrainingArguments, folder: Path) -> float | None:
     """Seconds per step of plain training, with micro-batches of `data`'s mean padded lengths.
 
-    Prints the reason and returns None if it cannot be measured.
-
-    Args:
-        model: as in `finetune`.
-        folder: keeps measurements for the next call.
+    Prints the reason and returns None if it cannot be measured. `folder` keeps measurements for the next call.
     """
     print("measuring a step without offloading ...", flush=True)
     try:
@@ -49,8 +45,8 @@ def measured_baseline(model: Any, data: PreparedData, args: TrainingArguments, f
 
 
 def _measured(model: Any, data: PreparedData, args: TrainingArguments, folder: Path) -> float:
-    """Raises `OffloadkitError` if it cannot be measured, for example because the model cannot be rebuilt from
-    its config.
+    """Raises `OffloadkitError` if it cannot be measured, for example because the model cannot be rebuilt from its
+    config.
     """
     by_name = isinstance(model, str | os.PathLike)
     if not by_name and not type(model).__module__.startswith("transformers."):
@@ -79,7 +75,6 @@ def _measured(model: Any, data: PreparedData, args: TrainingArguments, folder: P
 
 
 def forecasts_of(works: Sequence[Work], runs: Runs) -> list[Forecast | Row]:
-    """A forecast per work, or a row with the reason if planning fails."""
     planned = runs.row({"mode": "plan", "works": [work.to_dict() for work in works]})
     if planned["status"] != "measured":
         return [{"status": "failed", "reason": f"the plan failed: {planned['reason']}"} for _ in works]
@@ -100,8 +95,7 @@ def plain_row(work: Work, made: Forecast, runs: Runs) -> Row:
 def padded_lengths(data: PreparedData, batch_size: int, *, by_length: bool) -> tuple[int, int]:
     """Mean input and target tokens per row of a micro-batch, padding included.
 
-    Args:
-        by_length: whether micro-batches hold rows of nearly equal length, as with HuggingFace's `group_by_length`.
+    `by_length`: micro-batches hold rows of nearly equal length, as with HuggingFace's `group_by_length`.
     """
     size = len(data.dataset)
     rows = data.dataset.select(range(0, size, -(-size // _NUM_ROWS))).to_list()

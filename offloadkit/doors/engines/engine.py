@@ -26,12 +26,10 @@ class Engine:
     _num_parameters: int
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The scalar loss of one micro-batch."""
         loss: torch.Tensor = self._model(**batch).loss
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the micro-batch's share of the gradients."""
         self._model.backward(loss)
 
     def step(self, is_boundary: bool) -> None:
@@ -39,7 +37,6 @@ class Engine:
         self._model.step()
 
     def settle(self) -> None:
-        """Wait for all work that a step left running."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -49,4 +46,3 @@ class Engine:
 
 
 EngineFactory = Callable[[Work, Dtype, torch.device], Engine]
-"""An engine's class."""

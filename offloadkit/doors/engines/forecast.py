@@ -54,7 +54,6 @@ class Forecast:
 
     @property
     def reason(self) -> str | None:
-        """Why it does not fit, or None."""
         return does_not_fit(self.lacking) if self.lacking else None
 
 
@@ -90,7 +89,6 @@ def forecast(work: Work, device: torch.device) -> Forecast:
 
 
 def planned(model: PreTrainedModel, work: Work, device: torch.device) -> tuple[OffloadConfig, Plan]:
-    """offloadkit's config and plan for `work`."""
     config = OffloadConfig(
         learning_rate=LEARNING_RATE,
         max_grad_norm=MAX_GRAD_NORM,
@@ -123,25 +121,19 @@ def largest_batch(work: Work, most: int, device: torch.device) -> int | None:
 
 
 def as_row(made: Forecast) -> dict[str, Any]:
-    """Convert a forecast for JSON."""
     return asdict(made)
 
 
 def from_row(row: dict[str, Any]) -> Forecast:
-    """Restore a forecast from JSON."""
     lacking = {tier: (int(needs), int(has)) for tier, (needs, has) in row["lacking"].items()}
     return Forecast(**{**row, "lacking": lacking})
 
 
 def why_cannot_fit(engine: str, made: Forecast, *, recomputed: bool) -> str | None:
-    """Why arithmetic rules out an engine without a plan, or None if the engine must be tried.
+    """Why arithmetic rules out an engine without a plan ("baseline", "zero2", "zero3"), or None if it must be tried.
 
     Counts the working weights, fp32 master weights and moments (12 bytes per parameter; fp32 weights are their own
     master weights), the baseline's gradients, and most of the planned activations.
-
-    Args:
-        engine: "baseline", "zero2" or "zero3".
-        recomputed: whether the engine recomputes each block.
     """
     weights = made.num_parameters * (4 if made.dtype == "fp32" else 2)
     states = made.num_parameters * (8 if made.dtype == "fp32" and engine == "baseline" else 12)

@@ -104,17 +104,12 @@ class Runs:
         return row
 
     def measured(self, engine: str, work: Work, planned_seconds: float) -> Row:
-        """The row of `work` by an engine of worker.py, within the RAM limit of `work`."""
         task = {"mode": "measure", "engine": engine, "work": work.to_dict()}
         return self.row(task, work.ram, planned_seconds)
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a temporary file, then rename it to `path`.
-
-    Raises:
-        OutputError: writing fails (a full disk, or a folder called `path`); `path` is unchanged then.
-    """
+    """Let `write` fill a temporary file, then rename it to `path`. Raises `OutputError`; `path` is unchanged then."""
     new = path.with_name(f".{path.name}.part")
     with explained_write_errors(path):
         try:
@@ -125,14 +120,12 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The machine's name and the versions of packages."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     found = {"offloadkit": __version__, "cpu": hardware.cpu_name(), "num_cores": str(hardware.num_cores()), "gpu": gpu}
     return found | {package: version(package) for package in _PACKAGES}
 
 
 def version(package: str) -> str:
-    """The installed version, or "absent"."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -220,7 +213,6 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, ram: int | None) ->
 
 
 def too_much_ram(ram: int) -> Row:
-    """The row of a process that exceeded the RAM limit."""
     return {"status": "does not fit", "reason": f"does not fit: needs more than {format_bytes(ram)} of RAM"}
 
 

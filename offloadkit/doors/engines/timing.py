@@ -57,10 +57,9 @@ def timed_steps(
 
     If `work.steps` is None, enough steps run for two measurements to agree. `steps` are used in turn, equally often;
     `step_seconds` is the mean over them of their medians. A step lasts from the end of the previous step to its own
-    end, without synchronization in between: work that an engine hides under the next forward stays hidden, other work
-    counts. `settled_seconds` is the mean including a final synchronization. VRAM peaks include the first step.
-
-    After OOM recovery the engine has a plan with less VRAM, and timing starts over with this plan, as in `finetune`.
+    end, without synchronization in between: work that an engine hides under the next forward stays hidden.
+    `settled_seconds` is the mean including a final synchronization. VRAM peaks include the first step. After OOM
+    recovery timing starts over with the new plan.
     """
     while True:
         with suppress(RepeatWindowError):

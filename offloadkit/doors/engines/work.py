@@ -36,7 +36,6 @@ RAGGED_STEPS = 12
 _WINDOW_STEPS = 50
 """Steps whose rows are sorted together, as in HuggingFace's length-grouped sampler."""
 IGNORED_LABEL = -100
-"""Label that HuggingFace's losses ignore."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -53,7 +52,7 @@ class Work:
     """Target tokens per row; models without a separate decoder ignore it."""
     accumulation: int = 1
     precision: Precision = "exact"
-    """Precision of offloadkit's optimizer states; other engines keep fp32."""
+    """Of offloadkit's optimizer states; other engines keep fp32."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """Working dtype; None: `finetune`'s default on this device."""
     recomputed: bool = False
@@ -76,11 +75,11 @@ class Work:
     bucket_elements: int | None = None
     """Elements of DeepSpeed's buckets for gradients and gathered weights; None: DeepSpeed's default."""
     optimizer: str = "adamw"
-    """Optimizer of offloadkit; other engines use AdamW."""
+    """Of offloadkit; other engines use AdamW."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields for JSON. Fields after `seed` are left out at their defaults, so that older saved rows
-        still match.
+        """The fields for JSON. Fields after `seed` are left out at their defaults, so that older saved rows still
+        match.
         """
         later = ("mask", "compiled", "disk", "bucket_elements", "optimizer")
         return {
@@ -90,13 +89,11 @@ class Work:
         }
 
     def dtype_on(self, device: torch.device) -> Dtype:
-        """Working dtype on `device`."""
         on_gpu, native = device.type == "cuda", hardware.supports_bf16(device)
         return self.dtype or default_dtype(on_gpu=on_gpu, native_bf16=native)
 
     @property
     def rows(self) -> int:
-        """Rows per step."""
         return self.batch_size * self.accumulation
 
 
@@ -201,7 +198,6 @@ def random_steps(work: Work, device: torch.device) -> list[list[Batch]]:
     def batch(lengths: list[tuple[int, int]]) -> Batch:
 
         def real(of_rows: list[int], longest: int) -> torch.Tensor:
-            """Mask of tokens that are not padding, bool [batch_size, width]."""
             step = width_step(_mean_length(longest), longest, None) if work.mask == "ragged" else 1
             return torch.arange(rounded_up(max(of_rows), step)) < torch.tensor(of_rows)[:, None]
 
@@ -247,7 +243,6 @@ def _mean_length(longest: int) -> float:
 
 
 def width(step: list[Batch]) -> int:
-    """Columns of the widest micro-batch's inputs."""
     return max(batch["input_ids"].shape[1] for batch in step)
 
 

@@ -67,7 +67,6 @@ def do(task: dict[str, Any]) -> Row:
 
 
 def plans(task: dict[str, Any]) -> Row:
-    """A forecast or an error message for each work."""
     device = hardware.default_device()
     made: list[Row] = []
     for work in task["works"]:
@@ -79,7 +78,6 @@ def plans(task: dict[str, Any]) -> Row:
 
 
 def measured(work: Work, make_engine: EngineFactory) -> Row:
-    """Seconds and memory of some steps of the engine that `make_engine` builds."""
     device = hardware.default_device()
     vram = DeviceMemory(device)
     torch.manual_seed(work.seed)
