@@ -3,10 +3,10 @@
 | File | Holds |
 |---|---|
 | `states-RANK-of-RANKS.safetensors` | optimizer states, by parameter name and range |
-| `run.json` | options by group, counts, loss scale, gradient summation, scheduler, position in the data |
+| `run.json` | options by group, counts, summation, scheduler, position in the data, checksums of frozen weights |
 | `random.json` | random states of rank 0; later ranks write `random-RANK.json` |
 | `order.json` | Trainer only: the random state that an epoch's order by length was drawn from |
-| `weights.safetensors` | weights and buffers; the Trainer writes HuggingFace's files instead |
+| `weights.safetensors` | trained weights and buffers; the Trainer writes HuggingFace's files instead |
 | `manifest.json` | run, attempt and update; all files, their sizes and checksums; written last |
 
 Every file but the manifest records the run, attempt, update and its own name under `origin`.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from offloadkit.checkpoint.arrays import ArrayFile, PeriodicCall
+from offloadkit.checkpoint.base import Base
 from offloadkit.checkpoint.folder import (
     MANIFEST,
     check_readable,
@@ -87,7 +88,7 @@ class RunSnapshot:
     """All numbers of a run between updates, by name. The tensors are live."""
 
     weights: Mapping[str, Any]
-    """The module's `state_dict()`."""
+    """The module's `state_dict()`, without frozen weights."""
     states: States
     ranges: Ranges
     """Ranges of `states`; with several ranks, this rank's part."""
@@ -103,6 +104,8 @@ class RunSnapshot:
     origin: Origin
     forget_pages: Callable[[], None]
     """Drops mapped pages of on-disk states from RAM."""
+    base: Base | None = None
+    """The frozen weights; None if there are none."""
 
     def num_bytes(self, num_ranks: int = 1) -> int:
         states = sum(array.nbytes for arrays in self.states.values() for array in arrays.values())
@@ -121,6 +124,8 @@ class RunSnapshot:
 
     def write_values(self, folder: Path, **more: Any) -> None:
         values = {"facts": self.facts, "groups": self.groups, "counts": self.counts, "adding": asdict(self.summation)}
+        if self.base is not None:
+            values["base"] = self.base.to_dict()
         values |= {ORIGIN: self.origin.of_file(RUN_FILE), **more}
         write_json(folder / RUN_FILE, values)
 
@@ -133,7 +138,7 @@ class RunSnapshot:
         """Check that this run can resume from the saved values; returns the values in `run.json`. Changes nothing.
 
         Raises:
-            ModelError: parameters, shapes or groups differ, or a file is truncated or broken.
+            ModelError: parameters, shapes, groups or frozen weights differ, or a file is truncated or broken.
             ConfigError: the optimizer, precision, working dtype or seed differs.
         """
         path = folder / RUN_FILE
@@ -169,6 +174,8 @@ class RunSnapshot:
             if set(theirs) != set(group["parameters"]):
                 other = sorted(set(theirs) ^ set(group["parameters"]))[0]
                 raise ModelError(f"{path}: parameter group {at} of the saved run and of this run differ in {other!r}")
+        if self.base is not None:
+            self.base.check(path, values.get("base"))
         return values
 
     def load_states(self, saved: SavedStates) -> None:

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from offloadkit.checkpoint.base import Base, Checksums
 from offloadkit.checkpoint.folder import explained_write_errors, origin_from
 from offloadkit.checkpoint.one_run import Saves
 from offloadkit.checkpoint.origin import Origin
@@ -303,7 +304,7 @@ class OffloadEngine:
             vram_cap=vram_cap,
         )
         self._origin = self._ranks.broadcast_from(Origin.of_new_run)
-        self._saves = Saves()
+        self._saves, self._checksums = Saves(), Checksums()
         self._scheduler: Any = None
         self._num_saved_updates = self._failed_at = self._num_rollbacks = 0
         """Updates in the last checkpoint; the furthest update with NaN, and rollbacks since."""
@@ -749,7 +750,7 @@ class OffloadEngine:
             raise ModelError(f"the state cannot be loaded: {why}. Load a state_dict() of an engine of this model")
 
     def snapshot(self) -> RunSnapshot:
-        """All numbers of the run by name, settled and live: the content of a checkpoint.
+        """The numbers of the run by name, settled and live: the content of a checkpoint.
 
         Raises:
             EngineStateError: as `state_dict`.
@@ -759,11 +760,13 @@ class OffloadEngine:
         for view in views:
             names[view.group].append(view.name)
         groups = [{"options": group, "parameters": of} for group, of in zip(state["param_groups"], names, strict=True)]
+        frozen = self.placed.frozen_weights()
+        model = str(getattr(getattr(self.module, "config", None), "_name_or_path", ""))
         facts: dict[str, Any] = {"optimizer": self.config.optimizer, "precision": self.config.precision}
         if self.config.precision != "exact":
             facts["seed"] = self.config.seed
         return RunSnapshot(
-            state["module"],
+            {name: value for name, value in state["module"].items() if name not in frozen},
             state["optimizer"],
             {view.name: each.ranges_of(at) for each in self.placed.trained for at, view in enumerate(each.layer.views)},
             {view.name: tuple(view.parameter.shape) for view in views},
@@ -773,6 +776,7 @@ class OffloadEngine:
             self._summation_order,
             self.origin,
             self.placed.layers.forget_pages,
+            Base(model, lambda: self._checksums.of(frozen)) if frozen else None,
         )
 
     @property
@@ -785,7 +789,8 @@ class OffloadEngine:
         return SummationOrder(self._ranks.size, self.config.gradient_accumulation, self.config.exchange)
 
     def save_checkpoint(self, folder: str | Path, *, scheduler: Any = None, position: Any = None) -> None:
-        """Write everything that an exact continuation needs: weights, states, counts and random states.
+        """Write everything that an exact continuation needs: weights, states, counts and random states. Of frozen
+        weights it has checksums alone, because the base model has their numbers.
 
         An older checkpoint in `folder` stays until the new one is complete. All ranks save together, into a shared
         folder. Any number of ranks may continue from it; new ranks take rank 0's random states. If the continued run
@@ -823,7 +828,8 @@ class OffloadEngine:
             The saved `position`.
 
         Raises:
-            ModelError: the folder is incomplete, a file is truncated, or it is of another model. Nothing is changed.
+            ModelError: the folder is incomplete, a file is truncated, or it is of another model or other frozen
+                weights. Nothing is changed.
             ConfigError: another optimizer, precision, seed or working dtype, or no saved scheduler. Nothing is changed.
             EngineStateError: an accumulation window is open.
         """

@@ -297,8 +297,9 @@ def report_ignored_scaler(trainer: Any, folder: Path) -> None:
 
 def _num_bytes(trainer: Any) -> tuple[int, int]:
     numbers = trainer.engine.snapshot()
-    weights = num_bytes_of(numbers.weights)
-    return weights if trainer.args.save_only_model else numbers.num_bytes(trainer.args.world_size), weights
+    weights = num_bytes_of(trainer.engine.state_dict()["module"])  # transformers saves frozen weights too
+    whole = weights - num_bytes_of(numbers.weights) + numbers.num_bytes(trainer.args.world_size)
+    return weights if trainer.args.save_only_model else whole, weights
 
 
 def _check_of_transformers(trainer: Any, checkpoint: Path) -> None:

@@ -294,6 +294,7 @@ def plan_of(
         work=work,
         hardware=hardware,
         assumed=assumed,
+        unsaved_bytes=sum(parameter.nbytes for parameter in frozen),
     )
 
 

@@ -319,6 +319,22 @@ class PlacedModel:
             copies.append(("h2d", self.layers.weight_ring.h2d))
         return [*self._waits.take().items(), *((name, stream.take_busy()) for name, stream in copies)]
 
+    def frozen_weights(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """Frozen weights where they live, with their version counters, by name. Call `settle` first."""
+        homes = {
+            view.parameter: state.weights.home(view)
+            for state in self.states
+            if not state.layer.kind.is_trained
+            for view in state.layer.views
+        }
+        trained = {view.parameter for view in self.layers.views()}
+        with unwatched():
+            return {
+                name: (homes.get(parameter, parameter.data), parameter._version)
+                for name, parameter in self.module.named_parameters(remove_duplicate=False)
+                if parameter not in trained
+            }
+
     def release(self) -> None:
         """Free memory and disk after all steps and copies are done. The model keeps its weights.
 

@@ -95,7 +95,15 @@ def replanned(
     return make(
         type(plan),
         layers,
-        Basis(config, basis.frozen, basis.frozen_bytes, work or basis.work, hardware or basis.hardware, basis.assumed),
+        Basis(
+            config,
+            basis.frozen,
+            basis.frozen_bytes,
+            work or basis.work,
+            hardware or basis.hardware,
+            basis.assumed,
+            unsaved_bytes=basis.unsaved_bytes,
+        ),
     )
 
 
@@ -148,7 +156,8 @@ def _plan(
     if work and hardware:
         model = StepModel(layers, work, hardware, config.gradient_accumulation, compiled=config.compile_blocks)
     weights = frozen_bytes + sum(layer.weight_bytes() for layer in layers)
-    checkpoint = weights + sum(sum(layer.state_bytes().values()) for layer in layers)
+    unsaved = basis.unsaved_bytes + sum(layer.weight_bytes() for layer in layers if not layer.kind.is_trained)
+    checkpoint = weights - unsaved + sum(sum(layer.state_bytes().values()) for layer in layers)
     num_trainable = sum(layer.num_parameters for layer in layers if layer.kind.is_trained)
     return kind(
         layers,

@@ -93,9 +93,10 @@ def make_plan(
     work: MicroBatch | None = None,
     hardware: Hardware | None = None,
     assumed: bool = False,
+    unsaved_bytes: int = 0,
 ) -> Plan:
     """The plan of a model cut into `layers`; see `make`, and `Basis` for the other arguments."""
-    return make(Plan, layers, Basis(config, frozen, frozen_bytes, work, hardware, assumed))
+    return make(Plan, layers, Basis(config, frozen, frozen_bytes, work, hardware, assumed, unsaved_bytes=unsaved_bytes))
 
 
 def check_fits(plan: Plan) -> None:

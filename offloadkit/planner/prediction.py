@@ -34,6 +34,8 @@ class Basis:
     """Smaller micro-batches that the user could choose: (options, its work), such as (("batch_size=2",), ...)."""
     with_disk: Hardware | None = None
     """The machine with a folder for states at assumed rates, if the user has named none."""
+    unsaved_bytes: int = 0
+    """The part of `frozen_bytes` that no checkpoint has."""
     held_bytes: int = 0
     """RAM of a model in memory, until the engine has taken over all of it."""
 

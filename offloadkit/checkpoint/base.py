@@ -1,0 +1,84 @@
+"""Frozen weights: no checkpoint has them. It has their checksums, which a resumed run must share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from offloadkit.checkpoint.values import why_unlike
+from offloadkit.errors import ModelError
+from offloadkit.facts.threads import ThreadPool
+
+_PIECE_BYTES = 64 << 20
+_NUM_THREADS = 8
+
+
+class Checksums:
+    """One xxh3 for each frozen weight, computed again only after a write."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, str]] = {}
+
+    def of(self, weights: Mapping[str, tuple[torch.Tensor, int]]) -> dict[str, str]:
+        """Checksums over dtype, shape and bytes, by name.
+
+        Args:
+            weights: (tensor, number that every write changes) by name.
+        """
+        new = {name: each for name, each in weights.items() if self._known.get(name, (-1, ""))[0] != each[1]}
+        if new:
+            with ThreadPool(min(_NUM_THREADS, os.cpu_count() or 1), "offloadkit-checksums") as pool:
+                found = pool.map(_checksum, [tensor for tensor, _ in new.values()])
+                for (name, (_, version)), checksum in zip(new.items(), found, strict=True):
+                    self._known[name] = version, checksum
+        return {name: self._known[name][1] for name in sorted(weights)}
+
+
+@torch.no_grad()
+def _checksum(tensor: torch.Tensor) -> str:
+    found = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), _PIECE_BYTES):
+        found.update(flat[start : start + _PIECE_BYTES].cpu().numpy().data)
+    return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen weights of a run.
+
+    Attributes:
+        model: the model's name or folder; "" if unknown.
+        checksums: returns the checksums by name.
+    """
+
+    model: str
+    checksums: Callable[[], dict[str, str]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry for `run.json`."""
+        return {"model": self.model, "xxh3": self.checksums()}
+
+    def check(self, path: Path, saved: Any) -> None:
+        """Compare with the entry in `path`, the saved run's.
+
+        Raises:
+            ModelError: the frozen weights differ, or the entry is corrupt.
+        """
+        why = why_unlike(saved, {"model": "", "xxh3": {}}, "base", whole=True)
+        if why is not None:
+            raise ModelError(f"{path} cannot be read ({why}): it is truncated or corrupt")
+        own, theirs = self.checksums(), saved["xxh3"]
+        differing = [name for name in sorted({*own, *theirs}) if own.get(name) != theirs.get(name)]
+        if differing:
+            of = f" of {saved['model']!r}" if saved["model"] else ""
+            raise ModelError(
+                f"{path}: {len(differing)} frozen weights differ from those{of} that the run was saved with, such as "
+                f"{differing[0]!r}. No checkpoint has frozen weights: resume with the same base model, frozen alike"
+            )
