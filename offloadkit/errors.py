@@ -159,7 +159,7 @@ def errors_hold_nothing() -> Iterator[None]:
     """Clear the local variables of a traceback's frames, and of its causes' and contexts' frames.
 
     A notebook keeps its last error and thereby the frames' weights and activations. A debugger will find no local
-    variables there.
+    variables.
     """
     outside = sys.exception()
     try:

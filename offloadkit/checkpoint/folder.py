@@ -1,7 +1,7 @@
 """The output folder and its checkpoints: check the folder, verify checkpoints, save folders atomically.
 
 `manifest.json` lists a checkpoint's files with sizes and checksums, and the run that wrote them. It is written last, so
-a folder with a manifest is complete. Checkpoints of transformers' Trainer have no manifest: they are recognized by
+a folder with a manifest is complete. Checkpoints of transformers' Trainer have none: they are recognized by
 `optimizer.pt` and sort before all of ours.
 """
 
@@ -111,9 +111,7 @@ def _not_writable(folder: Path, error: OSError) -> OutputError:
 
 
 def newest_checkpoint(folder: Path, *, verify: bool = True, recut: bool = False) -> Path:
-    """The Trainer's newest complete checkpoint; prints a line for each newer broken one.
-
-    Newest by time of writing: an earlier, longer run may have left a higher step number.
+    """The Trainer's newest complete checkpoint by time of writing; prints a line for each newer broken one.
 
     Args:
         verify: read all files and compare checksums; False checks only that all files exist.
@@ -397,7 +395,7 @@ _verdicts: dict[Path, tuple[object, str | None]] = {}
 
 
 def check_readable(checkpoint: Path, *, recut: bool = False, weights_alone: bool = False) -> None:
-    """Check that the checkpoint is complete and every file has the bytes that were written.
+    """Check that the checkpoint is complete and every file has the bytes that were written; raises `ModelError`.
 
     Unchanged files are read only once per process. Files of transformers' checkpoints have no checksums and are only
     opened.
@@ -405,9 +403,6 @@ def check_readable(checkpoint: Path, *, recut: bool = False, weights_alone: bool
     Args:
         recut: accept weights that were split into different files since; their bytes cannot be verified then.
         weights_alone: accept a checkpoint without optimizer states.
-
-    Raises:
-        ModelError: a file is missing, truncated, changed, added later or unreadable, or the checkpoint is incomplete.
     """
     why = _why_unreadable(checkpoint, recut=recut)
     if why is None and not weights_alone and (lacks := why_not_resumable(checkpoint)) is not None:
@@ -465,10 +460,8 @@ def _first_of_another(checkpoint: Path, names: set[str], origin: Origin) -> str 
 def _first_broken(checkpoint: Path, names: set[str], saved: dict[str, _Saved], *, cut_anew: bool) -> str | None:
     """A sentence about the first missing, changed or added file, or None.
 
-    Args:
-        names: files in the folder.
-        saved: files in the manifest; empty for a checkpoint of transformers' Trainer.
-        cut_anew: whether the weights were split into different files.
+    `names`: files in the folder. `saved`: files in the manifest; empty for a checkpoint of transformers' Trainer.
+    `cut_anew`: the weights were split into different files.
     """
     for name in (*sorted(saved.keys() - names), *sorted(names)):
         is_cut_anew = cut_anew and name.startswith("model")
@@ -563,8 +556,8 @@ def free_bytes(folder: Path) -> int:
 def check_room(folder: Path, num_bytes: int, what: str) -> None:
     """Check that `folder`'s file system has `num_bytes` free; raises `OutputError` about `what`.
 
-    `statvfs` includes project quotas (XFS, ext4), CephFS folder quotas and quotas of many network drives, but often not
-    user quotas. A write beyond a user quota fails in `explained_write_errors`.
+    `statvfs` includes project quotas and quotas of many network drives, but often not user quotas. A write beyond a
+    user quota fails in `explained_write_errors`.
     """
     if (free := free_bytes(folder)) < num_bytes:
         raise OutputError(
@@ -673,11 +666,8 @@ def recover_folder(checkpoint: Path) -> None:
 def replace_folder(folder: Path, save: Callable[[Path], None], marker: str = "") -> None:
     """Let `save` fill a temporary folder, then rename it to `folder`.
 
-    Args:
-        marker: a non-empty `folder` is replaced only if it contains this file; "" replaces any folder.
-
-    Raises:
-        OutputError: the disk is full, `folder` is not a folder, or it lacks `marker`. `folder` is unchanged then.
+    A non-empty `folder` is replaced only if it contains the file `marker` ("": always). Raises `OutputError`, and
+    leaves `folder` unchanged, if it is not such a folder or the disk is full.
     """
     if os.path.lexists(folder) and not folder.is_dir():  # root could rename /dev/null
         raise OutputError(f"{folder} exists and is not a folder: pass the name of a new folder")

@@ -2,8 +2,7 @@
 
 A claim is a record lock on a file in the folder. The system releases it when the process ends, and forked processes
 (DataLoader workers) do not inherit it. On file systems without locks, the file is rewritten every few seconds, and a
-changing file counts as a claim. A custom training loop has no output folder; it claims its checkpoints (`Saves`) by a
-file next to them.
+changing file counts as a claim. A custom training loop claims its checkpoints (`Saves`) by a file next to them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Optimizer states on disk, by parameter name and element range.
 
 Each rank writes one safetensors file of 1-D arrays. Metadata records each array's name ("exp_avg"), parameter, first
-element, length and whole length, so a run with any placement or number of ranks can read its own ranges from all files.
+element, length and whole length, so any run can read its own ranges from all files.
 """
 
 from __future__ import annotations

@@ -157,17 +157,11 @@ _KINDS: tuple[tuple[Any, str], ...] = (
 
 
 def why_unlike(saved: Any, own: Any, place: str, *, whole: bool = False) -> str | None:
-    """Why the structure of a saved value does not match the run's own value, such as a string for a number.
+    """Why the structure of a saved value does not match the run's own value, such as a string for a number: a clause
+    that names the `place`, or None.
 
-    A value that is None in the run, or missing from it, matches anything.
-
-    Args:
-        own: the last item of a list stands for all later items.
-        place: name of the value.
-        whole: require all keys of `own`.
-
-    Returns:
-        A clause that names the place, or None.
+    A value that is None in the run, or missing from it, matches anything, unless `whole` requires all keys of `own`.
+    The last item of a list stands for all later items.
     """
     kind: Any
     kind, name = next((each for each in _KINDS if isinstance(own, each[0])), (object, ""))

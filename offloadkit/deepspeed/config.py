@@ -283,11 +283,8 @@ class DeepSpeedConfig:
         return "optimizer.type" in self.written
 
     def check_decay(self, weight_decay: float, by: str) -> None:
-        """Raise `ConfigError` if the config asks for coupled decay: decay is decoupled here.
-
-        Args:
-            weight_decay: the value to train with.
-            by: who set the value, for the message.
+        """Raise `ConfigError` if the config asks for coupled decay: decay is decoupled here. `by`: who set
+        `weight_decay`.
         """
         if self.decay_is_coupled and weight_decay:
             raise ConfigError(

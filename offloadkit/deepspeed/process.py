@@ -33,10 +33,8 @@ def check_installed() -> None:
 def prepare(*, on_cpu_steps: bool, to_disk: bool = False) -> None:
     """Set DeepSpeed's environment variables, bind this rank to its cores, and compile extensions.
 
-    Without a launcher the process forms a group of world size 1.
-
-    Raises:
-        ConfigError: DeepSpeed is not installed, or an extension cannot be compiled.
+    Without a launcher the process forms a group of world size 1. Raises `ConfigError` if DeepSpeed is not installed, or
+    an extension cannot be compiled.
     """
     check_installed()
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")  # DeepSpeed rejects other minor versions of nvcc, which work
@@ -75,8 +73,8 @@ def set_group_variables() -> None:
 def bind_cores() -> None:
     """Give each rank of a host its share of the cores for the CPU step; otherwise all ranks would share all cores.
 
-    Does nothing for a single rank per host, or if OMP_NUM_THREADS is not torchrun's 1, because the `deepspeed` launcher
-    or the user has then bound the ranks.
+    Does nothing for a single rank per host, or if OMP_NUM_THREADS is not torchrun's 1: then the `deepspeed` launcher or
+    the user has bound the ranks.
     """
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
     cores = sorted(hardware.own_cores())
@@ -120,8 +118,7 @@ def restored_globals() -> Iterator[None]:
 def building(extension: str) -> Iterator[None]:
     """Build a torch extension with ninja on PATH, and with a lock against concurrent builds.
 
-    torch's own lock is a file that a killed build leaves behind, so the next build waits forever. This lock ends with
-    its process.
+    torch's own lock file outlives a killed build, so the next build waits forever. This lock ends with its process.
     """
     from torch.utils.cpp_extension import _get_build_directory
 

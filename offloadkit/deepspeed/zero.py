@@ -133,11 +133,8 @@ def ds_config(
 ) -> dict[str, Any]:
     """A DeepSpeed config without an optimizer, because HuggingFace's Trainer makes the no-decay groups.
 
-    Args:
-        dtype: of the working weights.
-        batch_size: rows of a micro-batch of one GPU.
-        bucket_elements: elements per gradient bucket; None: DeepSpeed's default.
-        pinned: pin RAM for copies.
+    `dtype`: of the working weights; `batch_size`: rows of a micro-batch of one GPU; `bucket_elements`: None:
+    DeepSpeed's default.
     """
     section: dict[str, Any] = {"stage": zero.stage, "contiguous_gradients": True, "overlap_comm": True}
     in_ram = {"device": "cpu", "pin_memory": pinned}

@@ -1,8 +1,7 @@
-"""Pinned host memory in exact sizes.
+"""Pinned host memory in exact sizes: torch's pinned allocator rounds up to powers of two and pins with one thread.
 
-torch's pinned allocator rounds sizes up to powers of two and pins with one thread. A `HostSlab` is an anonymous mapping
-of exactly the requested bytes, populated by all cores and registered with CUDA. Forked DataLoader workers do not
-inherit it. It is freed with the last tensor cut from it.
+A `HostSlab` is an anonymous mapping of exactly the requested bytes, populated by all cores and registered with CUDA.
+Forked DataLoader workers do not inherit it. It is freed with the last tensor cut from it.
 """
 
 from __future__ import annotations
@@ -174,8 +173,7 @@ def _unpin(address: int, owner: int) -> None:
 def allocate(sizes: Sequence[int], device: torch.device, what: str) -> list[HostSlab]:
     """Allocate populated slabs of `sizes` bytes, pinned if `device` is a GPU. `what`: their purpose, in the plural.
 
-    Raises:
-        OffloadkitError: too little RAM is available. Nothing is allocated.
+    Raises `OffloadkitError`, and allocates nothing, if too little RAM is available.
     """
     _check_available(sum(sizes), what)
     slabs = [HostSlab(size) for size in sizes]
@@ -188,8 +186,7 @@ def allocate_shared(
 ) -> list[SharedSlab]:
     """Like `allocate`, in `files` that other processes map too; the slabs close the files.
 
-    Args:
-        part: (index, number of parts): the part of every slab that this process populates, near its cores if possible.
+    `part`: (index, number of parts): the part of every slab that this process populates, near its cores if possible.
     """
     slabs = [SharedSlab(file, size) for file, size in zip(files, sizes, strict=True)]
     _check_available(sum(sizes) // part[1], what)

@@ -111,14 +111,7 @@ def is_measured(device: torch.device, num_ranks: int) -> bool:
 def kept(
     device: torch.device, what: str, names: set[str], measured: Callable[[], dict[str, float]], *, num_ranks: int = 1
 ) -> dict[str, float]:
-    """Figures from the cache, or the result of `measured`, which is cached.
-
-    Args:
-        what: part of the cache key.
-        names: names of the figures.
-        measured: returns the figures, or {}, which is not cached.
-        num_ranks: as for `measure`.
-    """
+    """Figures `names` from the cache under `what`, or the result of `measured`, which is cached unless it is {}."""
     key = f"{_machine_key(device, num_cores=os.cpu_count())} | {what}"  # ranks may be bound to fewer cores for now
     cached: dict[str, float] = _known().get(key, {})
     return cached if cached.keys() == names else _found(key, measured, num_ranks)
@@ -337,8 +330,8 @@ def _wait(device: torch.device) -> None:
 def numel_to_step() -> int:
     """Parameters to step: four times the last-level cache in total bytes, but at most an eighth of free RAM.
 
-    Smaller arrays measure the cache. On an H200 host with 300 MiB of cache, a triad over arrays of 128 MiB moved 435
-    GB/s; its DRAM moves 189 GB/s.
+    Smaller arrays measure the cache: on an H200 host with 300 MiB of cache, a triad over 128 MiB moved 435 GB/s; its
+    DRAM moves 189 GB/s.
     """
     if not cpu.available():
         return _WITHOUT_KERNEL_PARAMETERS
@@ -403,8 +396,8 @@ def step_beside_copies(
 ) -> list[float]:
     """Combined bytes per second of the CPU step and concurrent copies, per repetition; [0] without pinned RAM.
 
-    The copies read and write the step's arrays, so they reach DRAM instead of a cache. Ranks synchronize before every
-    repetition; otherwise a rank's step would soon overlap only the longer copies of the other ranks.
+    The copies read and write the step's arrays, so they reach DRAM. Ranks synchronize before every repetition;
+    otherwise a rank's step would soon overlap only the longer copies of the other ranks.
     """
     if not rates["can_pin"]:
         for _ in range(_NUM_REPETITIONS):
@@ -467,8 +460,8 @@ def quick_vram_rate(device: torch.device) -> float | None:
 def _launch_seconds(device: torch.device) -> float:
     """Seconds to launch one small operation, with too few launches to fill the device's queue.
 
-    Repeats for `_SLOW_SECONDS`, because other work of the host takes the core for milliseconds. Over only a few
-    milliseconds, an H200 host measured 1.7 times the seconds of a slower host.
+    Repeats for `_SLOW_SECONDS`: over only a few milliseconds, an H200 host measured 1.7 times the seconds of a slower
+    host, because other work takes the core for milliseconds.
     """
     array = torch.zeros(1, device=device)
     array.add_(1.0)
@@ -506,10 +499,8 @@ _MAX_PASS_SECONDS = 0.15
 def disk_rates(folder: Path) -> dict[str, float]:
     """Bytes per second of overwriting a file of at most 64 MiB and reading it back, in four parallel pieces of 4 MiB.
 
-    Uses O_DIRECT if supported; otherwise fsync after writes, and drops pages from the page cache before reads.
-
-    Raises:
-        OutputError: the folder cannot be written or is full.
+    Uses O_DIRECT if supported; otherwise fsync after writes, and drops pages from the page cache before reads. Raises
+    `OutputError` if the folder cannot be written or is full.
     """
     free = shutil.disk_usage(folder).free
     num_pieces = min(_MAX_DISK_PIECES, free // 2 // _DISK_PIECE_BYTES)

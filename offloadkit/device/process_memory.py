@@ -23,8 +23,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 def let_segments_grow(device: torch.device) -> None:
     """Turn on `expandable_segments` of torch's allocator, unless the user configures it or the system is not Linux.
 
-    Freed memory then serves allocations of other sizes: on an H200 torch reserves 0.02 to 0.37 GiB beyond the allocated
-    bytes, without expandable segments up to 0.67 GiB.
+    On an H200 torch then reserves 0.02 to 0.37 GiB beyond the allocated bytes, otherwise up to 0.67 GiB.
     """
     if device.type != "cuda" or sys.platform != "linux" or any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
@@ -38,10 +37,7 @@ class DeviceMemory:
     """Peak device memory of this process in bytes, over the calls of `sample`. Create it before CUDA is initialized.
 
     NVML's figure includes the CUDA context and cuBLAS workspaces, which torch does not count. If the driver reports no
-    memory per process, the growth of the whole device is used.
-
-    Attributes:
-        source: origin of the figure.
+    memory per process, the growth of the whole device is used. `source`: origin of the figure.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -180,8 +176,8 @@ def phase(name: str, peaks: Peaks, device: torch.device) -> Iterator[None]:
     """Record the peaks of RAM and VRAM of the body in `peaks[name]`: "ram" and, on a GPU, "vram".
 
     RAM is resident memory, pinned pages included. VRAM is torch's reserved memory on `device` plus the context. A
-    reopened phase keeps its highest values. An inner phase does not count in the outer phase. Resets torch's peak
-    statistics at both ends (see `peak_reserved_bytes`).
+    reopened phase keeps its highest values; an inner phase does not count in the outer phase. Resets torch's peak
+    statistics at both ends.
     """
     here = _Phase(name, peaks, device)
     _note(device)

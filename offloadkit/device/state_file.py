@@ -1,8 +1,7 @@
 """Optimizer states on disk: a file with read-ahead and write-behind for the step.
 
-Each layer's states are one region of the file, which passes through a few pinned buffers in RAM. With `O_DIRECT`, if
-supported, I/O bypasses the page cache and so the system's write-back and memory limits. Regions are also mapped, for
-access between steps (checkpoints).
+Each layer's states are one region of the file, which passes through a few pinned buffers in RAM, with `O_DIRECT` if
+supported. Regions are also mapped, for access between steps (checkpoints).
 """
 
 from __future__ import annotations
@@ -104,10 +103,7 @@ class StateFile:
         """A 1-D view of a region, through the page cache. Do not use it during I/O on the region.
 
         Every view has a separate storage, because torch cannot save a storage that is viewed as several dtypes.
-
-        Args:
-            offset: bytes from the start of the region.
-            numel: None: up to the region's end, in bytes.
+        `offset`: bytes from the start of the region; `numel`: None: up to the region's end.
         """
         size, _, mapping, start = self._regions[index]
         count = size - offset if numel is None else numel
@@ -252,10 +248,7 @@ def _finish(jobs: list[Future[None]]) -> None:
 
 def unnamed_file(folder: Path, num_bytes: int) -> tuple[int, bool]:
     """A fully allocated file of `num_bytes` that disappears when closed: descriptor, and whether it bypasses the page
-    cache.
-
-    Raises:
-        OSError: the folder cannot be written or is full.
+    cache. Raises `OSError`.
     """
     with tempfile.TemporaryFile(prefix="offloadkit-", dir=folder, buffering=0) as unnamed:
         os.posix_fallocate(unnamed.fileno(), 0, num_bytes)

@@ -1,7 +1,7 @@
 """Tracing of steps: named time ranges by track, written as a Chrome trace (for ui.perfetto.dev).
 
 Host ranges lie between two clock readings, device ranges between two events of one stream. Both share a time scale
-whose origin is recorded while the device is idle. A prepared trace begins later, in the steady state, without waiting.
+whose origin is recorded while the device is idle, so a prepared trace can begin later without waiting.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """`launch`: run a function in new processes of this machine, one per rank, that end with this process.
 
-Ranks get torchrun's environment variables, so `world.join` treats both alike. This process hosts the TCPStore.
-
-torch and dill write the function and its arguments to a file. dill includes definitions of `__main__`, from a notebook
-or script, without running it again. A socket to every rank carries messages, errors and stop requests. When this
-process ends for any reason, the sockets close, and every rank kills itself and its children.
+Ranks get torchrun's environment variables. This process hosts the TCPStore. torch and dill write the function and its
+arguments to a file; dill includes definitions of `__main__`, from a notebook or script, without running it again. A
+socket to every rank carries messages, errors and stop requests. When this process ends for any reason, the sockets
+close, and every rank kills itself and its children.
 """
 
 from __future__ import annotations

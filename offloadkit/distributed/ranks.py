@@ -1,7 +1,7 @@
 """Communication between the processes that train one model: `Solo` for world size 1, `Group` for larger ones.
 
-Both implement `Ranks`, so the engine never asks for the world size. Values that must be equal on all ranks are summed
-in rank order by the rank that owns them, because a library may choose any order of summation.
+Values that must be equal on all ranks are summed in rank order by the rank that owns them, because a library may choose
+any order of summation.
 
 | operations | calling thread | process group |
 |---|---|---|
@@ -10,8 +10,8 @@ in rank order by the rank that owns them, because a library may choose any order
 | `sum`, `meet` | stepping thread | gloo |
 | detecting ranks that ended | a thread of `Watch` | gloo |
 
-Every rank must call the operations of a group in the same order. No two threads share a group. Bytes received by
-`exchange`, `gather` and `agree` are counted on the host when the operation is issued.
+Every rank must call the operations of a group in the same order. No two threads share a group. Received bytes are
+counted on the host when the operation is issued.
 """
 
 from __future__ import annotations
@@ -147,10 +147,8 @@ class Group:
     """World size 2 or more: the ranks of torch.distributed's default group.
 
     An operation raises `RankError` when another rank does not join it within the timeout of `init_process_group`, or at
-    once when another rank has died or failed. Ranks that hang then print the stacks of their threads.
-
-    Attributes:
-        stream: the stream of the operations between devices.
+    once when another rank has died or failed. Ranks that hang then print the stacks of their threads. `stream`: the
+    stream of the operations between devices.
     """
 
     _watch: Watch | None = None
@@ -338,9 +336,7 @@ class Group:
     def share(self, sizes: Sequence[int]) -> list[int]:
         """Descriptors of in-memory files of `sizes` bytes, shared by all ranks. The caller closes them.
 
-        Raises:
-            ConfigError: the ranks are on several hosts.
-            RankError: this process cannot open rank 0's files, or another rank failed.
+        Raises `ConfigError` if the ranks are on several hosts, and `RankError` if a rank cannot open rank 0's files.
         """
         made = [file_in_ram(size) if self.rank == 0 else -1 for size in sizes]
         names = [os.fstat(file).st_ino if self.rank == 0 else 0 for file in made]
@@ -369,8 +365,7 @@ class Group:
     def together(self, what: str) -> Iterator[None]:
         """Run the body on all ranks; when it exits, every rank has succeeded.
 
-        Raises:
-            RankError: the body failed on another rank. A rank whose body fails raises the original error.
+        A rank whose body fails raises the original error, the other ranks a `RankError`.
         """
         try:
             yield

@@ -2,7 +2,7 @@
 
 The ranks form a ring. A thread of every rank waits for a message from the next rank, in a separate gloo group. A rank
 sends it when it closes its engine; if its process dies, gloo raises an error in the waiting rank. A rank that learns of
-a failure tells the previous rank. There are no heartbeats, so a slow rank is never taken for dead.
+a failure tells the previous rank. There are no heartbeats.
 """
 
 from __future__ import annotations

@@ -62,14 +62,9 @@ def size() -> int:
 
 
 def run_on_rank_0(what: str, run: Callable[[], _T]) -> _T:
-    """Call `run` on rank 0 and broadcast its result. All ranks must call this together.
+    """Call `run` on rank 0, for which all ranks wait, and broadcast its result, or the error that it raised.
 
-    Args:
-        what: description of the work for error messages.
-
-    Raises:
-        BaseException: the error that `run()` raised.
-        RankError: the error cannot be pickled for the other ranks, or a rank never arrives.
+    `what` describes the work in messages. Raises `RankError` if the error cannot be pickled, or a rank never arrives.
     """
     if size() == 1:
         return run()

@@ -210,15 +210,12 @@ def shown_plan(
     assumed: Plan | None = None,
     verbose: bool = False,
 ) -> Plan:
-    """Make and print the plan of `plan_source`.
+    """Make and print the plan of `plan_source`; raises `DoesNotFitError` if it does not fit.
 
     Args:
         assumed: a plan that was shown before the lengths of the rows were known: if it changes, one line is printed.
             Rows may be longer than assumed, because tokenized rows are not cut.
         verbose: print everything, not only the verdict.
-
-    Raises:
-        DoesNotFitError: the plan does not fit.
     """
     made = plan_source(source, config, request)
     if made == assumed:
@@ -278,8 +275,7 @@ def _assumes_card(config: OffloadConfig, device: torch.device | None) -> bool:
 def machine_with(gpu: str, config: OffloadConfig) -> Hardware:
     """This machine with another GPU, by its data sheet. The CPU's rates are assumed if they were never measured.
 
-    Raises:
-        ConfigError: the card is unknown, or the config's `vram` exceeds its memory.
+    Raises `ConfigError` if the card is unknown, or the config's `vram` exceeds its memory.
     """
     card, host = card_named(gpu), host_rates()
     usable = int(card.usable_gib * GIB)

@@ -46,10 +46,8 @@ def on_several_gpus(finetune: Callable[..., Any], num_gpus: int, arguments: dict
     """The result of `finetune(**arguments)` on rank 0 of `num_gpus` ranks. A model that was passed in gets the trained
     weights.
 
-    Raises:
-        ConfigError: an argument cannot be sent to other processes.
-        RankError: a rank was killed.
-        BaseException: from `finetune`.
+    Raises `ConfigError` if an argument cannot be sent to other processes, `RankError` if a rank was killed, and the
+    errors of `finetune`.
     """
     output = Path(arguments["output_dir"]).absolute()
     folder = next(each for each in (output, *output.parents) if each.is_dir())

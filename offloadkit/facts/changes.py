@@ -1,8 +1,7 @@
-"""Changes to a model's computation while it trains, registered per library.
+"""Changes to a model's computation while it trains, registered per library by `offloadkit/__init__.py`.
 
-The engine itself knows no library. `offloadkit/__init__.py` registers a module per library, which is imported when a
-model of the library is first trained or planned. `claim` sets attributes that several models share, such as a config's,
-and restores them when the last model is done.
+A library's module is imported when a model of it is first trained or planned. `claim` sets attributes that several
+models share, such as a config's, and restores them when the last model is done.
 """
 
 from __future__ import annotations
@@ -39,11 +38,8 @@ def register(library: str, load: Callable[[], Change]) -> None:
 def changed(
     model: nn.Module, config: OffloadConfig, *, kernels: bool, capability: tuple[int, int] | None = None
 ) -> Callable[[], None]:
-    """Apply the registered changes to `model`; returns a function that undoes them.
-
-    Args:
-        kernels: whether the model runs on a GPU, or is planned for one.
-        capability: compute capability of the GPU, if it is not the local one.
+    """Apply the registered changes to `model`, for a GPU of `capability` (None: the local one) if `kernels`; returns a
+    function that undoes them.
     """
     undo = ExitStack()
     for library, load in _of_library.items():
@@ -76,8 +72,8 @@ _lock = threading.RLock()  # reentrant: garbage collection of an engine may run 
 def claim(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute of a shared object; returns a function that releases the claim.
 
-    The newest claim's value is set. Releasing the last claim restores the original value, unless other code has set the
-    attribute in the meantime.
+    The newest claim's value holds. Releasing the last claim restores the original value, unless other code has set it
+    since.
     """
     key, mine = (id(owner), name), object()
     with _lock:

@@ -274,7 +274,7 @@ def process_ram_bytes() -> int:
 
 
 def process_peak_ram_bytes() -> int:
-    """Highest resident RAM of this process so far, in bytes. Pinned pages count.
+    """Highest resident RAM of this process so far, in bytes, pinned pages included.
 
     Read from VmHWM if possible, because ru_maxrss may start at the size of the program that forked this one.
     """
@@ -286,9 +286,8 @@ def process_peak_ram_bytes() -> int:
 
 
 def restart_peak_ram() -> int | None:
-    """Reset the peak counter and return the highest resident RAM since the last call, in bytes.
-
-    None if the system cannot reset the counter. `process_peak_ram_bytes` is not affected.
+    """Reset the peak counter and return the highest resident RAM since the last call, in bytes; None if the system
+    cannot.
     """
     global _highest_ram
     high_water = _high_water_bytes()
@@ -310,9 +309,8 @@ def _high_water_bytes() -> int | None:
 
 
 def vram_bytes(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of `device` that this process may use; (0, 0) for the CPU.
-
-    Unused memory of torch's allocator counts as free. torch's per-process memory fraction is a limit.
+    """(free, total) bytes of `device` that this process may use, within torch's per-process memory fraction; (0, 0) for
+    the CPU. Unused memory of torch's allocator counts as free.
     """
     if device.type != "cuda":
         return 0, 0
@@ -340,8 +338,7 @@ def vram_outside_bytes(device: torch.device) -> int:
 def vram_context_bytes(device: torch.device) -> int:
     """VRAM in use outside torch's allocator, in bytes: this process's CUDA context and libraries; 0 for the CPU.
 
-    Except for `library_bytes` it is capped at 1.5 GiB, more than any context takes, because other processes' VRAM
-    cannot be told apart everywhere.
+    Except for `library_bytes` it is capped at 1.5 GiB, because other processes' VRAM cannot be told apart everywhere.
     """
     if device.type != "cuda":
         return 0

@@ -53,7 +53,7 @@ class Stop:
     def catch_signals(self) -> None:
         """Turn signals into stop requests; a second signal has its previous effect. Ignored signals stay ignored.
 
-        Works only on the main thread, because Python cannot install handlers elsewhere; a line says so.
+        Prints a line and does nothing outside the main thread, where Python cannot install handlers.
         """
         if self in Stop._active:
             return

@@ -95,9 +95,8 @@ def arguments_of_finetune(options: FinetuneOptions) -> Seq2SeqTrainingArguments:
     """Build the Trainer's arguments; `options.training_arguments` take precedence. Batch size and working dtype must be
     decided.
 
-    Raises:
-        ConfigError: an argument is unknown or unsupported, transformers refuses its value, or `accelerate launch`
-            enables a feature that the engine lacks.
+    Raises `ConfigError` if an argument is unknown or unsupported, or `accelerate launch` enables a feature that the
+    engine lacks.
     """
     known, given, evaluates = argument_names(), options.training_arguments, options.eval_dataset is not None
     dtype = options.engine_config.working_dtype
@@ -247,9 +246,8 @@ def _check_reports(names: Iterable[str]) -> None:
 def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadConfig:
     """Copy the values of `args` into `offload`.
 
-    Raises:
-        ConfigError: betas or epsilon are out of range; or `args` contradict the ds_config.json, or a field of `offload`
-            that the user has set.
+    Raises `ConfigError` if betas or epsilon are out of range, or `args` contradict the ds_config.json or a field of
+    `offload` that the user has set.
     """
     read = offload.deepspeed
     for name in ("adam_beta1", "adam_beta2"):

@@ -84,13 +84,11 @@ class TrainerCheckpoints:
         return str(found)
 
     def check_room(self, trainer: Any, num_steps: int) -> None:
-        """Check that the disk has room for two checkpoints, one of which replaces the other, and for the model.
+        """Raise `OutputError` unless the disk has room for two checkpoints, one of which replaces the other, and for
+        the model.
 
         Prints a line if the disk is too small for all checkpoints, if only one is kept, and if a runtime such as
         Colab's deletes them.
-
-        Raises:
-            OutputError: the disk is full.
         """
         args = trainer.args
         strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
@@ -129,11 +127,8 @@ class TrainerCheckpoints:
     def save(self, trainer: Any, trial: Any, write: Callable[[], None]) -> None:
         """Save a checkpoint of the current step with the Trainer's `write`, and delete older ones when it is complete.
 
-        Every rank calls it, and writes its states and random states; rank 0 writes everything else.
-
-        Raises:
-            OutputError: the disk is full.
-            RankError: saving failed on another rank.
+        Every rank calls it, and writes its states and random states; rank 0 writes everything else. Raises
+        `OutputError` if the disk is full, and `RankError` if saving failed on another rank.
         """
         args, engine, limit = trainer.args, trainer.engine, trainer.args.save_total_limit
         folder = checkpoint_folder(trainer, trial)
@@ -189,10 +184,8 @@ class TrainerCheckpoints:
     def load_weights(self, trainer: Any, folder: Path, model: Any, load: Callable[..., None]) -> None:
         """Load weights into `model` (None: the Trainer's) in pieces; the Trainer's `load` does everything else.
 
-        Unread weights are read from the checkpoint when the engine is built.
-
-        Raises:
-            ModelError: the weights do not match the model, or a file is cut.
+        Unread weights are read from the checkpoint when the engine is built. Raises `ModelError` if weights do not
+        match the model or a file is cut.
         """
         with phase_of(trainer, "resuming"):
             if is_unread(trainer.model):
@@ -213,10 +206,7 @@ class TrainerCheckpoints:
         """Load states, scheduler and row order that this class saved, or transformers' own files with the Trainer's
         `load`.
 
-        The user's scheduler continues from the rates of its own optimizer.
-
-        Returns:
-            The values in `run.json`; {} for a checkpoint of transformers' Trainer.
+        Returns the values in `run.json`; {} for a checkpoint of transformers' Trainer.
         """
         engine, scheduler = trainer.engine, trainer.lr_scheduler
         values: dict[str, Any] = {}

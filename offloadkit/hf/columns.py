@@ -152,10 +152,8 @@ BY_NAME = ColumnOptions()
 
 
 def choose(names: Sequence[str], kinds: Collection[Kind], column_options: ColumnOptions) -> Columns:
-    """Choose the columns to learn from, among kinds that the model and the task support.
-
-    Raises:
-        DataError: a column that the user named is missing, no column set fits, or names are ambiguous.
+    """Choose the columns to learn from, among kinds that the model and the task support. Raises `DataError` if a named
+    column is missing, no column set fits, or names are ambiguous.
     """
     if column_options.named:
         return _wished(names, kinds, column_options)

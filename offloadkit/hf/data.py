@@ -75,7 +75,6 @@ def prepare(
             1024), at most the model's limit.
         max_target_length: target tokens per row (seq2seq). None: 128.
         id2label: classes of the training set, for an evaluation set.
-        column_options: the columns that the user named.
 
     Raises:
         DataError: no column set fits the model, a value is missing, a token id is beyond the vocabulary, or no row has

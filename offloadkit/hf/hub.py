@@ -31,10 +31,8 @@ _CONNECTION_CLASSES = {"TransportError", "LocalEntryNotFoundError", "XetDownload
 
 
 def locate(name_or_path: str | os.PathLike[str]) -> str:
-    """Resolve `name_or_path` to an existing folder or a hub name. A preset gives its hub name.
-
-    Raises:
-        ModelNotFoundError: no such folder exists, and the name cannot be a hub name.
+    """Resolve `name_or_path` to an existing folder or a hub name; a preset gives its hub name. Raises
+    `ModelNotFoundError`.
     """
     name = os.fspath(name_or_path)
     if (why := why_no_name(name)) is not None:
@@ -85,9 +83,8 @@ _LARGEST_NUMBER = 3e38
 def check_files(folder: Path) -> None:
     """Check the files of a model or tokenizer before other libraries read them.
 
-    Raises:
-        ModelError: a file is a folder, device or pipe; a JSON file is broken or has unusable values; or a weight index
-            names a file outside the folder.
+    Raises `ModelError` if a file is a folder, device or pipe, a JSON file is broken or has unusable values, or a weight
+    index names a file outside the folder.
     """
     for path in sorted(folder.iterdir()):
         if path.suffix in _READ_OF_A_MODEL and (other := why_not_plain(path)) is not None:

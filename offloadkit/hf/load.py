@@ -37,14 +37,10 @@ class InitialWeights:
     """Draws initial weights by `_init_weights`, for a model on the meta device."""
 
     def __init__(self, model: nn.Module, seed: int, own: Mapping[nn.Parameter, _Draw]) -> None:
-        """Allocate and fill the buffers, and check that all parameters can be drawn.
+        """Allocate and fill the buffers of `model` (on the meta device), and check that all parameters can be drawn.
 
-        Args:
-            model: a `PreTrainedModel` on the meta device.
-            own: functions that draw a parameter in place, instead of `_init_weights`.
-
-        Raises:
-            ConstructorNeededError: only the constructor sets some values. The model is then unusable.
+        `own`: functions that draw a parameter in place, instead of `_init_weights`. Raises `ConstructorNeededError`,
+        and leaves the model unusable, if only the constructor sets some values.
         """
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._model, self._seed = model, seed

@@ -29,9 +29,7 @@ class NotReadableError(Exception):
 
 
 def longest_batch(trainer: Any) -> tuple[dict[str, Any], str]:
-    """A micro-batch as large, in every dimension, as the largest micro-batches of `trainer`.
-
-    Evaluation rows are included if the Trainer evaluates during training.
+    """A micro-batch as large, in every dimension, as the largest micro-batches of `trainer`, evaluation included.
 
     Returns:
         Arguments of the model's forward, with tensors on the meta device; and a note if only a part of the training

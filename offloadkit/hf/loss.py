@@ -1,12 +1,9 @@
 """Cross-entropy over a large vocabulary in chunks, without materialising the logits.
 
-`compute_loss_in_chunks(model)` makes the output head return `Logits`, a tensor subclass that holds the hidden states
-and the head's weights. Views, shifts, slices, scaling and soft-capping of the logits are recorded, and
-`F.cross_entropy` then computes chunk by chunk. Any other operation (argmax, a custom loss, saving) materialises the
-logits, with gradients.
-
-Up to `CHUNK_ELEMENTS` logits are computed as usual. The chunks depend only on shapes, never on the placement of
-weights. Formulas: `kernels/linear_cross_entropy.py`.
+`compute_loss_in_chunks(model)` makes the output head return `Logits`, a tensor subclass. Views, shifts, slices, scaling
+and soft-capping of the logits are recorded, and `F.cross_entropy` then computes chunk by chunk. Any other operation
+(argmax, a custom loss, saving) materialises the logits, with gradients. The chunks depend only on shapes. Formulas:
+`kernels/linear_cross_entropy.py`.
 """
 
 from __future__ import annotations

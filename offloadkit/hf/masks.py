@@ -1,8 +1,8 @@
 """Keeps attention masks from synchronising with the GPU.
 
-In every forward, transformers asks the GPU whether the mask masks anything (to drop it if not) and whether positions
-show packed rows. The collator answers the first question from the mask in RAM; without `position_ids` no rows are
-packed. Otherwise the GPU is asked. Our own attention keeps every mask (`added_mask`).
+In every forward, transformers asks the GPU whether the mask masks anything and whether positions show packed rows. The
+collator answers the first question from the mask in RAM; without `position_ids` no rows are packed. Our own attention
+keeps every mask (`added_mask`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Rows of different lengths: a few padded widths, and an order that a resumed epoch can repeat.
 
 HuggingFace's `group_by_length` shuffles rows, cuts them into windows of many batches, and sorts each window, longest
-row first; the first batch contains the longest row. The order is drawn from torch's random state, which
-`ResumableOrder` saves. `finetune` uses `OrderOfSeed`: the order depends on the seed alone, and updates are shuffled,
-because otherwise long and short rows alternate and epochs end on short rows.
+row first. The order is drawn from torch's random state, which `ResumableOrder` saves. In `OrderOfSeed`, for `finetune`,
+it depends on the seed alone, and updates are shuffled, because otherwise long and short rows alternate and epochs end
+on short rows.
 """
 
 from __future__ import annotations

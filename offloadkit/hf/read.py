@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 def dataset_from_json(path: Path, columns: Collection[str] = ()) -> Dataset:
     """Read a file with one JSON object per line, or one list of objects. Rows are stored on disk, not in RAM.
 
-    Args:
-        columns: columns to read in addition to those with known names. Other columns keep only their names, because
-            their values may have no common type.
+    Of columns whose names are neither known nor in `columns`, only the names are kept, because their values may have no
+    common type.
 
     Raises:
         DataError: the file is not such JSON, has no rows, or has a column without a common type.

@@ -23,13 +23,8 @@ _NOT_COMPUTED = re.compile(
 
 
 def check_same_model(checkpoint: Path, config: PreTrainedConfig) -> str | None:
-    """Check that the checkpoint's model has the type and sizes of `config`.
-
-    Returns:
-        A line that names other differing keys, such as dropout, or None.
-
-    Raises:
-        ConfigError: type or sizes differ.
+    """Raise `ConfigError` if the checkpoint's model has another type or other sizes than `config`; returns a line that
+    names other differing keys, such as dropout, or None.
     """
     path = checkpoint / "config.json"
     if not path.is_file():  # the Trainer's model had no config

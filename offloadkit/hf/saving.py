@@ -26,7 +26,7 @@ def saved_in_pieces() -> Iterator[None]:
     """Let `save_pretrained` write safetensors files in pieces and rename complete files.
 
     safetensors' own function first copies all weights in VRAM to RAM, and truncates an old file that may still be
-    mapped. If a release of transformers calls another function, it saves as usual.
+    mapped.
     """
     from transformers import modeling_utils
 

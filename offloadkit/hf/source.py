@@ -134,8 +134,7 @@ class ModelSource:
     def on_meta(self) -> PreTrainedModel:
         """The model on the meta device. Callers must undo their changes to it.
 
-        Raises:
-            ModelError: the architecture has no head for the task, or its decoder has no start token.
+        Raises `ModelError` if the architecture has no head for the task, or its decoder has no start token.
         """
         model: Any
         if self.model is not None:

@@ -4,18 +4,16 @@ The Trainer keeps its loop, data, logs and files. Forward, `accelerator.backward
 through the engine. accelerate never prepares the model.
 
 **Options.** `TrainingArguments` set learning rate, betas, eps, weight decay, clipping, accumulation, recomputation,
-bf16 and fp16. `OffloadConfig` sets the rest. A field of `OffloadConfig` that contradicts the arguments raises
-`ConfigError`, unless it has its default.
+bf16 and fp16. `OffloadConfig` sets the rest.
 
 **Loss.** Each micro-batch's mean loss is weighted by its share of the targets of the whole accumulated batch on all
 ranks, whether or not the model's forward knows `num_items_in_batch`.
 
-**Several ranks.** `torchrun` or `accelerate launch` starts them. Rank 0 prints and writes; each rank writes its part of
-the states. All ranks must take part when new weights arrive. A callback that uses weights on one rank alone, for
+**Several ranks.** All ranks must take part when new weights arrive. A callback that uses weights on one rank alone, for
 example to generate, must first call `trainer.engine.synchronize()` on all ranks, or it waits until the timeout.
 
 **OOM.** The engine moves to a plan with less VRAM and repeats the accumulated batch (`window.py`), or the micro-batch
-of an evaluation (`OffloadEngine.run_eval`).
+of an evaluation.
 
 **NaN.** With `on_nonfinite="rollback"`, `train` starts again from the newest checkpoint of this run, with the same
 engine and row order. Callbacks see `on_train_begin` again, and `steps.jsonl` has the repeated steps twice.

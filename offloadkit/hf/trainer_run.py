@@ -155,12 +155,10 @@ def _claim(trainer: Any, claims: ExitStack, *, anew: bool) -> None:
 
 
 def _take_over(trainer: Any) -> None:
-    """Close engines that other Trainers left open on this model, or on another wrapper of its modules.
+    """Close engines that other Trainers left open on this model, or on another wrapper of its modules: in a notebook
+    the cell that makes a Trainer is run again.
 
-    Nobody may hold those Trainers any more: in a notebook the cell that makes a Trainer is run again.
-
-    Raises:
-        EngineStateError: another Trainer is inside `train()` and calls this one from a callback.
+    Raises `EngineStateError` if another Trainer is inside `train()` and calls this one from a callback.
     """
     modules = set(trainer.model.modules()) if trainer.model is not None else set()  # `model_init` makes a new model
     for other in list(_trainers):

@@ -1,8 +1,7 @@
 """Reads checkpoint weights directly into their training memory, parameter by parameter.
 
-`read_lazily` lets transformers load the checkpoint (files, names, dtypes, tied weights, missing tensors) with
-parameters on the meta device, and records the stored tensor of each parameter. Values are read in pieces when the
-engine asks for them.
+`read_lazily` lets transformers load the checkpoint with parameters on the meta device, and records the stored tensor of
+each parameter. Values are read in pieces when the engine asks for them.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """Triton kernels of attention with a position bias. Imported only if Triton is installed.
 
-After Dao, "FlashAttention-2". Forward carries the maximum and the sum of every row across blocks of keys and writes no
-scores. Backward recomputes the scores once, for a few heads at a time: `of_queries` computes the gradients of the
-queries, and writes the weights and the gradients of the scores; `of_keys_and_values` multiplies these with the queries
-and the output's gradient; the caller sums the gradients of the scores over the batch, which gives the gradient of the
-shared bias.
+After Dao, "FlashAttention-2". Forward carries the maximum and the sum of every row across blocks of keys. Backward
+recomputes the scores once, for a few heads at a time: `of_queries` writes the gradients of the queries, the weights and
+the gradients of the scores; `of_keys_and_values` multiplies these with the queries and the output's gradient; the
+caller sums the gradients of the scores over the batch for the shared bias.
 
 Results are deterministic, because no sum is atomic. A hash of (seed, row of the batch, head, query, key) decides which
-weights are dropped, so backward and recomputation with the same seed drop the same weights.
-
-Triton specializes kernels for integers that equal 1 or are multiples of 16. Lengths are excluded from that: `aligned`
-says whether 16 divides the strides of memory accesses, so there are only two variants.
+weights are dropped. Triton specializes kernels for integers that equal 1 or are multiples of 16. Lengths are excluded
+from that: `aligned` says whether 16 divides the strides of memory accesses, so there are only two variants.
 
 Queries, keys and values are (batch, heads, length, width) with last stride 1. "rows" are (batch, heads, queries),
 contiguous.

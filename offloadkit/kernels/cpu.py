@@ -142,8 +142,8 @@ def default_num_threads(num_cores: int | None = None) -> int:
     """Threads for the step: all cores (by affinity and cgroup quota, or `num_cores`) but one for the main thread; at
     least two if possible.
 
-    DataLoader workers need no reserved core, because work is handed out in small chunks. (Gparam/s on an H200 host with
-    16 cores: 6.3 with 11 threads, 6.7 with 13, 6.8 with 15.)
+    DataLoader workers need no reserved core. (Gparam/s on an H200 host with 16 cores: 6.3 with 11 threads, 6.7 with 13,
+    6.8 with 15.)
     """
     cores = num_cores or hardware.num_cores()
     return max(min(2, cores), cores - 1)

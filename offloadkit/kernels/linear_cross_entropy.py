@@ -1,12 +1,9 @@
 """Fused head and cross-entropy over chunks of the vocabulary, without the full [tokens, vocabulary] logits.
 
-A chunk's logits are computed in the working dtype, as by the head, and the loss in fp32. Forward saves one logsumexp
-per token. Backward recomputes every chunk: four matmuls of the head's size in total instead of three. The logits'
-gradient is rounded to the working dtype once, as without chunks. The weight's gradient is one matmul over all tokens.
-The hidden states' gradient is accumulated over chunks in fp32.
-
-Chunks of tokens instead would need an fp32 sum of the weight's size (2 GiB for Llama-3.1-8B), read and written by every
-chunk.
+A chunk's logits are computed in the working dtype, as by the head, and the loss in fp32. Backward recomputes every
+chunk: four matmuls of the head's size in total instead of three. The logits' gradient is rounded to the working dtype
+once, as without chunks. The hidden states' gradient is accumulated over chunks in fp32. Chunks of tokens instead would
+need an fp32 sum of the weight's size (2 GiB for Llama-3.1-8B), read and written by every chunk.
 """
 
 from __future__ import annotations

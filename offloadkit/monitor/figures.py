@@ -275,12 +275,8 @@ def figures(
     state: State = "running",
     ranks: Mapping[int, StepRecord] | None = None,
 ) -> Figures:
-    """Compute the figures.
-
-    Args:
-        ranks: the newest record of each rank, with several ranks.
-        machine: the machine, if the plan was made without one.
-        baseline_seconds: a measured step with everything in VRAM.
+    """Compute the figures. `ranks`: the newest record of each rank, with several ranks. `machine`: if the plan was made
+    without one. `baseline_seconds`: a measured step with everything in VRAM.
     """
     typical = history.typical()
     seconds = mean(typical)
@@ -396,8 +392,8 @@ def slowdown(
 ) -> tuple[Slowdown | None, str]:
     """The slowdown, or the reason why it is unknown.
 
-    A predicted baseline is the measured compute time without recomputation, plus the rest of the step, plus AdamW at
-    VRAM's rate.
+    A predicted baseline is the measured compute time without recomputation, the rest of the step, and AdamW at VRAM's
+    rate.
     """
     step = seconds.get("step")
     if not step:

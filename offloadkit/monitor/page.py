@@ -33,12 +33,8 @@ def text(x: float, y: float, words: str, *, anchor: str = "start", extra: str = 
 
 
 def stack(x: float, y: float, scale: float, height: float, parts: Sequence[tuple[str, float, str]], hatch: str) -> str:
-    """Adjacent segments, numbered from 1 if the number fits.
-
-    Args:
-        scale: SVG units per unit of the parts.
-        parts: name, size, and formatted size.
-        hatch: id of the pattern for `OTHER`.
+    """Adjacent segments, numbered from 1 if the number fits. `scale`: SVG units per unit of the parts; `parts`: name,
+    size, and formatted size; `hatch`: id of the pattern for `OTHER`.
     """
     drawn = []
     for number, (name, size, label) in enumerate(parts, 1):
@@ -198,11 +194,8 @@ STYLE = (
 
 
 def page(figures: Figures, ident: str, note: str = "") -> str:
-    """All figures as one HTML element that contains its style.
-
-    Args:
-        ident: letters and digits, unique among the monitors on the page.
-        note: plain text at the end.
+    """All figures as one HTML element that contains its style. `ident`: letters and digits, unique among the monitors
+    on the page; `note`: plain text at the end.
     """
     sections = [_head(figures), _tiles(figures)]
     sections += [_memory(tier, f"{ident}-m{number}") for number, tier in enumerate(figures.memory)]

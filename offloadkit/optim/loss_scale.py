@@ -1,8 +1,7 @@
 """Loss scaling for fp16 working weights, because their gradients would otherwise underflow.
 
-The loss is multiplied by the scale before backward, and the step divides the gradients by it. A step with overflowed
-gradients is skipped. The dynamic scale falls after overflows and rises after long runs without overflow (Micikevicius
-et al., "Mixed Precision Training"; start, window and hysteresis as in DeepSpeed).
+The dynamic scale falls after overflows and rises after long runs without overflow (Micikevicius et al., "Mixed
+Precision Training"; start, window and hysteresis as in DeepSpeed).
 """
 
 from __future__ import annotations

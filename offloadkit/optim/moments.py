@@ -1,11 +1,8 @@
-"""Storage of moments in fewer bits than fp32: the definitions, in torch operations.
+"""Storage of moments in fewer bits than fp32: the definitions, in torch operations; C and Triton store the same bits.
 
 bf16 (`compact`): rounded stochastically. 8 bits (`tiny`): a code per element and an fp32 scale per 256 elements. A step
-decodes moments to fp32, updates the weights with the new fp32 moments, and rounds only stored values. C and Triton
-perform the same operations, each rounded once, and store the same bits.
-
-Random bits are a hash of a key (from seed, step and parameter name) and the element's index in the parameter, so they
-do not depend on processor, chunking or threads.
+updates the weights with the new fp32 moments and rounds only stored values. Random bits are a hash of a key (from seed,
+step and parameter name) and the element's index in the parameter.
 
 Rounding to nearest would let moments stall. A step moves exp_avg_sq by a thousandth, and exp_avg by a tenth, of its
 distance to the new value, less than half the gap to the next number: 0.4 to 0.8 % in bf16; in the 8-bit maps 0.7 % near

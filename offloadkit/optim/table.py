@@ -1,8 +1,7 @@
 """The arrays that an optimizer step reads and writes, by optimizer, precision and dtype of the working weights.
 
-The plan, allocation, state ring, checkpoints and kernels read this table. To add a precision, add an entry to
-`PRECISIONS`; to add an optimizer, add an entry to `OPTIMIZERS`. Kernels in C and Triton are optional: `reference` steps
-without them.
+To add a precision, add an entry to `PRECISIONS`; to add an optimizer, add an entry to `OPTIMIZERS`. Kernels in C and
+Triton are optional: `reference` steps without them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""The planner: bytes of each kind that a run needs, their places, and the seconds of a step. Pure arithmetic.
-
-`work`: the computation of a micro-batch. `layout`: bytes of a layer and of a run. `seconds`: the time of a step.
-`phases`: peak memory of reading, saving and closing. `search`: the fastest placements. `prediction`, `make`, `plan`:
-the plan of a run. `words`, `remedies`: its text. `ranks`: a machine as one of several ranks has it. `leaner`, `faster`:
-another plan for a run short of memory, or a machine with other rates.
-"""
+"""The planner: bytes of each kind that a run needs, their places, and the seconds of a step. Pure arithmetic."""
 
 from __future__ import annotations
 

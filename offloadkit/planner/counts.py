@@ -1,7 +1,7 @@
 """Placements described by a few numbers (`Counts`), and the bytes of many placements at once.
 
-A search compares hundreds of counts. Every formula of `layout` and `phases` is computed for an array of placement
-codes, with a row for each count and a column for each layer. `Search.bytes` computes the same one by one.
+Every formula of `layout` and `phases` is computed for an array of placement codes, with a row for each count and a
+column for each layer. `Search.bytes` computes the same one by one.
 """
 
 from __future__ import annotations

@@ -59,10 +59,7 @@ def compared_rates(
     Left out: resources that work too little; the CPU step with states on disk, or with few cores, which it shares with
     Python; forward and backward with several ranks, because only the planned seconds include the exchange, and for
     micro-batches of other sizes, except shorter ones without accumulation if Python bounds the planned step.
-
-    Args:
-        machine: current estimate of the machine's rates.
-        placements: the layers' placements, with the processors that step them now.
+    `placements` have the processors that step the layers now.
     """
     planned = _planned_rates(plan, machine, placements)
     found: dict[str, list[tuple[float, float]]] = {

@@ -329,9 +329,9 @@ def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: i
     """Bytes of buffers that layers share, by tier and category: gradient buckets, weight, staging and state buffers.
 
     Tied weights, which hold a bucket until the end of backward, and small layers have their own buckets; all other
-    layers share a bucket of the largest size. In addition autograd holds one layer's gradients. If the GPU steps any
-    layer with states in RAM, the step buffers fit every layer that it might step. With several ranks all gradients pass
-    through buckets, and one buffer receives the other ranks' gradients, except sums of several micro-batches in RAM.
+    layers share a bucket of the largest size. In addition autograd holds one layer's gradients. The step buffers fit
+    every layer with states in RAM that the GPU might step. With several ranks all gradients pass through buckets, and
+    one buffer receives the other ranks' gradients, except sums of several micro-batches in RAM.
     """
     through_ram = [layer for layer, where in placed if where.gradients == "ram"]
     exchanged = [layer for layer, _ in placed if layer.num_ranks > 1]

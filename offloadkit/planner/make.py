@@ -36,11 +36,9 @@ def make(kind: type[P], layers: Sequence[LayerShape], basis: Basis) -> P:
     """The plan of a model cut into `layers`. With several ranks, `layers` and `hardware` are one rank's.
 
     Every layer gets the config's placement as far as possible. Without one, given `work` and a GPU in `hardware`, the
-    placements with the fastest predicted step within the budgets are searched; otherwise all states are in RAM. The
-    budgets are the config's `vram` and `ram`, or else the free memory.
-
-    If the link was also measured with few NCCL thread blocks, the plan chooses between few and NCCL's own choice
-    (`Hardware.most_ctas`). Few take less VRAM: if a plan fits with few only, few are chosen.
+    placements with the fastest predicted step within the config's `vram` and `ram`, or else the free memory, are
+    searched; otherwise all states are in RAM. If the link was also measured with few NCCL thread blocks, the plan
+    chooses between few and NCCL's own choice (`Hardware.most_ctas`).
     """
     config, work, hardware = basis.config, basis.work, basis.hardware
     layers = tuple(

@@ -1,8 +1,8 @@
 """Peak memory of each phase of a run.
 
-*slabs* are the RAM of the flat layers (`layout.tier_bytes`); *framework* is Python and its libraries; *held* are
-activations. torch keeps reserved VRAM, so phases after training take at least as much. Without a GPU, a plan's VRAM is
-in RAM, and activations are freed after each step.
+*slabs* are the RAM of the flat layers; *framework* is Python and its libraries; *held* are activations. torch keeps
+reserved VRAM, so phases after training take at least as much. Without a GPU, a plan's VRAM is in RAM, and activations
+are freed after each step.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """Simulates the seconds of a step on the GPU, CPU, Python, disk and both directions of the bus, layer by layer.
 
-A step has two phases, which do not overlap because clipping needs the whole norm before the first layer is stepped:
-forward together with the update of the last step, in forward order; and backward together with the copies of gradients
-to RAM. Every resource works through its own queue. A layer's work starts once its inputs have arrived and a buffer is
-free.
+A step has two phases, which do not overlap because clipping needs the whole norm: forward with the update of the last
+step, and backward with the copies of gradients to RAM. Every resource works through its own queue. A layer's work
+starts once its inputs have arrived and a buffer is free.
 
 With several ranks, one rank is simulated. Gradients are exchanged over the link layer by layer in backward, and new
-weights are all-gathered in forward. The order is fixed, so a transfer waits for the previous one. Sums that are
-exchanged once a step go in the last backward; sums in RAM are added before the norm. If the link is the bus, its
-traffic slows the copies of the same phase.
-
-The constants are in `fitted`. docs/results.md compares planned and measured steps.
+weights are all-gathered in forward, in a fixed order. Sums that are exchanged once a step go in the last backward; sums
+in RAM are added before the norm. If the link is the bus, its traffic slows the copies of the same phase. The constants
+are in `fitted`.
 """
 
 from __future__ import annotations
@@ -113,8 +110,7 @@ class StepModel:
     """Predicts the step of one model, with micro-batches of one shape, on one machine, for any placement.
 
     Attributes:
-        stages: the costs of each stage, in forward order.
-        layers: the costs of each flat layer, in the same order.
+        stages, layers: the costs of each stage and flat layer, in forward order.
         num_trained: number of layers that are not frozen.
         cpu_rate: bytes per second of the CPU step.
         agreeing: seconds of the ranks' agreement before an update.

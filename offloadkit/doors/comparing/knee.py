@@ -40,9 +40,7 @@ class Knee:
 def crossover(flat_seconds: float, compute_seconds: Mapping[int, float]) -> Knee | None:
     """The knee, where constant and growing seconds are equal; None for fewer than two sizes.
 
-    Args:
-        flat_seconds: of a step of any size.
-        compute_seconds: by rows per micro-batch.
+    `flat_seconds`: of a step of any size; `compute_seconds`: by rows per micro-batch.
     """
     sizes = sorted(compute_seconds)
     if len(sizes) < 2:

@@ -59,11 +59,8 @@ def tokenizer_folder(tokenizer: Any, folder: Path) -> str | None:
 
 
 def rows_file(dataset: Any, folder: Path, name: str, split: str, columns: Collection[str]) -> tuple[str, int]:
-    """Write the rows to a .parquet file named by their hash. Returns the path and the number of rows.
-
-    Raises:
-        DataError: see `finetune`.
-        OutputError: the file cannot be written.
+    """Write the rows to a .parquet file named by their hash. Returns the path and the number of rows. Raises
+    `DataError` as `finetune`, and `OutputError`.
     """
     rows = load_dataset_like(dataset, split=split, columns=columns)
     with explained_write_errors(folder / f"{name}.parquet"), tempfile.TemporaryDirectory(dir=folder) as scratch:

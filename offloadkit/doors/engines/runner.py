@@ -86,9 +86,6 @@ class Runs:
             task: argument of worker.py in JSON types. `function` is not part of the row's key.
             ram: bytes of RAM for the process and its children; they are killed above it.
             planned_seconds: of the steps, for the default timeout.
-
-        Raises:
-            OutputError: the row cannot be written.
         """
         named = {name: value for name, value in task.items() if name != "function"}
         settings = {"task": named, "environment": self.environment}
