@@ -920,7 +920,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         todo = [task for task in tasks if task.ranks == ranks and task.name not in out]
         if not todo:
             continue
-        processes = Processes(teams, ranks, options.device)
+        processes = Processes(min(teams, len(todo)), ranks, options.device)
         for task, lines in processes.run(todo):
             if isinstance(lines, str):
                 failed.append(f"{task.name}: {lines}")

@@ -34,23 +34,25 @@ def slope_kib(rss: list[int], steps_between: int) -> float:
     return float(np.polyfit(np.arange(len(half)) * steps_between, half, 1)[0])
 
 
-def _rss() -> int:
-    gc.collect()  # imported modules are frozen; otherwise this takes longer than the steps
-    return int(psutil.Process().memory_info().rss)
+def _sample(rss: list[int]) -> None:
+    if not rss:
+        gc.freeze()  # imported modules; otherwise a collection takes longer than the steps
+    gc.collect()
+    rss.append(int(psutil.Process().memory_info().rss))
 
 
 def loop(num_steps: int, folder: Path) -> list[int]:
     """RSS while a bare loop trains, with weights in RAM."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-    rows, rss = torch.randn(4, 16), []
+    rows, rss = torch.randn(4, 16), list[int]()
     config = OffloadConfig(placement=Placement(weights="ram", activations="checkpoint"))
     with OffloadEngine(model, config, device="cpu") as engine:
         for step in range(num_steps):
             engine.backward(engine(rows).square().mean())
             engine.step()
             if step % (num_steps // SAMPLES) == 0:
-                rss.append(_rss())
+                _sample(rss)
     return rss
 
 
@@ -64,12 +66,12 @@ def trainer(num_steps: int, folder: Path) -> list[int]:
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = [torch.randint(3, 40, (8,)) for _ in range(64)]
     data = [{"input_ids": each, "labels": each.clone()} for each in ids]
-    rss = []
+    rss = list[int]()
 
     class Sample(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step % (num_steps // SAMPLES) == 0:
-                rss.append(_rss())
+                _sample(rss)
 
     # log_history is the Trainer's own and grows by each logged line: it is left out here.
     args = TrainingArguments(
@@ -94,7 +96,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--most", type=float, default=0.1, help="KiB a step that are allowed")
     parser.add_argument("--out", type=Path, help="append a row to this table")
     chosen, commit = parser.parse_args(arguments), git_commit()
-    gc.freeze()
     with tempfile.TemporaryDirectory() as folder:
         rss = {"loop": loop, "trainer": trainer}[chosen.door](chosen.steps, Path(folder))
     slope = slope_kib(rss, chosen.steps // SAMPLES)

@@ -34,7 +34,8 @@ def test_a_resumed_run_and_placements_that_differ_are_unequal() -> None:
 def test_an_output_equals_itself_but_for_a_changed_line_which_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen = next(task.name for task in same_numbers.all_tasks(8) if task.name.startswith("loop/mlp/"))
+    names = [task.name for task in same_numbers.all_tasks(8) if task.name.startswith("loop/mlp/")]
+    chosen = next(name for name in names if not name.endswith("/plan"))  # nothing is measured
     assert same_numbers.main(["--device", "cpu", "--only", chosen]) == 0
     old = tmp_path / "old.txt"
     old.write_text(capsys.readouterr().out)
