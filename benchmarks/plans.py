@@ -14,9 +14,11 @@ import torch
 
 from benchmarks import table
 from benchmarks.cases import CASES, ENGINES, Case, config_of
+from benchmarks.rank_cases import RANK_CASES
 from benchmarks.run import git_commit, of_case
 from benchmarks.table import Row
 from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.fitted import FEW_CTAS
 from offloadkit.facts.hardware import Hardware
 from offloadkit.planner import LayerShape, MicroBatch, make_plan
 from offloadkit.planner.search import Counts, Search
@@ -25,6 +27,9 @@ NORMS_OF_SEVERAL_OPERATIONS = ("c9fd74b", "d6b17f7", "31ba1b9", "e91df0c", "80b4
 """Commits before norms were one kernel."""
 EAGER_ATTENTION = (*NORMS_OF_SEVERAL_OPERATIONS, "ba2139a", "c40b67e")
 """Commits before T5's attention ran in offloadkit's kernels."""
+LINK_OF_SMALL_PIECES = {"e91ecd8": 251e9, "ad13262": 54e9}
+"""Commits that measured the link with pieces of 32 MiB, which gave 136 and 34 to 37 GB/s. The pieces of later commits
+gave these bytes per second between the same cards, with NCCL's own number of thread blocks and with few."""
 
 
 def plan_cases(names: Sequence[str] = (), *, out: Path = table.PATH, commit: str | None = None) -> list[Row]:
@@ -110,10 +115,20 @@ def as_placed(row: Row) -> tuple[Search, tuple[Placement, ...]]:
         norms=row["commit"] not in NORMS_OF_SEVERAL_OPERATIONS and not compiled,
         attention=row["commit"] not in EAGER_ATTENTION,
     )
-    layers = [replace(layer, kind=replace(layer.kind, precision=row["precision"])) for layer in layers]
+    case = RANK_CASES.get(row["case"])
+    layers = [
+        replace(layer, kind=replace(layer.kind, precision=row["precision"]), exchanges_sums=True).shared_by(
+            case.num_gpus if case else 1
+        )
+        for layer in layers
+    ]
+    machine = hardware_of(row["rates"])
+    if row["commit"] in LINK_OF_SMALL_PIECES and machine.num_ranks > 1:
+        most_ctas = FEW_CTAS if row["commit"] == "ad13262" else 0
+        machine = replace(machine, link_bytes_per_second=LINK_OF_SMALL_PIECES[row["commit"]], most_ctas=most_ctas)
     timed = (row["figures"] or {}).get("operation_launches")
     work = replace(work, operation_launches=tuple(timed) if timed else None)
-    search = Search(layers, work, hardware_of(row["rates"]), row["accumulation"], compiled=compiled)
+    search = Search(layers, work, machine, row["accumulation"], compiled=compiled)
     number: dict[str, int] = row["placements"]
 
     def count(*words: str) -> int:

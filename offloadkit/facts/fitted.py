@@ -23,9 +23,9 @@ BUS_EFFICIENCY = 0.87
 BOTH_WAYS_EFFICIENCY = 0.78
 """Fraction of PCIe's bytes per second in both directions together. Rates: 97.9 of 126 GB/s."""
 
-LINK_EFFICIENCY = 0.3
-"""Fraction of NVLink's bytes per second in one direction, in an exchange between all ranks, if not measured: 136 of 450
-GB/s between two H200s with 32 MiB to each.
+LINK_EFFICIENCY = 0.52
+"""Fraction of NVLink's bytes per second in one direction, in an exchange between all ranks of idle GPUs, if not
+measured: 233 of 450 GB/s between four H100s, 251 between two H200s.
 """
 
 # ---- efficiency of the GPU relative to the measured rates -----------------------------------------------------------
@@ -75,18 +75,36 @@ Derived from VRAM outside torch's tensors: 2,083 and 2,079 MiB for t5-3b-2x24 an
 `FEW_CTAS` (7633a8b), including 472 for NCCL; 2,109 and 2,147 for llama-8b-2x24 and -2x80 (e91ecd8), 1,369 and 1,365
 with `FEW_CTAS` (07f6458), including 564 for NCCL. The largest direct count of NCCL's own choice was 1,152 MiB.
 """
+NCCL_BYTES_EACH = 320 << 20
+"""VRAM of NCCL for each further rank of a host: four H100s took 1,988 MiB (t5-11b-4x80, 95456de), and 1,408 + 2 * 320 =
+2,048. Eight ranks were not measured."""
 NCCL_FEW_BYTES = 576 << 20
 """VRAM of NCCL with `FEW_CTAS`, or over PCIe alone: 564 MiB between two H200s with NVLink, at most 474 MiB with
 `FEW_CTAS` over PCIe. NCCL's own choice over PCIe, also few, was not measured.
 """
+NCCL_FEW_BYTES_EACH = 48 << 20
+"""The same for each further rank of a host: four H100s took at most 666 MiB (llama-8b-4x80, 95456de), and 576 + 2 * 48
+= 672.
+"""
 FEW_CTAS = 4
 """NCCL thread blocks where few are enough. A block occupies one of the GPU's processors, even while it waits for
-another rank. With all of T5-3B in VRAM of two H200s a step took 0.19 s with 4 blocks and 0.24 s with NCCL's own choice;
-the link gave 34 and 136 GB/s.
+another rank. With all of T5-3B in VRAM of two H200s a step took 0.19 s with 4 blocks and 0.24 s with NCCL's own choice.
 """
 CROWDED = 1.1
 """Largest planned step time with `FEW_CTAS`, relative to NCCL's own choice, for which the plan does not count the GPU
 processors taken.
+"""
+EXCHANGE_EFFICIENCY = 0.34
+"""Rate of an exchange of gradients beside backward, as a fraction of the link's rate between idle GPUs, with NCCL's own
+number of thread blocks: T5-11B on four H100s received 17.0 GB in a backward of 0.215 s, 79 of 233 GB/s (t5-11b-4x80,
+95456de).
+
+Weights are gathered in forward at the whole rate: 17.0 GB in 0.098 s are 173 GB/s, and the plan counts 0.107 s.
+"""
+FEW_EXCHANGE_EFFICIENCY = 0.7
+"""The same with `FEW_CTAS` or over PCIe alone. Traced steps on four H100s (95456de): at the link's rate the received
+bytes take 0.122 of NCCL's 0.190 s (t5-3b-4x24), 0.122 of 0.173 (t5-3b-4x80), 0.239 of 0.332 (llama-8b-4x24) and 0.341
+of 0.468 s (llama-8b-4x80): 0.64, 0.71, 0.72 and 0.73, because the kernels also wait for slower ranks.
 """
 AGREE_SECONDS = 3e-4
 """Seconds of a gloo gather or sum of some thousand numbers, for each rank after the first, since each adds a step to

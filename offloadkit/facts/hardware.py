@@ -116,6 +116,11 @@ class Hardware:
     link_assumed: str = ""
     """Sentence that names the assumed link between ranks; "" if measured, or one rank."""
 
+    @property
+    def has_few_ctas(self) -> bool:
+        """Whether NCCL runs few thread blocks: the plan has chosen so, or the buses alone link the GPUs."""
+        return self.most_ctas > 0 or (self.link_is_bus and not self.network_bytes_per_second)
+
 
 CPU_STEP_RATES: dict[Precision, str] = {
     "exact": "cpu_adamw_bytes_per_second",

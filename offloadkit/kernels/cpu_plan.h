@@ -30,6 +30,7 @@ struct plan_machine {
     double agreeing; /* seconds of an update that several ranks take to agree */
     double link_is_bus, link;
     double num_trained; /* layers that are not frozen */
+    double link_in_backward;
 };
 
 struct plan_model {
@@ -124,10 +125,9 @@ static inline double plan_mean_rate(double num_bytes, double rate, double togeth
     return num_bytes != 0.0 ? num_bytes / (together + (num_bytes - together * rate * share) / rate) : rate;
 }
 
-static inline struct plan_bus plan_beside_link(const struct plan_machine *m, struct plan_bus bus, double linked,
+static inline struct plan_bus plan_beside_link(const struct plan_machine *m, struct plan_bus bus, double num_bytes,
                                                double h2d_bytes, double d2h_bytes) {
     if (m->link_is_bus == 0.0) return bus;
-    double num_bytes = linked * m->link;
     bus.h2d *= h2d_bytes != 0.0 ? h2d_bytes / (h2d_bytes + num_bytes) : 1.0;
     bus.d2h *= d2h_bytes != 0.0 ? d2h_bytes / (d2h_bytes + num_bytes) : 1.0;
     return bus;
@@ -177,7 +177,7 @@ static struct plan_bus plan_bus_in_update(const struct plan_model *model, const 
         }
         bus = (struct plan_bus){h2d / bus_slower, d2h / bus_slower, cores_slower};
     }
-    return plan_beside_link(m, bus, linked, h2d_bytes, d2h_bytes);
+    return plan_beside_link(m, bus, linked * m->link, h2d_bytes, d2h_bytes);
 }
 
 /* seconds.Ring: its heap is a list here, of which the least is taken. */
@@ -343,7 +343,7 @@ static struct plan_bus plan_bus_in_backward(const struct plan_model *model, cons
     }
     double share = fetches && sends ? smaller(1.0, m->both / (m->h2d + m->d2h)) : 1.0;
     struct plan_bus bus = {m->h2d * share, m->d2h * share, 1.0};
-    return plan_beside_link(m, bus, linked, fetched, sent);
+    return plan_beside_link(m, bus, linked * m->link_in_backward, fetched, sent);
 }
 
 static struct queues plan_backward(const struct plan_model *model, const struct candidate *of,

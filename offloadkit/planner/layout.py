@@ -9,7 +9,7 @@ from typing import Literal
 
 from offloadkit.errors import ConfigError
 from offloadkit.facts.config import Placement
-from offloadkit.facts.fitted import NCCL_BYTES, NCCL_FEW_BYTES
+from offloadkit.facts.fitted import NCCL_BYTES, NCCL_BYTES_EACH, NCCL_FEW_BYTES, NCCL_FEW_BYTES_EACH
 from offloadkit.facts.hardware import Hardware
 from offloadkit.optim.table import MASTER_WEIGHTS, MOMENTS, Dtype, LayerKind, Matrix, StateTable, aligned
 from offloadkit.planner.work import MicroBatch
@@ -396,9 +396,8 @@ def outside_bytes(layers: Sequence[LayerShape], hardware: Hardware) -> int:
     """VRAM of the process outside torch's allocator: the CUDA context, and NCCL with several ranks."""
     if layers[0].num_ranks == 1:
         return hardware.vram_context_bytes
-    by_buses_alone = hardware.link_is_bus and not hardware.network_bytes_per_second
-    takes_few = hardware.most_ctas > 0 or by_buses_alone
-    return hardware.vram_context_bytes + (NCCL_FEW_BYTES if takes_few else NCCL_BYTES)
+    two, each = (NCCL_FEW_BYTES, NCCL_FEW_BYTES_EACH) if hardware.has_few_ctas else (NCCL_BYTES, NCCL_BYTES_EACH)
+    return hardware.vram_context_bytes + two + max(0, hardware.num_ranks - 2) * each
 
 
 @dataclass(frozen=True)

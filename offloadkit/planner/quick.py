@@ -38,7 +38,7 @@ class QuickSeconds:
             *(fitted.LAYER_LAUNCHES, fitted.THREAD_SLOWS, model.slowed_beside_cpu),
             *(NUM_WEIGHT_BUFFERS, NUM_GRADIENT_BUCKETS, NUM_STAGING, NUM_STEP_BUFFERS),
             *(hardware.num_cores <= FEW_CORES, accumulation, model.agreeing),
-            *(hardware.link_is_bus, model.link, model.num_trained),
+            *(hardware.link_is_bus, model.link, model.num_trained, model.link_in_backward),
         )
         rates = (
             *(hardware.h2d_bytes_per_second, hardware.d2h_bytes_per_second, hardware.both_bytes_per_second),

@@ -32,7 +32,9 @@ from offloadkit.facts.fitted import (
     DISK_OVERLAP,
     ELEMENTWISE_EFFICIENCY,
     ENGINE_LAUNCHES,
+    EXCHANGE_EFFICIENCY,
     EXCHANGE_SECONDS,
+    FEW_EXCHANGE_EFFICIENCY,
     FORWARD_LAUNCHES,
     KERNEL_SECONDS,
     LAYER_LAUNCHES,
@@ -114,7 +116,7 @@ class StepModel:
         num_trained: number of layers that are not frozen.
         cpu_rate: bytes per second of the CPU step.
         agreeing: seconds of the ranks' agreement before an update.
-        link: bytes per second that a rank receives from the other ranks.
+        link, link_in_backward: bytes per second that a rank receives from the other ranks.
         slowed_beside_cpu: Python's slowdown in forward while the CPU steps (fraction).
     """
 
@@ -164,6 +166,7 @@ class StepModel:
         self.agreeing = meetings * others * AGREE_SECONDS
         self._resources = (*RESOURCES, "link") if others else RESOURCES
         self.link = link_rate(hardware, layers[0].num_ranks)
+        self.link_in_backward = exchange_rate(hardware, layers[0].num_ranks)
 
     def on_large_gpu(self) -> float:
         """Seconds of a step with everything in VRAM and nothing recomputed."""
@@ -347,7 +350,7 @@ class StepModel:
             bus_seconds = max(h2d_bytes / h2d, d2h_bytes / d2h)
             cores, slows = dram_slowdowns(cpu_seconds, self.cpu_rate, bus_seconds, h2d_bytes + d2h_bytes, machine)
             bus = _Bus(h2d / slows, d2h / slows, cores)
-        return self._beside_link(bus, linked, h2d_bytes, d2h_bytes)
+        return self._beside_link(bus, linked * self.link, h2d_bytes, d2h_bytes)
 
     def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> Queues:
         queues, adds = Queues(self._hardware.num_cores), self._accumulation > 1
@@ -433,13 +436,12 @@ class StepModel:
                 linked += layer.exchange + (layer.sums_exchange if is_last and where.gradients == "vram" else 0.0)
             if any(placements[layer.index].activations == "offload" for layer in unit.layers):
                 fetched += unit.input_bytes
-        return self._beside_link(bus, linked, fetched, sent)
+        return self._beside_link(bus, linked * self.link_in_backward, fetched, sent)
 
-    def _beside_link(self, bus: _Bus, linked: float, h2d_bytes: float, d2h_bytes: float) -> _Bus:
-        """The rest of the bus for these copies, if the link is the bus and works for `linked` seconds."""
+    def _beside_link(self, bus: _Bus, num_bytes: float, h2d_bytes: float, d2h_bytes: float) -> _Bus:
+        """The rest of the bus for these copies, if the link is the bus and carries `num_bytes`."""
         if not self._hardware.link_is_bus:
             return bus
-        num_bytes = linked * self.link
         h2d, d2h = (own / (own + num_bytes) if own else 1.0 for own in (h2d_bytes, d2h_bytes))
         return _Bus(bus.h2d * h2d, bus.d2h * d2h, bus.slows_cores)
 
@@ -548,8 +550,7 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
     flops = sum(each.flops for each in layer.matrices)
     orthogonalising = flops / hardware.bf16_flops_per_second + MATRIX_TRAFFIC * layer.numel / vram if flops else 0.0
     of_all = layer.received_bytes(accumulation)
-    link = link_rate(hardware, ranks)
-    exchange = of_all // ranks * (ranks - 1) / link + EXCHANGE_SECONDS if ranks > 1 else 0.0
+    exchange = of_all // ranks * (ranks - 1) / exchange_rate(hardware, ranks) + EXCHANGE_SECONDS if ranks > 1 else 0.0
     gathered = layer.weight_bytes() - layer.stepped_bytes()
     norm = gradient / (dram * NORM_EFFICIENCY) if accumulation > 1 else 0.0
     if sums:  # added to rank 0's sum, which the other ranks then copy
@@ -574,12 +575,23 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
         exchange=0.0 if sums else exchange,
         sums_exchange=exchange if sums else 0.0,
         summing_in_vram=(8 * own * ranks + of_all) / vram if sums else 0.0,
-        gather=gathered / link + EXCHANGE_SECONDS if ranks > 1 else 0.0,
+        gather=gathered / link_rate(hardware, ranks) + EXCHANGE_SECONDS if ranks > 1 else 0.0,
     )
 
 
-def link_rate(hardware: Hardware, num_ranks: int) -> float:
-    link, network = hardware.link_bytes_per_second or hardware.h2d_bytes_per_second, hardware.network_bytes_per_second
+def exchange_rate(hardware: Hardware, num_ranks: int) -> float:
+    """`link_rate` of an exchange of gradients beside backward."""
+    return link_rate(hardware, num_ranks, FEW_EXCHANGE_EFFICIENCY if hardware.has_few_ctas else EXCHANGE_EFFICIENCY)
+
+
+def link_rate(hardware: Hardware, num_ranks: int, efficiency: float = 1.0) -> float:
+    """Bytes per second that a rank receives, in equal parts from all other ranks.
+
+    Args:
+        efficiency: fraction of its rate that the link within a host reaches.
+    """
+    link = efficiency * (hardware.link_bytes_per_second or hardware.h2d_bytes_per_second)
+    network = hardware.network_bytes_per_second
     elsewhere = num_ranks - hardware.num_ranks
     if elsewhere <= 0 or not network:
         return link

@@ -12,13 +12,17 @@ from offloadkit.facts.fitted import (
     ADD_EFFICIENCY,
     AGREE_SECONDS,
     CPU_EFFICIENCY,
+    EXCHANGE_EFFICIENCY,
     EXCHANGE_SECONDS,
     FEW_CTAS,
+    FEW_EXCHANGE_EFFICIENCY,
     FORWARD_LAUNCHES,
     LINK_EFFICIENCY,
     LOADED_LATER_BYTES,
     NCCL_BYTES,
+    NCCL_BYTES_EACH,
     NCCL_FEW_BYTES,
+    NCCL_FEW_BYTES_EACH,
     NORM_EFFICIENCY,
     RANKS_SLOW,
     STEP_EFFICIENCY,
@@ -35,7 +39,7 @@ from offloadkit.planner.phases import moved_bytes
 from offloadkit.planner.ranks import NETWORK_BYTES_PER_SECOND, for_ranks
 from offloadkit.planner.scaling import scaled_plans, scaling_table
 from offloadkit.planner.search import Search
-from offloadkit.planner.seconds import IN_VRAM, Seconds, StepModel, link_rate
+from offloadkit.planner.seconds import IN_VRAM, Seconds, StepModel, exchange_rate, link_rate
 from tests.messages import has_facts
 from tests.planner.machines import GIB, H200, shape, stage
 
@@ -90,7 +94,7 @@ def test_ranks_share_cores_and_dram_and_each_has_a_bus() -> None:
 def test_the_link_is_the_sheets_or_the_bus_and_says_so() -> None:
     sheet = for_ranks(H200, 2)
     assert sheet.link_bytes_per_second == LINK_EFFICIENCY * 450e9 == card_named("H200").link_bytes_per_second()
-    assert has_facts(sheet.link_assumed, "2 GPUs", "NVLink", "135 GB/s")
+    assert has_facts(sheet.link_assumed, "2 GPUs", "NVLink", "234 GB/s")
     by_bus = for_ranks(replace(H200, gpu_name="NVIDIA GeForce RTX 4090"), 2)
     assert by_bus.link_bytes_per_second == H200.both_bytes_per_second / 2
     assert has_facts(by_bus.link_assumed, "2 GPUs", "bus", "49.5 GB/s")
@@ -108,7 +112,7 @@ def test_the_link_is_the_sheets_or_the_bus_and_says_so() -> None:
 def test_few_of_nccls_thread_blocks_are_chosen_where_the_link_is_fast_enough_with_them() -> None:
     """Few thread blocks leave more of the GPU for computing. A step of this plan computes for 0.1 s and exchanges 5.4
     GB."""
-    for link, most_ctas in ((50e9, FEW_CTAS), (1e9, 0)):
+    for link, most_ctas in ((80e9, FEW_CTAS), (1e9, 0)):
         made = plan(2, replace(for_ranks(H200, 2, link=150e9), few_ctas_link_bytes_per_second=link), vram="60GiB")
         machine = made.basis.hardware
         assert machine is not None
@@ -151,6 +155,8 @@ def test_more_than_eight_are_on_several_hosts() -> None:
     took = 7 / made.link_bytes_per_second + 8 / NETWORK_BYTES_PER_SECOND
     assert link_rate(made, 16) == pytest.approx(15 / took)
     assert link_rate(made, 8) == made.link_bytes_per_second
+    slowed = 7 / (EXCHANGE_EFFICIENCY * made.link_bytes_per_second) + 8 / NETWORK_BYTES_PER_SECOND
+    assert exchange_rate(made, 16) == pytest.approx(15 / slowed), "the network is not slower beside backward"
 
 
 @pytest.mark.parametrize("where", [IN_VRAM, Placement(), LATE])
@@ -158,7 +164,7 @@ def test_an_exchange_and_a_gather_take_what_the_link_takes(where: Placement) -> 
     """Three ranks: each receives two other gradients of its third, and two thirds of the new weights."""
     rate = 1e9
     made = seconds(3, where, link_bytes_per_second=rate)
-    exchange = 4 * (2 * 2 * layers_of(3)[0].own_numel / rate + EXCHANGE_SECONDS)
+    exchange = 4 * (2 * 2 * layers_of(3)[0].own_numel / (EXCHANGE_EFFICIENCY * rate) + EXCHANGE_SECONDS)
     gather = 4 * (2 * (N - layers_of(3)[0].own_numel) / rate + EXCHANGE_SECONDS)
     assert made.busy["link"] == pytest.approx(exchange + gather)
     assert made.backward_phase == pytest.approx(exchange, rel=1e-3)
@@ -174,7 +180,7 @@ def test_sums_in_vram_are_exchanged_once_in_the_last_backward(where: Placement) 
     hidden."""
     rates = {"link_bytes_per_second": 1e9, "vram_bytes_per_second": 1e11, "bf16_flops_per_second": 1e12}
     own = layers_of(3)[0].own_numel
-    exchange = 4 * (2 * 4 * own / 1e9 + EXCHANGE_SECONDS)
+    exchange = 4 * (2 * 4 * own / (EXCHANGE_EFFICIENCY * 1e9) + EXCHANGE_SECONDS)
     adding = 4 * 3 * 12 * own / (1e11 * STEP_EFFICIENCY)
     for accumulation in (2, 4):
         made = seconds(3, where, accumulation, flops=10**12, once=True, **rates)
@@ -207,19 +213,22 @@ def test_weights_in_ram_come_whole_over_each_bus_and_are_not_gathered() -> None:
     for each, passing, weights in zip(made, states, (N, own), strict=True):
         there = 4 * (bucket + passing + 2 * weights) + bucket  # one block is no longer in VRAM when backward begins
         assert each.busy["H2D"] == pytest.approx(there / 1e9)
-    assert made[1].busy["link"] == pytest.approx(4 * (2 * own / 1e9 + EXCHANGE_SECONDS)), "gradients alone"
+    exchange = 4 * (2 * own / (EXCHANGE_EFFICIENCY * 1e9) + EXCHANGE_SECONDS)
+    assert made[1].busy["link"] == pytest.approx(exchange), "gradients alone"
 
 
 def test_copies_share_the_bus_with_a_link_that_goes_over_it() -> None:
     """With gradients and states in RAM, sums leave in backward and weights arrive in forward, together with the other
     ranks' data."""
     rates = {"d2h_bytes_per_second": 1e9, "h2d_bytes_per_second": 1e9, "link_bytes_per_second": 5e8}
+    rates["most_ctas"] = FEW_CTAS  # which a bus always has
     own, received = 4 * N // 2, 4 * (N + EXCHANGE_SECONDS * 5e8)
+    gradients = 4 * (N + EXCHANGE_SECONDS * FEW_EXCHANGE_EFFICIENCY * 5e8)
     for accumulation in (1, 2):
         apart = seconds(2, Placement(), accumulation, **rates)
         made = seconds(2, Placement(), accumulation, **rates, link_is_bus=True)
         assert made.busy["link"] == apart.busy["link"]
-        assert made.busy["D2H"] - apart.busy["D2H"] == pytest.approx(accumulation * received / 1e9)
+        assert made.busy["D2H"] - apart.busy["D2H"] == pytest.approx(accumulation * gradients / 1e9)
         assert made.busy["H2D"] - apart.busy["H2D"] == pytest.approx(received / 1e9), "new weights once"
     assert apart.busy["H2D"] == pytest.approx(2 * own / 1e9)
     streamed = Placement(gradients="vram", step="gpu")  # states travel in forward, like other ranks' new weights
@@ -234,9 +243,9 @@ def test_the_link_works_beside_computing() -> None:
     flops = 10**12
     computing = {"bf16_flops_per_second": 1e12, "link_bytes_per_second": 1e9}
     made = seconds(2, IN_VRAM, flops=flops, **computing)
-    one = N / 1e9 + EXCHANGE_SECONDS
-    assert made.backward_phase == pytest.approx(4 + one, rel=1e-3)
-    assert made.update_phase == pytest.approx(4 + one, rel=1e-3)
+    exchange, gather = (N / (share * 1e9) + EXCHANGE_SECONDS for share in (EXCHANGE_EFFICIENCY, 1.0))
+    assert made.backward_phase == pytest.approx(4 + exchange, rel=1e-4)
+    assert made.update_phase == pytest.approx(4 + gather, rel=1e-3)
 
 
 def test_the_bus_and_the_cores_have_a_ranks_part_to_move() -> None:
@@ -420,7 +429,9 @@ def test_several_hosts_share_no_ram() -> None:
 @pytest.mark.parametrize(
     ("machine", "expected"),
     [
-        (H200, NCCL_BYTES),
+        (replace(H200, num_ranks=2), NCCL_BYTES),
+        (replace(H200, num_ranks=4), NCCL_BYTES + 2 * NCCL_BYTES_EACH),
+        (replace(H200, num_ranks=4, most_ctas=FEW_CTAS), NCCL_FEW_BYTES + 2 * NCCL_FEW_BYTES_EACH),
         (replace(H200, most_ctas=FEW_CTAS), NCCL_FEW_BYTES),
         (replace(H200, link_is_bus=True), NCCL_FEW_BYTES),
         (replace(H200, link_is_bus=True, network_bytes_per_second=1e9), NCCL_BYTES),
