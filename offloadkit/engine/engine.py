@@ -16,7 +16,7 @@ import traceback
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,30 +27,24 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from offloadkit.checkpoint.base import Base, Checksums
-from offloadkit.checkpoint.folder import explained_write_errors, origin_from
-from offloadkit.checkpoint.one_run import Saves
 from offloadkit.checkpoint.origin import Origin
-from offloadkit.checkpoint.run import RunSnapshot, SummationOrder, check_scheduler, load_run, save_run
-from offloadkit.checkpoint.states import SavedStates
-from offloadkit.checkpoint.values import why_unlike
+from offloadkit.checkpoint.run import RunSnapshot
 from offloadkit.device import watchdog
 from offloadkit.device.process_memory import VramCap, forget_peak, phase
 from offloadkit.distributed import world
 from offloadkit.distributed.machine import shared_cores
 from offloadkit.distributed.ranks import Group, joined_ranks
+from offloadkit.engine.checkpoints import Checkpoints
 from offloadkit.engine.checks import check_free, check_not_wrapped, engine_closed, engine_opened, used_elsewhere
 from offloadkit.engine.loop import TrainingLoop
 from offloadkit.engine.outline import FirstWindow, needs_plan, plan_for, proposing_disk
 from offloadkit.engine.replanner import Replanner, connect, plan_of_rank
+from offloadkit.engine.run_state import RunState
 from offloadkit.errors import (
     ConfigError,
     EngineStateError,
-    ModelError,
-    NonFiniteGradientError,
     OffloadkitError,
     RankError,
-    RolledBackError,
     shown,
 )
 from offloadkit.facts import hardware
@@ -73,7 +67,7 @@ from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.plain import plain_copies
 from offloadkit.offload.profiling import Profile
 from offloadkit.offload.rate_watch import RateWatch
-from offloadkit.offload.records import LOOK, StepRecords
+from offloadkit.offload.records import StepRecords
 from offloadkit.offload.shortage import (
     RamWatch,
     explained_shortage,
@@ -84,30 +78,13 @@ from offloadkit.offload.update import StepThread, Update
 from offloadkit.offload.weights import forked_error
 from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import options_of
-from offloadkit.optim.torch_optimizer import OffloadOptimizer, changed_options, check_states
+from offloadkit.optim.torch_optimizer import OffloadOptimizer
 from offloadkit.planner import Plan
 from offloadkit.planner.plan import check_fits
 
 logger = logging.getLogger(__name__)
 
-MAX_ROLLBACKS = 3
-"""Consecutive rollbacks after which NaN is an error."""
-
 _T = TypeVar("_T")
-
-
-def _shape(value: Any) -> Any:
-    return getattr(value, "shape", None)
-
-
-def _states_of(scheduler: Any) -> dict[str, Any] | None:
-    """The scheduler's `state_dict()`. Raises `ConfigError` for an object that is not a scheduler."""
-    if scheduler is None:
-        return None
-    if isinstance(scheduler, type) or not callable(getattr(scheduler, "state_dict", None)):
-        raise ConfigError(f"scheduler must be a scheduler of torch.optim.lr_scheduler, got {shown(scheduler)}")
-    states: dict[str, Any] = scheduler.state_dict()
-    return states
 
 
 def _let_go_here(process: int, undo: ExitStack) -> None:
@@ -303,11 +280,8 @@ class OffloadEngine:
             rate_watch=rate_watch,
             vram_cap=vram_cap,
         )
-        self._origin = self._ranks.broadcast_from(Origin.of_new_run)
-        self._saves, self._checksums = Saves(), Checksums()
-        self._scheduler: Any = None
-        self._num_saved_updates = self._failed_at = self._num_rollbacks = 0
-        """Updates in the last checkpoint; the furthest update with NaN, and rollbacks since."""
+        state = RunState(self.loop, self.optimizer, self.config, self._ranks)
+        self.checkpoints = Checkpoints(state, self.loop, self._ranks, self.telemetry, self.device)
         self.own_return: Callable[[], Path | None] | None = None
         self._ranks.take_received()  # not counted for any step
         self._open = True
@@ -469,18 +443,18 @@ class OffloadEngine:
         self.loop.untrained.check()
         with self._closing_if_lost():
             shortage = self.replanner.check_memory()
-            self._read_reports()
+            self.loop.read_reports()
             self.placed.layers.take_over_external_writes()
             agreed = self.replanner.agree(shortage)
             with self.replanner.recover_at_boundary():
                 update = self.loop.start_update(agreed.order)
             self.loop.end_window(update)
-            said = self._what_is_not_finite(update) if self.config.on_nonfinite == "rollback" else None
+            said = self.loop.why_not_finite(update) if self.config.on_nonfinite == "rollback" else None
             profile = self.loop.profile
             if profile is not None and profile.step(self._settle, self.loop.records.read, self.telemetry):
                 self.loop.profile = None
             if said is not None:
-                raise self._roll_back(update.number, said)
+                raise self.checkpoints.roll_back(update.number, said, self.own_return)
             self.replanner.after_update(agreed)
         return True
 
@@ -510,11 +484,7 @@ class OffloadEngine:
             NonFiniteGradientError: as `step`.
         """
         self._check_open()
-        self._settle()
-        self.loop.update_loss_scale()
-        self.placed.layers.take_over_external_writes()
-        self.loop.records.wait()
-        self._read_reports()
+        self.loop.synchronize()
 
     def profile(self, *, steps: int = 3, path: str | Path = "offloadkit-trace.json") -> Profile:
         """Trace `steps` steps, starting at the next boundary.
@@ -538,67 +508,6 @@ class OffloadEngine:
         if os.getpid() != self._process:
             raise forked_error("the model was")
         self.loop.settle()
-
-    def _read_reports(self) -> None:
-        self.loop.raise_thread_error()
-        try:
-            self.loop.records.read()
-        except NonFiniteGradientError as error:
-            self.loop.drop_gradients()
-            raise NonFiniteGradientError(f"{error}. {watchdog.in_words(self.last_checkpoint)}") from None
-
-    def _what_is_not_finite(self, update: Update) -> str | None:
-        """Wait for the newest update's norm; a sentence if it is not finite and the loss scale cannot fall. All ranks
-        have the same norm, so they roll back together.
-        """
-        watchdog.wait(update.norm_known, "the gradient norm")
-        self.loop.raise_thread_error()
-        try:
-            self.loop.records.read()
-        except NonFiniteGradientError as error:
-            return str(error)
-        return None
-
-    def _roll_back(self, step: int, said: str) -> NonFiniteGradientError:
-        """Go back to the last checkpoint after update `step` had NaN or Inf in its gradients; returns the error to
-        raise.
-
-        Args:
-            said: a sentence about the update.
-
-        Raises:
-            ModelError, ConfigError: as `load_checkpoint`.
-        """
-        folder = self.last_checkpoint if self.own_return is None else self.own_return()
-        if folder is None:
-            return NonFiniteGradientError(
-                f"{said}, and on_nonfinite='rollback' has no checkpoint to go back to. {watchdog.in_words(None)}: save "
-                f"earlier, in a custom loop before the first step. {LOOK}, or pass on_nonfinite='skip' to skip such "
-                "steps"
-            )
-        if step > self._failed_at:
-            self._failed_at, self._num_rollbacks = step, 0
-        if self._num_rollbacks == MAX_ROLLBACKS:
-            return NonFiniteGradientError(
-                f"{said}. Training has gone back {MAX_ROLLBACKS} times without passing step {self._failed_at}, so the "
-                f"fault is permanent. {LOOK}, or continue with on_nonfinite='skip' to skip such steps. "
-                f"{watchdog.in_words(folder)}"
-            )
-        self._num_rollbacks += 1
-        back = RolledBackError(
-            f"{said}. Training goes back to step {self._num_saved_updates}, {str(folder)!r} (time "
-            f"{self._num_rollbacks} of {MAX_ROLLBACKS} before step {self._failed_at} is passed)"
-        )
-        back.step, back.num_updates, back.checkpoint = step, self._num_saved_updates, folder
-        if self.own_return is not None:
-            self.num_updates = self._num_saved_updates  # transformers' checkpoints do not contain it
-            return back
-        try:
-            back.position = self.load_checkpoint(folder, scheduler=self._scheduler)
-        except OffloadkitError as error:
-            error.add_note(str(back))
-            raise
-        return back
 
     # ---- moving -------------------------------------------------------------------------------------------------
 
@@ -673,17 +582,8 @@ class OffloadEngine:
         Raises:
             EngineStateError: an accumulation window is open, whose gradients would be lost.
         """
-        self._check_window()
-        self.synchronize()
-        return {
-            "module": self.module.state_dict(),
-            "optimizer": {view.name: self.optimizer.state[view.parameter] for view in self.placed.layers.views()},
-            "param_groups": [
-                {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
-            ],
-            "num_updates": self.num_updates,
-            "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
-        }
+        self._check_open()
+        return self.checkpoints.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict()` of an engine with the same parameters. Placements may differ. These errors
@@ -694,60 +594,8 @@ class OffloadEngine:
             ConfigError: the saved states have another optimizer, precision or working dtype.
             EngineStateError: an accumulation window is open.
         """
-        self._check_window()
-        self.synchronize()
-        groups = self.optimizer.param_groups
-        self._check_state(state)
-        saved = state["optimizer"]
-        parameters = {view.name: view.parameter for view in self.placed.layers.views()}
-        if parameters.keys() != saved.keys():
-            differing = sorted(parameters.keys() ^ saved.keys())
-            raise ModelError(f"the saved run has other parameters than this model: {', '.join(differing[:5])} differ")
-        if len(state["param_groups"]) != len(groups):
-            raise ModelError(
-                f"the saved run has {len(state['param_groups'])} parameter groups, this one has {len(groups)}"
-            )
-        for name, parameter in parameters.items():
-            check_states(self.optimizer.state[parameter], saved[name])
-        with self.placed.external_writes.released():
-            self.module.load_state_dict(state["module"])
-        self.placed.layers.take_over_external_writes(keep_remainder=True)
-        for name, parameter in parameters.items():
-            self.optimizer.load_parameter_state(parameter, saved[name])
-        if (warning := changed_options(groups, state["param_groups"])) is not None:
-            warnings.warn(warning, RuntimeWarning, stacklevel=2)
-        for group, options in zip(groups, state["param_groups"], strict=True):
-            group.update(options)
-        self.num_updates = state["num_updates"]
-        if self.loss_scale is not None and state.get("loss_scale"):
-            self.loss_scale.load_state_dict(state["loss_scale"])
-
-    def _check_state(self, state: Any) -> None:
-        """Raise `ModelError` if `state` is not a `state_dict()` of an engine of this model."""
-        own = self.state_dict()
-        lacks_scale = isinstance(state, Mapping) and state.get("loss_scale") is None
-        wanted = {name: own[name] for name in own if name != "loss_scale" or not lacks_scale}
-        needed = dict.fromkeys(name for name in wanted if name != "loss_scale")
-        why = why_unlike(state, needed, "it", whole=True) or why_unlike(state, wanted, "it")
-        if why is None and (type(done := state["num_updates"]) is not int or done < 0):
-            why = f"num_updates is {shown(done)}, but a whole number >= 0 is needed"
-        for at, group in enumerate(state["param_groups"] if why is None else ()):
-            try:
-                options_of(group)
-            except ConfigError as error:
-                why = f"in group {at}, {error}"
-        if why is None:
-            differing = sorted(own["module"].keys() ^ state["module"].keys(), key=str)
-            both = own["module"].keys() & state["module"].keys()
-            differing += sorted(name for name in both if _shape(own["module"][name]) != _shape(state["module"][name]))
-            if differing:
-                why = f"module[{differing[0]!r}] differs from this model"
-        for name, arrays in own["optimizer"].items():
-            for array, value in state["optimizer"].get(name, {}).items() if why is None else ():
-                if array in arrays and torch.as_tensor(value).shape != arrays[array].shape:
-                    why = f"{array} of {name!r} differs in shape from this model"
-        if why is not None:
-            raise ModelError(f"the state cannot be loaded: {why}. Load a state_dict() of an engine of this model")
+        self._check_open()
+        self.checkpoints.state.load_state_dict(state)
 
     def snapshot(self) -> RunSnapshot:
         """The numbers of the run by name, settled and live: the content of a checkpoint.
@@ -755,38 +603,13 @@ class OffloadEngine:
         Raises:
             EngineStateError: as `state_dict`.
         """
-        state, views = self.state_dict(), list(self.placed.layers.views())
-        names: list[list[str]] = [[] for _ in state["param_groups"]]
-        for view in views:
-            names[view.group].append(view.name)
-        groups = [{"options": group, "parameters": of} for group, of in zip(state["param_groups"], names, strict=True)]
-        frozen = self.placed.frozen_weights()
-        model = str(getattr(getattr(self.module, "config", None), "_name_or_path", ""))
-        facts: dict[str, Any] = {"optimizer": self.config.optimizer, "precision": self.config.precision}
-        if self.config.precision != "exact":
-            facts["seed"] = self.config.seed
-        return RunSnapshot(
-            {name: value for name, value in state["module"].items() if name not in frozen},
-            state["optimizer"],
-            {view.name: each.ranges_of(at) for each in self.placed.trained for at, view in enumerate(each.layer.views)},
-            {view.name: tuple(view.parameter.shape) for view in views},
-            groups,
-            facts,
-            {name: state[name] for name in ("num_updates", "loss_scale")},
-            self._summation_order,
-            self.origin,
-            self.placed.layers.forget_pages,
-            Base(model, lambda: self._checksums.of(frozen)) if frozen else None,
-        )
+        self._check_open()
+        return self.checkpoints.state.snapshot()
 
     @property
     def origin(self) -> Origin:
         """Identity of the run and its number of updates, stored in a checkpoint's files."""
-        return self._origin._replace(num_updates=self.num_updates)
-
-    @property
-    def _summation_order(self) -> SummationOrder:
-        return SummationOrder(self._ranks.size, self.config.gradient_accumulation, self.config.exchange)
+        return self.checkpoints.state.origin
 
     def save_checkpoint(self, folder: str | Path, *, scheduler: Any = None, position: Any = None) -> None:
         """Write everything that an exact continuation needs: weights, states, counts and random states. Of frozen
@@ -807,16 +630,8 @@ class OffloadEngine:
             ConfigError: `position` or the scheduler's state holds an object that is not data.
             ModelError: the module's `state_dict()` does.
         """
-        states = _states_of(scheduler)
-        where = Path(os.path.realpath(path_of(folder, "folder")))  # keep a symbolic link, and replace its target
-        with phase("saving", self.telemetry.peaks, self.device):
-            with self._ranks.together("claiming a checkpoint"):
-                if self._ranks.rank == 0:
-                    with explained_write_errors(where):
-                        where.parent.mkdir(parents=True, exist_ok=True)
-                        self._saves.claim(where)
-            save_run(where, self.snapshot(), self._ranks, scheduler=states, position=position)
-        self.last_checkpoint, self._scheduler = where, scheduler
+        self._check_open()
+        self.checkpoints.save(folder, scheduler, position)
 
     def load_checkpoint(self, folder: str | Path, *, scheduler: Any = None) -> Any:
         """Continue from `save_checkpoint`, with any placement.
@@ -834,38 +649,16 @@ class OffloadEngine:
             EngineStateError: an accumulation window is open.
         """
         self._check_open()
-        folder, own = Path(os.path.realpath(path_of(folder, "folder"))), _states_of(scheduler)
-
-        def took_weights() -> None:
-            self.placed.layers.take_over_external_writes(keep_remainder=True)
-
-        # Released, because watched weights would be copied before each write. All ranks write the same numbers to
-        # shared weights, while no rank reads them.
-        with (
-            phase("resuming", self.telemetry.peaks, self.device),
-            self.placed.external_writes.released(),
-            self._ranks.together("resuming"),
-        ):
-            with self._ranks.together("beginning to resume"):
-                numbers = self.snapshot()
-            values = load_run(folder, numbers, scheduler=own, took_weights=took_weights, ranks=self._ranks)
-            self._go_on(values)
-            self._origin = self._ranks.broadcast_from(lambda: origin_from(folder))
-        if scheduler is not None:
-            scheduler.load_state_dict(values["scheduler"])
-        self.last_checkpoint, self._scheduler = folder, scheduler
-        self._saves.go_on_from(folder)
-        return values.get("position")
+        return self.checkpoints.load(folder, scheduler)
 
     @property
     def last_checkpoint(self) -> Path | None:
         """The folder last saved or resumed from, for errors and `on_nonfinite="rollback"`."""
-        return self.loop.last_checkpoint
+        return self.checkpoints.last
 
     @last_checkpoint.setter
     def last_checkpoint(self, folder: Path) -> None:
-        self.loop.last_checkpoint = watchdog.state.last_checkpoint = folder
-        self._num_saved_updates = self.num_updates
+        self.checkpoints.last = folder
 
     def load_states(self, folder: Path, *, scheduler: Any = None) -> dict[str, Any]:
         """Load the states of a checkpoint whose weights the module already has; returns the values in its `run.json`.
@@ -876,42 +669,13 @@ class OffloadEngine:
         Raises:
             ModelError, ConfigError: as `load_checkpoint`.
         """
-        numbers = self.snapshot()
-        with SavedStates(folder) as saved:
-            values = numbers.check(folder, saved)
-            if (states := _states_of(scheduler)) is not None:
-                check_scheduler(folder, values, states)
-            numbers.load_states(saved)
-        self._go_on(values)
-        self._origin = self._ranks.broadcast_from(lambda: origin_from(folder))
-        return values
-
-    def _go_on(self, values: dict[str, Any]) -> None:
-        """Take the options and counts of a saved run. Warns if the order of adding gradients or the options differ."""
-        saved_groups = [group["options"] for group in values["groups"]]
-        scheduled = values.get("scheduler") is not None
-        options = changed_options(self.optimizer.param_groups, saved_groups, scheduled=scheduled)
-        for warning in (SummationOrder(**values["adding"]).order_warning(self._summation_order), options):
-            if warning is not None and world.rank() == 0:
-                warnings.warn(warning, RuntimeWarning, stacklevel=3)
-        for group, saved in zip(self.optimizer.param_groups, values["groups"], strict=True):
-            group.update(saved["options"])
-        self.num_updates = values["counts"]["num_updates"]
-        if self.loss_scale is not None and values["counts"]["loss_scale"]:
-            self.loss_scale.load_state_dict(values["counts"]["loss_scale"])
-
-    def _check_window(self) -> None:
         self._check_open()
-        if self.loop.num_backwards:
-            raise EngineStateError(
-                f"{self.loop.num_backwards} micro-batches of an accumulation window are done, and their gradients are "
-                "in no checkpoint: end the window with step() first, or drop them with optimizer.zero_grad()"
-            )
+        return self.checkpoints.load_states(folder, scheduler)
 
     def master_weights(self) -> dict[str, torch.Tensor]:
         """fp32 copies of the master weights in RAM, by parameter name; with several ranks this rank's part, 1-D."""
-        self.synchronize()
-        return {view.name: state.master(view) for state in self.placed.trained for view in state.layer.views}
+        self._check_open()
+        return self.checkpoints.state.master_weights()
 
     # ---- closing -----------------------------------------------------------------------------------------------
 
@@ -936,13 +700,13 @@ class OffloadEngine:
                 self._abandon()
             else:
                 self._settle()
-                self._read_reports()
+                self.loop.read_reports()
         except OffloadkitError:
             if not failing:
                 raise
         finally:
             self._open = False
-            self._saves.end()
+            self.checkpoints.end()
             self._steps_phase.close()
             with phase("closing", self.telemetry.peaks, self.device):
                 self._let_go()

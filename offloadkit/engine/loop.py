@@ -14,7 +14,7 @@ from torch import nn
 from offloadkit.device import watchdog
 from offloadkit.device.streams import record_compute
 from offloadkit.distributed.ranks import Ranks
-from offloadkit.errors import EngineStateError, ModelError, RankError
+from offloadkit.errors import EngineStateError, ModelError, NonFiniteGradientError, RankError
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.offload.layers import UntrainedParameters
 from offloadkit.offload.model import PlacedModel
@@ -228,6 +228,40 @@ class TrainingLoop:
             self.step_thread.finish(self.newest_update)
         self.raise_thread_error()
         self.placed.settle()
+
+    def synchronize(self) -> None:
+        """Wait until every update is applied, on host and device. Raises the errors of `read_reports`."""
+        self.settle()
+        self.update_loss_scale()
+        self.placed.layers.take_over_external_writes()
+        self.records.wait()
+        self.read_reports()
+
+    def read_reports(self) -> None:
+        """Record finished steps.
+
+        Raises:
+            NonFiniteGradientError: a step was not applied. Present gradients are dropped.
+            EngineStateError, RankError: the stepping thread has failed.
+        """
+        self.raise_thread_error()
+        try:
+            self.records.read()
+        except NonFiniteGradientError as error:
+            self.drop_gradients()
+            raise NonFiniteGradientError(f"{error}. {watchdog.in_words(self.last_checkpoint)}") from None
+
+    def why_not_finite(self, update: Update) -> str | None:
+        """Wait for the newest update's norm; a sentence if it is not finite and the loss scale cannot fall. All ranks
+        have the same norm, so they roll back together.
+        """
+        watchdog.wait(update.norm_known, "the gradient norm")
+        self.raise_thread_error()
+        try:
+            self.records.read()
+        except NonFiniteGradientError as error:
+            return str(error)
+        return None
 
     def let_go(self) -> None:
         """Release all references to the model."""
