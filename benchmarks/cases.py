@@ -87,7 +87,7 @@ class EngineSetup:
     @property
     def plans(self) -> bool:
         """Whether the budgets of a case apply to this engine."""
-        return self.engine in ("offloadkit", "hashed") or self.is_door
+        return self.engine in ("offloadkit", "hashed", "lora") or self.is_door
 
     @property
     def is_door(self) -> bool:
@@ -105,6 +105,11 @@ ENGINES = {
     "offloadkit": EngineSetup("offloadkit", "offloadkit"),
     "offloadkit-compiled": EngineSetup("offloadkit, compiled", "offloadkit", (("compiled", True),)),
     "offloadkit-muon": EngineSetup("offloadkit, Muon", "offloadkit", (("optimizer", "muon"),)),
+    "offloadkit-lora": EngineSetup("offloadkit, PEFT's LoRA", "lora", package="peft"),
+    "peft": EngineSetup("all on the GPU, PEFT's LoRA", "peft", package="peft"),
+    "peft-our-compute": EngineSetup(
+        "all on the GPU, PEFT's LoRA, our compute", "peft", (("our_compute", True),), package="peft"
+    ),
     "torchao": EngineSetup(
         "torchao, bf16 (no clipping, no master weights, bf16 moments)", "torchao", package="torchao"
     ),
@@ -141,6 +146,7 @@ ZERO2 = ("zero2", "zero2-50m", "zero2-200m")
 DOORS = ("offloadkit-finetune", "offloadkit-trainer", "offloadkit-loop")
 WHOLE_RUN = ("offloadkit-whole-run",)
 MUON = ("offloadkit", "offloadkit-muon")
+LORA = ("offloadkit-lora", "peft", "peft-our-compute")
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,7 @@ class Case:
     """A piece of work with a budget. Sizes are per micro-batch; budgets are in GiB."""
 
     claim: str
-    """Purpose of the case: "W1" to "W7", "muon", "doors", "growth", "plan", "fit", "blog" or "try"."""
+    """Purpose of the case: "W1" to "W7", "muon", "lora", "doors", "growth", "plan", "fit", "blog" or "try"."""
     model: str
     batch_size: int
     input_length: int
@@ -238,6 +244,8 @@ CASES: dict[str, Case] = {
     "w7": _llama("W7", 32, 1024, 24, engines=(*_PEERS, "roundpipe")),
     "muon-t5-3b": _t5("muon", "t5-3b", 8, 24, engines=MUON),
     "muon-llama-3b": _llama("muon", 4, 2048, 24, engines=MUON),
+    "lora-llama-8b-6": _llama("lora", 4, 1024, 6, "llama-3.1-8b", ram=20, engines=LORA),
+    "lora-llama-8b-10": _llama("lora", 8, 1024, 10, "llama-3.1-8b", ram=20, engines=LORA),
     "doors-t5-3b-24": _t5("doors", "t5-3b", 8, 24, engines=DOORS),
     "doors-t5-3b-6": _t5("doors", "t5-3b", 1, 6, engines=DOORS),
     "doors-llama-3b-24": _llama("doors", 8, 1024, 24, engines=(*DOORS, "offloadkit-sft")),
@@ -293,5 +301,6 @@ CASES: dict[str, Case] = {
     "tiny-ragged": Case("try", "t5-tiny", 2, 16, 8, vram=2, mask="ragged", engines=("hf", "ours-on-gpu", "offloadkit")),
     "tiny-doors": Case("try", "t5-tiny", 2, 16, 8, engines=(*DOORS, *WHOLE_RUN)),
     "tiny-llama": Case("try", "llama-tiny", 2, 16, vram=2, engines=("hf", "offloadkit")),
+    "tiny-lora": Case("try", "llama-tiny", 2, 16, vram=2, engines=LORA),
     "tiny-muon": Case("try", "t5-tiny", 2, 16, 8, vram=2, engines=MUON),
 }

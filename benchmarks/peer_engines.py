@@ -1,4 +1,4 @@
-"""Peers that offloadkit does not install: torchao and RoundPipe, on one GPU."""
+"""Engines that need packages which offloadkit does not install: torchao, RoundPipe and PEFT, on one GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ import torch
 from offloadkit.deepspeed.process import building
 from offloadkit.device.process_memory import VramCap
 from offloadkit.doors.engines import worker
-from offloadkit.doors.engines.engine import LEARNING_RATE, Engine, EngineFactory
-from offloadkit.doors.engines.work import Batch, Work, plain_model
+from offloadkit.doors.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, Engine, EngineFactory
+from offloadkit.doors.engines.ours import Offloadkit
+from offloadkit.doors.engines.plain import Baseline
+from offloadkit.doors.engines.work import Batch, Work, lazy_model, plain_model, random_steps
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.offload.unread import become, leave_unread
 from offloadkit.planner import Dtype
+
+LORA_RANK = 16
 
 
 class Torchao(Engine):
@@ -135,7 +142,50 @@ def _with_new_names(create_causal_mask: Callable[..., Any]) -> Callable[..., Any
     return created
 
 
+class Lora(Offloadkit):
+    """`OffloadEngine` with PEFT's adapters on a base of random weights, which are drawn layer by layer."""
+
+    def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
+        """Raises `DoesNotFitError` if no plan fits."""
+        model = adapted(lazy_model(work, dtype, device))
+        leave_unread([each for name, each in model.named_parameters() if "lora_" in name], _draw_adapters)
+        config = OffloadConfig(
+            learning_rate=LEARNING_RATE,
+            max_grad_norm=MAX_GRAD_NORM,
+            gradient_accumulation=work.accumulation,
+            precision=work.precision,
+            working_dtype="auto",
+            vram=None if device.type == "cpu" else work.vram,
+            ram=work.ram,
+        )
+        self._model = OffloadEngine(model, config, device=device, example=random_steps(work, device)[0][0])
+
+
+class Peft(Baseline):
+    """PEFT's adapters, trained in fp32 with everything on the device."""
+
+    def model_of(self, work: Work, dtype: Dtype, device: torch.device) -> Any:
+        return adapted(plain_model(work, dtype, device, device))
+
+
+def adapted(model: Any) -> Any:
+    """`model` with LoRA's adapters on all linear layers but the head, in fp32 and without dropout."""
+    import peft
+
+    config = peft.LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
+    return peft.get_peft_model(model, config).train()
+
+
+def _draw_adapters(parameters: Any) -> None:
+    """On both sides small random numbers, so that every adapter has gradients in the first step."""
+    for parameter in parameters:
+        if parameter.is_meta:
+            become(parameter, torch.empty(parameter.shape, dtype=parameter.dtype).normal_(0.0, 0.02))
+
+
 ENGINES: dict[str, EngineFactory] = worker.ENGINES | {
+    "lora": Lora,
+    "peft": Peft,
     "torchao": Torchao,
     "torchao-fp32": TorchaoFp32,
     "roundpipe": RoundPipe,

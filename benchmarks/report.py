@@ -37,6 +37,7 @@ _TITLES = {
     "W6": "A Llama of 3.2 G parameters on cards of 24 and 48 GB",
     "W7": "The same Llama with larger batches on a card of 24 GB",
     "muon": "Muon and AdamW on a card of 24 GB",
+    "lora": "LoRA of a Llama of 8 G parameters on cards of 6 and 10 GB",
     "doors": "The same work through every door",
     "growth": "How a step grows with the batch",
     "blog": "Every engine within a consumer card",

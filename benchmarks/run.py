@@ -146,7 +146,7 @@ def measure_here(task: dict[str, Any]) -> dict[str, Any]:
 
         row = worker.measured(work, FACTORIES[name])
     machine = dict(hardware.describe_machine(hardware.default_device()))
-    versions = {name: version(name) for name in ("torch", "transformers", "deepspeed", "torchao", "roundpipe")}
+    versions = {name: version(name) for name in ("torch", "transformers", "deepspeed", "torchao", "roundpipe", "peft")}
     versions["offloadkit"] = __version__  # a checkout need not be installed
     return row | {"machine": machine, "versions": versions}
 

@@ -28,17 +28,20 @@ class Baseline(Engine):
 
     def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
         VramCap(work.vram, device)
-        self._model = plain_model(work, dtype, device, device)
+        self._model = self.model_of(work, dtype, device)
         self._num_micro_batches, self._device = work.accumulation, device
         self._num_parameters = self._model.num_parameters()
         self._loss_scale = FP16_LOSS_SCALE if dtype == "fp16" else 1.0
         self.weights: list[torch.Tensor] = [weight for weight in self._model.parameters() if weight.requires_grad]
         self.masters = self.weights
-        if dtype != "fp32":
+        if any(weight.dtype != torch.float32 for weight in self.weights):
             self.masters = [weight.detach().float().requires_grad_() for weight in self.weights]
         self.parts = _parts(self.weights)
         options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.0, "fused": True}
         self._optimizers = [torch.optim.AdamW(self.masters[part], **options) for part in self.parts]
+
+    def model_of(self, work: Work, dtype: Dtype, device: torch.device) -> Any:
+        return plain_model(work, dtype, device, device)
 
     def backward(self, loss: torch.Tensor) -> None:
         (loss * (self._loss_scale / self._num_micro_batches)).backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,76 @@
+"""Compare LoRA by offloadkit and PEFT with LoRA by PEFT alone, which has everything on the GPU.
+
+    python -m benchmarks.lora                             # about ten minutes on an H100
+    python -m benchmarks.lora --cases lora-llama-8b-6 --engines offloadkit-lora --steps 12
+    python -m benchmarks.lora --tiny --out /tmp/rows.csv  # a try without a GPU
+
+The base is a Llama of 8 billion random bf16 weights, frozen. All linear layers of its blocks have adapters of rank 16.
+Each engine runs in a process of its own and appends one row: seconds, VRAM and RAM of a training step, for offloadkit
+measured and planned. offloadkit is limited to 6 and 10 GiB of VRAM and 20 GiB of RAM, PEFT alone is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks import run, table
+from benchmarks.cases import CASES, ENGINES, LORA
+from benchmarks.table import Row
+from offloadkit.facts.units import format_bytes
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    """Measure, append the rows to the table, print them, and return them."""
+    options = parse(arguments)
+    rows = run.run(
+        options.cases,
+        engines=options.engines,
+        turns=options.turns,
+        steps=options.steps,
+        out=options.out,
+        commit=options.commit,
+        timeout=options.timeout,
+        verbose=options.verbose,
+    )
+    for line in map(line_of, rows):
+        print(line)
+    return rows
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lora", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help="default: all with the claim lora")
+    parser.add_argument("--engines", nargs="+", choices=LORA, default=LORA)
+    parser.add_argument("--turns", type=int, default=1, help="processes of each engine")
+    parser.add_argument("--steps", type=int, default=run.STEPS, help="timed steps of a process")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a process")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, for trying it without a GPU")
+    parser.add_argument("--verbose", action="store_true", help="show what the processes print")
+    parser.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
+    parser.add_argument("--commit", help="commit to write down where git is missing")
+    options = parser.parse_args(arguments)
+    of_claim = [name for name, case in CASES.items() if case.claim == "lora"]
+    options.cases = options.cases or (["tiny-lora"] if options.tiny else of_claim)
+    return options
+
+
+def line_of(row: Row) -> str:
+    """ "lora-llama-8b-6, offloadkit, PEFT's LoRA: 6,203 tokens/s, 0.6600 s a step (planned 0.6553), VRAM ..."."""
+    first = f"{row['case']}, {ENGINES[row['engine']].title}"
+    if row["status"] != "measured":
+        return f"{first}: {row['status']}, {row['reason']}"
+    told = [f"{row['tokens'] / row['seconds']:,.0f} tokens/s"]
+    by_plan = row["planned_seconds"]
+    told.append(f"{row['seconds']:.4f} s a step" + (f" (planned {by_plan:.4f})" if by_plan else ""))
+    for name, measured, planned in (
+        ("VRAM", "vram_bytes", "planned_vram_bytes"),
+        ("RAM", "ram_peak_bytes", "planned_ram_bytes"),
+    ):
+        size = row[planned]
+        told.append(f"{name} {format_bytes(row[measured])}" + (f" (planned {format_bytes(size)})" if size else ""))
+    return f"{first}: {', '.join(told)}"
+
+
+if __name__ == "__main__":
+    main()
