@@ -22,6 +22,7 @@ from offloadkit.facts.telemetry import Telemetry
 from offloadkit.offload.shards import WeightGathers
 from offloadkit.planner import placed as placed_at
 from tests.models import TinyLM, tokens
+from tests.offload.test_frozen import Adapted
 from tests.simulated_streams import Simulation
 
 
@@ -56,13 +57,24 @@ LEAST = Placement(weights="ram", states="disk", activations="offload")
 STEPS = 3
 
 
-def model(rank: int = 0, *, frozen: bool = False, **options: Any) -> Choosy:
-    """Weights differ between ranks at first; the engine gives all ranks those from rank 0."""
+def model(rank: int = 0, *, frozen: bool = False, adapters: bool = False, **options: Any) -> Choosy:
+    """Weights differ between ranks at first; the engine gives all ranks those from rank 0.
+
+    Args:
+        frozen: freezes the first block.
+        adapters: freezes everything but adapters in the blocks, the norm and the scale.
+    """
     torch.manual_seed(rank)
     made = Choosy(**{"tied": True, "depth": 2, "hidden": 1100, **options})
     if frozen:
         for parameter in made.blocks[0].parameters():
             parameter.requires_grad_(False)
+    if adapters:
+        made.requires_grad_(False)
+        made.norm.requires_grad_(True)
+        made.scale.requires_grad_(True)
+        for block in made.blocks:
+            block.up, block.down = Adapted(block.up), Adapted(block.down)  # type: ignore[assignment]
     return made
 
 
