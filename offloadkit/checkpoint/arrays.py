@@ -164,11 +164,7 @@ class ArrayFile:
         return {name: _array(name, entry, first, size) for name, entry in header.items()}, metadata
 
     def read(self, name: str, into: torch.Tensor, between: PeriodicCall | None = None, *, first: int = 0) -> None:
-        """Fill the 1-D contiguous tensor `into`, on any device, with an array's elements from `first` on.
-
-        Raises:
-            ModelError: the file ends early, or the disk fails.
-        """
+        """Fill the 1-D contiguous tensor `into`, on any device, with an array's elements from `first` on."""
         array = self.arrays[name]
         if into.device.type == "cpu" and into.dtype == array.dtype:
             memory = into.view(torch.uint8)

@@ -62,7 +62,6 @@ class Base:
     checksums: Callable[[], dict[str, str]]
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry for `run.json`."""
         return {"model": self.model, "xxh3": self.checksums()}
 
     def check(self, path: Path, saved: Any) -> None:

@@ -28,11 +28,7 @@ class EarlierRun:
     """Checkpoints not removed yet. The earlier model stays until the new model replaces it."""
 
     def remove_checkpoints(self) -> None:
-        """Remove the checkpoints; call this before the new run writes checkpoints, which may have the same names.
-
-        Raises:
-            OutputError: a checkpoint cannot be removed.
-        """
+        """Remove the checkpoints; call this before the new run writes checkpoints, which may have the same names."""
         while self.checkpoints:
             folder = self.checkpoints[0].parent
             with explained_write_errors(folder):

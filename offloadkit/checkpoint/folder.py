@@ -44,7 +44,6 @@ _NAMES_READ = re.compile(
 )
 """Files that resuming reads. Users may add files with other names."""
 _NAMES_OF_OURS = re.compile(r"(run|random.*|order)\.json|(states-.*|weights|losses)\.safetensors")
-"""Files that record their origin."""
 
 
 def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
@@ -271,11 +270,7 @@ def _names(checkpoint: Path) -> set[str]:
 
 
 def write_manifest(checkpoint: Path, origin: Origin) -> None:
-    """Write the manifest, which marks the checkpoint as complete.
-
-    Raises:
-        OSError: the manifest cannot be written, or a file's bytes did not reach the disk.
-    """
+    """Write the manifest, which marks the checkpoint as complete."""
     _verdicts.pop(checkpoint.absolute(), None)
     files = {}
     with ThreadPool(1, "offloadkit-sync") as beside_us:
@@ -379,11 +374,7 @@ def origin_of(checkpoint: Path) -> Origin:
 
 
 def origin_from(checkpoint: Path) -> Origin:
-    """The origin of a run that resumes from `checkpoint`: same run id, one attempt later than any in the folder.
-
-    Raises:
-        ModelError: the manifest cannot be read.
-    """
+    """The origin of a run that resumes from `checkpoint`: same run id, one attempt later than any in the folder."""
     own = origin_of(checkpoint)
     beside = [_manifest(path.parent) for path in checkpoint.parent.glob("*/" + MANIFEST)]
     attempts = [each.origin.attempt for each in beside if not isinstance(each, str) and each.origin.run == own.run]
@@ -646,11 +637,7 @@ def _put_back(folder: Path) -> None:
 
 
 def recover_folder(checkpoint: Path) -> None:
-    """After a kill during saving: rename the new folder, if complete, or else the old one back to `checkpoint`.
-
-    Raises:
-        OutputError: the folder cannot be renamed.
-    """
+    """After a kill during saving: rename the new folder, if complete, or else the old one back to `checkpoint`."""
     if (checkpoint / MANIFEST).is_file() or not checkpoint.name:
         return
     for beside in (_new(checkpoint), _aside(checkpoint)):

@@ -112,12 +112,7 @@ class RunSnapshot:
         return num_bytes_of(self.weights) + num_ranks * states
 
     def write(self, folder: Path, rank: int = 0, num_ranks: int = 1, **more: Any) -> None:
-        """Write optimizer states into `folder`, and on rank 0 the values and `more`. No weights or random states.
-
-        Raises:
-            ConfigError: `more` holds a value that cannot be serialized.
-            OSError: a file cannot be written.
-        """
+        """Write optimizer states into `folder`, and on rank 0 the values and `more`. No weights or random states."""
         if rank == 0:
             self.write_values(folder, **more)
         self.write_states(folder, rank, num_ranks)
@@ -235,12 +230,7 @@ def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunSnaps
 
 
 def check_run(folder: Path, ranks: Ranks = SOLO) -> None:
-    """Verify all files of a checkpoint on rank 0, after restoring a folder that was moved when saving was killed.
-
-    Raises:
-        ModelError: see `check_readable`.
-        RankError: rank 0 raised `ModelError`.
-    """
+    """Verify all files of a checkpoint on rank 0, after restoring a folder that was moved when saving was killed."""
     with ranks.together("checking a checkpoint"):
         if ranks.rank == 0:
             if (other := another_writer(folder)) is None:

@@ -181,11 +181,7 @@ class SavedStates:
                         )
 
     def load(self, states: States, ranges: Ranges, between: PeriodicCall) -> None:
-        """Read this rank's ranges into the live arrays of `states`. Call `check` first.
-
-        Raises:
-            ModelError: a file ends early or the disk fails. Some arrays may already be overwritten.
-        """
+        """Read this rank's ranges into the live arrays of `states`. Call `check` first."""
         for parameter, state in states.items():
             for name, array in state.items():
                 begin = ranges[parameter][name][0]

@@ -29,7 +29,6 @@ class Key:
     kind: Literal["read", "ignored", "refused"]
     """ "refused" raises an error unless the value is false, null, 0, 1 or a section that is not enabled."""
     what: str
-    """The result, the reason for ignoring the key, or advice."""
 
 
 def _read(what: str) -> Key:
@@ -213,7 +212,6 @@ KEYS: dict[str, Key] = {
 """Keys by dotted name. A section without keys in this table, such as "tensorboard", is treated as a whole."""
 
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion"}
-"""Optimizer names by DeepSpeed's names in lower case."""
 _SECTIONS = {name[:at] for name in KEYS for at, letter in enumerate(name) if letter == "."}
 _OTHER_NAMES = {"bfloat16": "bf16"}
 _COUNTS = (
@@ -255,7 +253,6 @@ class DeepSpeedConfig:
     written: dict[str, Any]
     """Raw values of the keys that have an effect, by dotted name, without "auto"."""
     dynamic_loss_scale: dict[str, Any] | None
-    """Fields of `DynamicLossScale`."""
     train_batch_size: int | None
     """Rows per update; None if unknown."""
     micro_batch_size: int | None
@@ -265,18 +262,14 @@ class DeepSpeedConfig:
     decay_is_coupled: bool
     """Whether DeepSpeed's Adam would add weight decay to the gradient (`adam_w_mode` is false)."""
     schedule: tuple[str, dict[str, Any]] | None
-    """Name and arguments of the schedule."""
     casts_inputs: bool
     stage: int
     steps_per_print: int | None
     wall_clock_breakdown: bool
     drop_last: bool
     auto: tuple[str, ...] = ()
-    """Keys with the value "auto"."""
     ignored: dict[str, str] = field(default_factory=dict)
-    """Ignored keys and the reasons."""
     where: str = "the DeepSpeed config"
-    """Name of the config in messages."""
 
     @property
     def has_optimizer(self) -> bool:

@@ -51,7 +51,6 @@ logger = logging.getLogger(__name__)
 _NUM_WORKERS = 2
 """DataLoader workers for `training_data`: DeepSpeed's number for one GPU, since random states depend on it."""
 _LATEST = "latest"
-"""Name of the file with the newest checkpoint's tag."""
 _OTHER_DTYPE = re.compile("dtype|scalar type|[Ii]nput type")
 """torch's errors about inputs whose dtype differs from the weights'."""
 

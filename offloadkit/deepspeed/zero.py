@@ -53,7 +53,6 @@ class Zero:
 
 
 LADDER = (Zero(states="vram"), Zero(), Zero(recomputed=True), Zero(3, weights="ram", recomputed=True))
-"""Variants from the fastest to the one with the least memory."""
 
 
 def zero_for(config: OffloadConfig, plan: Plan | None, *, logits: int = 0, num_ranks: int = 1) -> Zero:
@@ -63,10 +62,6 @@ def zero_for(config: OffloadConfig, plan: Plan | None, *, logits: int = 0, num_r
         plan: offloadkit's plan for the same work, for its limits and activations; None: states in RAM.
         logits: number of logits in a micro-batch.
         num_ranks: number of processes, one per GPU.
-
-    Raises:
-        ConfigError: an option of `config` has no counterpart in DeepSpeed.
-        DoesNotFitError: no variant fits.
     """
     check(config)
     if config.placement is not None:

@@ -134,7 +134,6 @@ class VramCap:
 
 
 def load_libraries(device: torch.device) -> None:
-    """Load the libraries that every training needs into the CUDA context."""
     square = torch.zeros(16, 16, device=device)
     torch.mm(square, square)
     del square

@@ -174,7 +174,6 @@ class DiskStates:
         return slab
 
     def give_back(self, index: int) -> None:
-        """Start writing the region, which frees its buffer when done."""
         slab, _ = self._here.pop(index)
         self._written[index] = self.file.write(index, slab)
         self._free.append((slab, self._written[index]))

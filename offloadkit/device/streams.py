@@ -131,7 +131,6 @@ class _Cuda:
 
 
 backends: dict[str, Backend] = {"cpu": _Immediate(), "cuda": _Cuda()}
-"""Backends by device type."""
 
 
 class BusyTime:

@@ -135,18 +135,13 @@ def end() -> None:
 
 
 def forget() -> None:
-    """Stop tracing and drop the prepared trace."""
     global _prepared
     _prepared = None
     end()
 
 
 def write(path: Path, ranges: Sequence[Range]) -> None:
-    """Write ranges as Chrome trace events, in microseconds. Tracks become threads of one process.
-
-    Raises:
-        OutputError: `path` cannot be written.
-    """
+    """Write ranges as Chrome trace events, in microseconds. Tracks become threads of one process."""
     tracks = [*TRACKS, *sorted({each.track for each in ranges} - set(TRACKS))]
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": track}}

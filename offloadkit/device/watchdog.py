@@ -115,7 +115,6 @@ class _Call:
 
 
 _calls: dict[int, _Call] = {}
-"""Running calls by thread id."""
 _lock = threading.Lock()
 _watching: int | None = None
 """Process id of the watching thread. A forked process must start another thread."""

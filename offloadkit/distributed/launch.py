@@ -42,11 +42,8 @@ Link = connection.Connection
 
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 10.0
-"""Time for the other ranks to end after a failure."""
 _END_SECONDS = 10.0
-"""Time for a rank to exit after all ranks have returned."""
 _TAIL_LINES = 60
-"""Lines of a rank's output in an error."""
 _START = "import sys; from offloadkit.distributed.launch import _serve; _serve(*sys.argv[1:])"
 
 _T = TypeVar("_T")

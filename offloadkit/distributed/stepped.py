@@ -20,7 +20,6 @@ _PAUSE = 2e-5
 """Initial polling interval in seconds; it doubles up to `_LONGEST_PAUSE`."""
 _LONGEST_PAUSE = 1e-4
 CHECKS_EVERY = 0.1
-"""Interval in seconds between checks for ranks that ended."""
 
 
 class SteppedLayers:
@@ -75,11 +74,7 @@ class Stepped:
         return bool((self._words[self._others] >= self._expected).all())
 
     def wait(self) -> None:
-        """Block the calling thread until the other ranks' new weights are in RAM.
-
-        Raises:
-            RankError: another rank has ended, or the timeout is over.
-        """
+        """Block the calling thread until the other ranks' new weights are in RAM."""
         began = checked = time.monotonic()
         pause = _PAUSE
         while not self.reached():

@@ -27,9 +27,6 @@ def join(timeout: float | None = None) -> None:
     Args:
         timeout: longest wait of an operation for the other ranks in seconds, also in a group joined earlier. None keeps
             the present timeout, or torch's default for a new group.
-
-    Raises:
-        RankError: the other ranks cannot be reached.
     """
     limit = None if timeout is None else timedelta(seconds=timeout)
     if limit is not None and dist.is_available() and dist.is_initialized():

@@ -342,7 +342,6 @@ _HAVE_OPTIONS = {
     "lr": "--learning-rate",
     "seed": "--seed",
 }
-"""Training arguments that `--set` rejects, and their own options."""
 
 
 @_command

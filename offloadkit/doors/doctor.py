@@ -41,7 +41,6 @@ class PcieLink:
     address: str
     width: int
     max_width: int
-    """Lanes that the card supports."""
     speed: float
     """GT/s per lane."""
     max_speed: float
@@ -60,11 +59,9 @@ class Facts:
     """Instruction sets of the C kernel that this CPU supports, slowest first; empty without the kernel."""
     compiler: str | None
     torch_cuda: str | None
-    """CUDA (or ROCm) version of the torch build."""
     gpu_in_machine: bool
     """Whether an NVIDIA card or driver is present, even if torch does not see it."""
     gpu_fault: str | None
-    """Why the GPU that torch sees is unusable."""
     triton_fault: str | None
     disk_fault: str | None
     links: tuple[PcieLink, ...]

@@ -82,7 +82,6 @@ HF_NAMES = {
     "gradient_accumulation_steps": "gradient_accumulation",
     "lr": "learning_rate",
 }
-"""HuggingFace's names that `finetune` accepts for its own arguments."""
 
 NUM_PREDICTED = 256
 """Number of evaluation rows, from the first, for exact match or accuracy."""
@@ -690,11 +689,7 @@ def _predicted(
 
 
 def _by_deepspeed(run: TrainingRun) -> FinetuneResult:
-    """Train with DeepSpeed. The result's model is loaded from the saved one; a model passed in gets its weights.
-
-    Raises:
-        ConfigError, DoesNotFitError: see `deepspeed_arguments`.
-    """
+    """Train with DeepSpeed. The result's model is loaded from the saved one; a model passed in gets its weights."""
     from offloadkit.deepspeed.training import give_weights
 
     peaks: Peaks = {}
@@ -732,9 +727,7 @@ class _Engine:
     """Whether the engine trains by the printed plan, shows the monitor and writes offloadkit's checkpoints."""
     check_installed: Callable[[], None]
     check_options: Callable[[OffloadConfig], None]
-    """Raises `ConfigError` for unsupported options."""
     newest_checkpoint: Callable[[Path, ModelSource, OffloadConfig], Path]
-    """The checkpoint in the output folder that `resume=True` continues from."""
     train: Callable[[TrainingRun], FinetuneResult]
 
 

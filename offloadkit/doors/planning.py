@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 BATCH_SIZES = (32, 16, 8, 4, 2, 1)
 """Sizes that "auto" tries: the first whose activations, with every block recomputed, take at most half of VRAM."""
 AUTO_BATCH_SIZE = 8
-"""The size of "auto" without a GPU."""
 
 GIB = 1 << 30
 ASSUMED_VRAM = "24GiB"
@@ -152,11 +151,7 @@ class PlanRequest:
 
 
 def plan_source(source: ModelSource, config: OffloadConfig, request: PlanRequest) -> Plan:
-    """`plan` for a resolved model.
-
-    Raises:
-        ConfigError: as `plan`; also if rows are longer than the model's table of positions.
-    """
+    """`plan` for a resolved model."""
     device, gpu, num_gpus = request.device, request.gpu, request.num_gpus
     with planning_ranks(device or hardware.default_device()) as ranks:
         if ranks.size > 1 and num_gpus not in (None, ranks.size):

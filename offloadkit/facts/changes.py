@@ -27,7 +27,6 @@ class Change(Protocol):
 
 
 _of_library: dict[str, Callable[[], Change]] = {}
-"""Functions that import a library's `Change`, by library name."""
 
 
 def register(library: str, load: Callable[[], Change]) -> None:
@@ -60,12 +59,10 @@ class _Claimed:
     owner: Any
     before: Any
     values: dict[object, Any] = field(default_factory=dict)
-    """Values by claim, the newest last."""
     plain: Any = None
 
 
 claims: dict[tuple[int, str], _Claimed] = {}
-"""Claimed attributes by `id` of the owner and name."""
 _lock = threading.RLock()  # reentrant: garbage collection of an engine may run `undo` while this thread has the lock
 
 
@@ -134,7 +131,6 @@ def caching_configs(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def without_caches(configs: Sequence[Any]) -> Iterator[None]:
-    """While open, the key/value cache is off."""
     with ExitStack() as undo:
         for config in configs:
             if unclaimed(config, "use_cache"):  # another model with this config may be in its forward

@@ -39,7 +39,6 @@ class Hardware:
     """
 
     device: str
-    """ "cuda:0" or "cpu"."""
     gpu_name: str | None
     compute_capability: tuple[int, int] | None
     supports_bf16: bool
@@ -127,7 +126,6 @@ CPU_STEP_RATES: dict[Precision, str] = {
     "compact": "cpu_compact_bytes_per_second",
     "tiny": "cpu_tiny_bytes_per_second",
 }
-"""Field of `Hardware` with the CPU step's rate."""
 ASSUMED_DISK = 1.5e9
 """Bytes per second of reading and of writing a disk that was not measured."""
 

@@ -76,7 +76,6 @@ class Move:
     """Number of updates before the change."""
     why: str
     before: dict[str, int]
-    """Planned bytes by tier."""
     after: dict[str, int]
     seconds: float
     """Seconds during which training paused."""

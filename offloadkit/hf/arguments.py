@@ -40,7 +40,6 @@ _DEEPSPEED_KEYS = {
     "max_grad_norm": "gradient_clipping",
     "gradient_accumulation": "gradient_accumulation_steps",
 }
-"""Field of `OffloadConfig` -> key in ds_config.json."""
 _ACCELERATE = {
     "ACCELERATE_USE_FSDP": "offloadkit does the offloading",
     "ACCELERATE_USE_DEEPSPEED": _FROM_DEEPSPEED,

@@ -196,7 +196,6 @@ class StopCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 def stopped_by(trainer: Any, number: int) -> TrainingStoppedError:
-    """The error for training that SIGTERM or SIGHUP has ended."""
     error = TrainingStoppedError(f"{signal.Signals(number).name} has ended training. {progress_of(trainer)}")
     error.signal = number
     return error

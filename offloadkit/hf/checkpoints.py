@@ -65,9 +65,6 @@ class TrainerCheckpoints:
     def find(self, trainer: Any, given: str | bool) -> str:
         """Check and return the checkpoint to resume from: `given`, or if True the newest complete one in the output
         folder.
-
-        Raises:
-            ModelError, ConfigError: as `OffloadTrainerMixin.train`.
         """
         recut = trainer.offload.resume_incomplete
         if given is True:

@@ -35,7 +35,6 @@ _PARTS = ("system", "system_prompt", "history", "choices", "options", "passage")
 _TOKENIZED = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "labels")
 TEXTS = (*_QUESTIONS, *_CONTEXTS, *_TARGETS)
 CONVERSATIONS = ("messages", "conversations", "prompt", "completion")
-"""Columns that may hold lists of messages."""
 
 ACCEPTED = "input + target, prompt + completion, text, messages, text + label, or input_ids"
 
@@ -48,7 +47,6 @@ class Columns:
     target: str = ""
     """Target (pairs) or label (labelled text)."""
     template: str = ""
-    """Format string that makes the input from `inputs`."""
     otherwise: str = ""
     """Hint on how to choose other columns that the user may have meant."""
 
@@ -173,11 +171,7 @@ def columns_to_read(names: Collection[str], named: Collection[str]) -> set[str]:
 
 
 def strings(values: list[Any], column: str, indices: list[int]) -> list[str]:
-    """Check that all values are strings, and return them.
-
-    Raises:
-        DataError: a value is None or not a string.
-    """
+    """Check that all values are strings, and return them."""
     for index, value in zip(indices, values, strict=True):
         if value is None:
             raise DataError(f"row {index} has no value in {column!r}: correct or drop the row")

@@ -45,7 +45,6 @@ class PreparedData:
     task: Task
 
     id2label: dict[int, str] | None = None
-    """Classification: class id -> name."""
 
     longest_input: int = 1
     """Tokens of the longest row, padded."""
@@ -128,9 +127,6 @@ def prepare_both(
     Args:
         train_dataset, eval_dataset: see `load_dataset_like`. `eval_dataset` may also be the share of training rows to
             hold out (0 < share < 1).
-
-    Raises:
-        DataError: see `prepare`. For the evaluation set the message begins with "eval_dataset: ".
     """
     how: dict[str, Any] = {
         "max_input_length": max_input_length,

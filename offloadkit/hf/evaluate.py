@@ -22,7 +22,6 @@ class Sample:
 
     @property
     def correct(self) -> bool:
-        """Whether the prediction equals the target, ignoring surrounding white space."""
         return self.prediction.strip() == self.target.strip()
 
 

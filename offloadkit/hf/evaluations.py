@@ -89,7 +89,6 @@ class TrainerEvaluations:
         return {_IS_DUE: True} if self._has_failed or skipped or (by_epoch and ends_epoch) else {}
 
     def load(self, values: dict[str, Any]) -> None:
-        """Set the state from the `run.json` of a resumed checkpoint."""
         self._is_due = bool(values.get(_IS_DUE))
 
     def catch_up(self, trainer: Any) -> None:

@@ -312,7 +312,6 @@ def _translate(error: BaseException, name: str, kind: str, found: bool, file: st
 
 
 _OF_BROKEN_FILES = (TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, EOFError)
-"""Errors of other libraries for unexpected values in a file."""
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -190,7 +190,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Task = Literal["seq2seq", "causal", "classification"]
-"""Predict target tokens from input tokens, the next token, or one label for a text."""
 
 _AUTO_CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
@@ -202,11 +201,7 @@ _MOST_PARAMETERS = 2**48
 
 
 def infer_task(config: PreTrainedConfig) -> Task:
-    """The task of the config's architecture or, if it names none, of its model type.
-
-    Raises:
-        ModelError: the model supports none of the three tasks.
-    """
+    """The task of the config's architecture or, if it names none, of its model type."""
     from transformers.models.auto import modeling_auto as auto
 
     architecture = (config.architectures or [""])[0]

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 MOST_ROWS = 4096
 """Maximum number of measured rows, spread evenly over the dataset."""
 SECONDS = 60
-"""Timeout."""
 _COLUMNS = ("input_ids", "labels")
 """Columns to measure; without these, all columns with a length."""
 _OWN_LOSSES = ("transformers.", "trl.trainer.sft_trainer", "offloadkit.")

@@ -235,7 +235,6 @@ class Logits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # an instance method in torch's types
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Handles calls from C++ code, which bypass `__torch_function__`."""
         args, kwargs = tree_map_only(Logits, lambda logits: logits.whole(), (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -54,11 +54,7 @@ class WithLosses(nn.Module):
             write_arrays(folder / LOSS_FILE, own, origin.of_arrays(LOSS_FILE))
 
     def read(self, folder: Path, *, incomplete: bool = False) -> None:
-        """Load the weights that `write` saved; `incomplete` accepts a checkpoint without them.
-
-        Raises:
-            ModelError: the file is missing, or its tensors do not match the losses.
-        """
+        """Load the weights that `write` saved; `incomplete` accepts a checkpoint without them."""
         own, path = self.own(), folder / LOSS_FILE
         if own and not path.is_file() and not incomplete:
             raise ModelError(

@@ -187,7 +187,6 @@ KINDS = ("cuda", "meta")
 MOST_ROWS = 65535
 """Largest batch x heads: CUDA's grid limit."""
 NAME = "offloadkit"
-"""`attn_implementation` under which our attention is registered."""
 
 
 def fuse_attention(model: nn.Module, capability: tuple[int, int] | None = None) -> Callable[[], None]:

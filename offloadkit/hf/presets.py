@@ -17,13 +17,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Preset:
     hub_name: str
-    """Hub name of the weights and the tokenizer."""
 
     model_type: str
-    """transformers' name for the config class."""
 
     values: dict[str, Any]
-    """Keyword arguments of the config class."""
 
     def config_values(self) -> dict[str, Any]:
         return dict(self.values)

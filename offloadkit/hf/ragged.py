@@ -74,10 +74,8 @@ class PadToWidths:
     """Step by name of a [rows, length] tensor."""
 
     values: Mapping[str, int]
-    """Padding value by tensor name."""
 
     on_the_left: frozenset[str] = frozenset()
-    """Names of tensors that are padded on the left."""
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self.collate(rows)
@@ -99,7 +97,6 @@ class OrderOfSeed(Sampler[int]):
         return len(self._sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer before each epoch."""
         self._epoch = epoch
 
     def seed_of_epoch(self) -> int:

@@ -67,11 +67,7 @@ class ModelSource:
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        """The architecture. A hub name may need a download; no weights are read.
-
-        Raises:
-            ModelNotFoundError, ModelAccessError, DownloadError, ModelError: see `readable_hub_errors`.
-        """
+        """The architecture. A hub name may need a download; no weights are read."""
         if self.model is not None:
             return self.model.config
         if self._preset_config is not None and self.init == "random":
@@ -112,11 +108,7 @@ class ModelSource:
         return self._task or infer_task(self._preset_config or self.config)
 
     def for_rows(self, task: Task, id2label: dict[int, str] | None) -> ModelSource:
-        """The same model with the head for `task`, and class names by id for classification.
-
-        Raises:
-            ModelError: a model in memory has another head.
-        """
+        """The same model with the head for `task`, and class names by id for classification."""
         other = copy.copy(self)
         other._task, other._id2label = task, id2label
         if self.model is not None:
@@ -168,10 +160,6 @@ class ModelSource:
 
         Args:
             dtype: of floating-point parameters; None: the checkpoint's (random: the config's, else fp32).
-
-        Raises:
-            ModelError: the architecture has no head for the task, or the weights cannot be read.
-            ModelNotFoundError, ModelAccessError, DownloadError: see `readable_hub_errors`.
         """
         device = torch.device(device)
         if self.model is not None:
@@ -227,10 +215,6 @@ class ModelSource:
         Args:
             tokenizer: a tokenizer, its hub name or folder, or "byte" for ByT5's, which needs no files (one token per
                 byte, 384 ids; for random weights). None: the model's own.
-
-        Raises:
-            ModelError: no tokenizer, or it has neither a padding nor an end token.
-            ModelNotFoundError, ModelAccessError, DownloadError: see `readable_hub_errors`.
         """
         from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 

@@ -61,11 +61,7 @@ def label_names(dataset: Dataset, column: str, config: PreTrainedConfig) -> dict
 
 
 def label_ids(values: list[Any], indices: list[int], feature: Any, id2label: dict[int, str]) -> list[int]:
-    """Id of each label in a batch; `indices` are row numbers for messages. A `ClassLabel` `feature` names its numbers.
-
-    Raises:
-        DataError: a label is not in `id2label`.
-    """
+    """Id of each label in a batch; `indices` are row numbers for messages. A `ClassLabel` `feature` has its names."""
     from datasets import ClassLabel
 
     label2id = {name: index for index, name in id2label.items()}
@@ -98,17 +94,14 @@ class Tokenizing:
     cut_off: list[int] = field(default_factory=list)
     """Rows left out because their input alone fills the maximum length."""
     num_truncated: int = 0
-    """Truncated inputs and targets."""
     longest_input: int = 1
     longest_target: int = 1
     """Tokens, after truncation."""
     total_input: int = 0
     total_target: int = 0
-    """Tokens of all rows, after truncation."""
     num_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens by column, without begin, end and padding tokens."""
     num_unknown: Counter[str] = field(default_factory=Counter)
-    """Unknown tokens among `num_tokens`."""
 
     def warn_of_losses(self) -> None:
         if self.num_skipped:
@@ -302,7 +295,6 @@ _NO_TEMPLATE = (
     "tokenizer.chat_template, or write the conversation into a `text` column"
 )
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
-"""ShareGPT's role names that differ from those in chat templates."""
 
 
 def _messages_of(value: Any, column: str, row: int) -> list[dict[str, Any]]:

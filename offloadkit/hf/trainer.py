@@ -339,11 +339,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._checkpoints.load_weights(self, Path(resume_from_checkpoint), model, super()._load_from_checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Like the Trainer's, but a tied weight is not missing if the file has its other name.
-
-        Raises:
-            ModelError: the checkpoint lacks weights.
-        """
+        """Like the Trainer's, but a tied weight is not missing if the file has its other name."""
         missing = missing_weights(self, load_result.missing_keys)
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
@@ -383,12 +379,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             super()._load_rng_state(checkpoint)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Like the Trainer's, but older checkpoints are deleted when this one is complete.
-
-        Raises:
-            OutputError: the disk is full.
-            RankError: saving failed on another rank.
-        """
+        """Like the Trainer's, but older checkpoints are deleted when this one is complete."""
         self._checkpoints.save(self, trial, partial(super()._save_checkpoint, model, trial))
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:

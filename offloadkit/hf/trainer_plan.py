@@ -36,9 +36,6 @@ class TrainerPlan:
 
         Returns:
             None if the config leaves no choice, or the rows cannot be read or traced before training.
-
-        Raises:
-            DoesNotFitError: the plan does not fit.
         """
         if self._given is not None or not needs_plan(config, trainer.args.device):
             return self._given

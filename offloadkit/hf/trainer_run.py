@@ -27,7 +27,6 @@ from offloadkit.hf.evaluations import TrainerEvaluations, worker_errors_named
 from offloadkit.hf.trained import print_on_rank_0, ranks_of
 
 _trainers: WeakSet[Any] = WeakSet()
-"""Trainers that have begun to train."""
 
 
 class TrainerRun:

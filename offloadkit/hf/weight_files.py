@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PIECE_BYTES = 128 * 2**20
-"""Bytes of a file that are mapped at once."""
 
 
 class ConversionNeededError(Exception):
@@ -271,10 +270,6 @@ def read_lazily(source: str, load: Callable[[], PreTrainedModel]) -> PreTrainedM
     Args:
         source: folder or hub name, for messages.
         load: calls `from_pretrained`.
-
-    Raises:
-        ConversionNeededError: this checkpoint needs a plain `from_pretrained`.
-        ModelError, ...: as `readable_hub_errors`.
     """
     from transformers import PreTrainedModel
 

@@ -22,7 +22,6 @@ from offloadkit.hf.sharding import TARGETS, without_targets
 from offloadkit.hf.trained import called_through_engine
 
 TrainingStep = Callable[[Any, Any], torch.Tensor]
-"""Forward and backward of a micro-batch, given `num_items_in_batch`; returns the loss."""
 
 
 class TrainingWindow:
@@ -79,9 +78,6 @@ class TrainingWindow:
         Returns:
             This micro-batch's part of the window's loss, a scalar on the device, times the number of ranks, since the
                 Trainer logs the mean over ranks.
-
-        Raises:
-            OutOfVramError: the GPU is full, and no plan needs less memory.
         """
         self._replay.add(inputs)
         loss = None

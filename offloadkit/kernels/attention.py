@@ -73,7 +73,6 @@ def _try(query: Tensor, bias: Tensor, mask: Tensor | None, dropout: float) -> No
 
 
 compiled_kinds = set[tuple[Any, ...]]()
-"""Kinds of calls already handled by `_compile_aligned`."""
 
 
 def _compile_aligned(query: Tensor, bias: Tensor, mask: Tensor | None, dropout: float) -> None:
@@ -174,7 +173,6 @@ def _attention_backward(
 attention = torch.library.custom_op("offloadkit::attention", _attention, mutates_args=())
 attention_backward = torch.library.custom_op("offloadkit::attention_backward", _attention_backward, mutates_args=())
 OPERATIONS = (torch.ops.offloadkit.attention, torch.ops.offloadkit.attention_backward)
-"""Operations that a dispatch mode sees: forward and backward."""
 
 
 @attention.register_fake

@@ -162,7 +162,6 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def num_threads() -> int:
-    """Threads per call, including the calling thread."""
     library = c_library()
     return torch.get_num_threads() if library is None else int(library.num_threads())
 

@@ -12,9 +12,7 @@ import triton.language as tl
 
 
 ROWS = 4
-"""Rows of 256 elements per program of the step."""
 PRECISIONS = ("exact", "compact", "tiny")
-"""Precisions that the step's kernels support."""
 
 
 @triton.jit

@@ -21,7 +21,6 @@ from offloadkit.planner.layout import CATEGORIES
 Point = tuple[int, float]
 
 NUM_RECENT = 20
-"""Number of steps that a typical step averages."""
 MAX_POINTS = 300
 _MAX_WARM_UP = 5
 _PAUSE = 2.0
@@ -158,7 +157,6 @@ class Machine:
 
 State = Literal["waiting", "running", "stopping", "finished", "closed", "stopped", "failed"]
 Parts = tuple[tuple[str, float], ...]
-"""Pairs of name and seconds."""
 
 OTHER = "other"
 """Measured memory of no known category."""

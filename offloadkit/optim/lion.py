@@ -17,7 +17,6 @@ class LionScalars(NamedTuple):
     one_minus_beta1: float
     one_minus_beta2: float
     decay: float
-    """1 - lr * weight_decay"""
     lr: float
 
 

@@ -48,7 +48,6 @@ class LossScale:
             self.scale = max(self.scale / 2, how.minimum)
 
     def state_dict(self) -> dict[str, Any]:
-        """All values that decide later scales."""
         return {"scale": self.scale, "patience": self._patience, "num_good": self._num_good}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

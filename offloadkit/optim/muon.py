@@ -26,10 +26,8 @@ class MuonScalars(NamedTuple):
 
     lr: float
     decay: float
-    """1 - lr * weight_decay"""
     momentum: float
     nesterov: float
-    """1 or 0"""
     matches_adamw: float
     """1: scale updates to the RMS of AdamW's updates, 0: only updates of tall matrices."""
     eps: float

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from offloadkit.errors import ConfigError, shown
 
 Rates = Callable[[int], list[float]]
-"""Iteration -> one number per parameter group."""
 
 
 class Schedule:

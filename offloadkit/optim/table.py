@@ -24,7 +24,6 @@ from offloadkit.optim.lion import lion_scalars, lion_update
 from offloadkit.optim.muon import muon_scalars, muon_update, newton_schulz_flops, workspace_sizes
 
 Dtype = Literal["bf16", "fp16", "fp32"]
-"""Names of working-weight dtypes in a plan."""
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 REMAINDER_DTYPES: dict[torch.dtype, torch.dtype | None] = {
@@ -35,7 +34,6 @@ REMAINDER_DTYPES: dict[torch.dtype, torch.dtype | None] = {
 """dtype of the remainder by working dtype: the low half of a split master weight, a full fp32 number, or None."""
 
 MASTER_WEIGHTS, MOMENTS = "master weights", "moments"
-"""Categories that a plan shows."""
 
 ALIGNMENT = 256
 """Alignment in bytes of the arrays in a shared buffer."""
@@ -51,7 +49,6 @@ class StateArray:
     dtype: torch.dtype
     category: str
     block: int = 1
-    """Elements of the layer per element of the array."""
 
     def numel(self, layer_numel: int) -> int:
         return layer_numel if self.block == 1 else -(-layer_numel // self.block)
@@ -81,7 +78,6 @@ class MomentPrecision:
 
     dtype: torch.dtype
     block: int | None = None
-    """Elements per fp32 scale."""
     encode: Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]] | None = None
     """(fp32 values, random integers of 0 .. 65535, is_signed) -> (stored values, scales). None stores fp32 unchanged.
 
@@ -175,11 +171,7 @@ Options = GroupOptions | MuonGroup
 
 
 def options_of(group: Mapping[str, Any]) -> Options:
-    """Read the present options of a group, by its optimizer.
-
-    Raises:
-        ConfigError: as `GroupOptions.of`, or the group's optimizer is unknown.
-    """
+    """Read the present options of a group, by its optimizer."""
     is_muon = optimizer_named(group.get("optimizer", "adamw")).name == "muon"
     return MuonGroup.of(group) if is_muon else GroupOptions.of(group)
 
@@ -247,7 +239,6 @@ NEED_WHOLE_MATRICES = {
 
 
 def trainer_names() -> dict[str, str]:
-    """Optimizer names by their names in `TrainingArguments.optim`."""
     return {known: optimizer.name for optimizer in OPTIMIZERS.values() for known in optimizer.trainer_names}
 
 
@@ -295,11 +286,7 @@ class StateTable:
 
 @cache
 def state_table(optimizer: str, precision: Precision, weights_dtype: torch.dtype) -> StateTable:
-    """The (cached) states of bf16, fp16 or fp32 working weights.
-
-    Raises:
-        ConfigError: the optimizer is unknown or does not support the precision.
-    """
+    """The (cached) states of bf16, fp16 or fp32 working weights."""
     chosen, kept = optimizer_named(optimizer), PRECISIONS[precision]
     if precision not in chosen.precisions:
         raise ConfigError(
@@ -403,7 +390,6 @@ class Matrix(NamedTuple):
         return sum(self.workspace.values())
 
     def of(self, flat: Tensor) -> Tensor:
-        """View of a parameter's elements as the matrix."""
         return flat.view(self.columns, self.rows).T if self.is_transposed else flat.view(self.rows, self.columns)
 
 

@@ -93,11 +93,7 @@ _SAYS_NO_MORE = re.compile(r"nvidia|geforce|tesla|rtx|sxm\d?|hbm\d?e?|[^a-z0-9]"
 
 
 def card_named(name: str) -> Card:
-    """A card by a name such as "RTX 4090", "rtx4090", "4090", "NVIDIA GeForce RTX 4090" or "a100-80gb".
-
-    Raises:
-        ConfigError: no such card is known.
-    """
+    """A card by a name such as "RTX 4090", "rtx4090", "4090", "NVIDIA GeForce RTX 4090" or "a100-80gb"."""
     wanted = _plain(name) if isinstance(name, str) else ""
     for given in (wanted, wanted.replace("pcie", "")):
         for card in CARDS:

@@ -82,7 +82,6 @@ PLACEMENTS: tuple[Placement, ...] = (
     IN_VRAM,
     WeightsAlone(weights="ram"),
 )
-"""Placements by code. Frozen layers have the last two."""
 
 
 def where_of(code: int, recomputation: Literal["keep", "checkpoint", "offload"]) -> Placement:
@@ -271,7 +270,6 @@ def _is_among(number: Ints, place: Any, total: Any) -> NDArray[np.bool_]:
 
 
 def each(codes: Codes, holds: Callable[[Placement], bool]) -> NDArray[np.bool_]:
-    """Whether each layer's placement satisfies `holds`, as an array like `codes`."""
     table: NDArray[np.bool_] = np.array([holds(where) for where in PLACEMENTS])[codes]
     return table
 

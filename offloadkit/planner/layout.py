@@ -45,7 +45,6 @@ CATEGORIES = (
     "activations",
     "framework",
 )
-"""In display order."""
 
 
 @dataclass(frozen=True)
@@ -321,7 +320,6 @@ def tier_bytes(
 
 
 def is_small(bucket_bytes: int, largest: int) -> bool:
-    """Whether a gradient has its own bucket instead of sharing a bucket of the largest size."""
     return bucket_bytes * SMALL_BUCKET <= largest
 
 
@@ -383,7 +381,6 @@ def step_buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulati
 
 MIB = 1 << 20
 _PART = 256
-"""Parts of a layer are multiples of this many elements, like the starts of parameters."""
 ALLOCATOR_BYTES = 256 * MIB
 """cuBLAS's workspaces, small tensors, and memory that torch's allocator reserves beyond the allocated peak, with
 expandable segments (18 cases of benchmarks/results.csv: 52 to 374 MiB).

@@ -18,7 +18,6 @@ from offloadkit.planner.prediction import TIERS
 from offloadkit.planner.seconds import IN_VRAM
 
 _SMALLER = 7 / 8
-"""Fraction of the last budget that is tried next."""
 
 _Rung = Callable[[Placement], Placement]
 

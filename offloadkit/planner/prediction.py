@@ -27,7 +27,6 @@ class Basis:
     work: MicroBatch | None
     hardware: Hardware | None
     assumed: bool
-    """Whether the machine's rates are assumed, not measured."""
     chosen: str = ""
     """The option that keeps this micro-batch if it could depend on the VRAM budget: "batch_size=4"."""
     smaller: tuple[tuple[tuple[str, ...], MicroBatch], ...] = ()

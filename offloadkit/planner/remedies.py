@@ -26,9 +26,7 @@ _LIMITS = {
 }
 _BOTH_WAYS = "the bus in both directions"
 _LARGER_BUDGETS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
-"""Larger budgets to try, as multiples of the present budget."""
 _MORE_MICRO_BATCHES = 4
-"""Factor of the larger accumulation that is compared."""
 _MIN_SPEEDUP = 1.05
 """A change is proposed only if it makes the step at least this many times faster."""
 _MIN_SAVED = 0.01

@@ -26,7 +26,6 @@ from offloadkit.planner.seconds import StepModel
 from offloadkit.planner.work import MicroBatch
 
 GRID = 8
-"""Steps of each count's grid in the first, coarse search."""
 MAX_SHARED = 12
 """Most placements with steps shared between CPU and GPU that are tried before the best are refined."""
 
@@ -39,7 +38,6 @@ _CHANGES: list[dict[str, int]] = [
     ),
     *({"recomputed": by, "streamed": -by} for by in (-2, -1, 1, 2)),
 ]
-"""Changes of counts that the refinement tries."""
 _WITH_GPU = [
     *_CHANGES,
     *({"gpu_steps": by} for by in (-4, -2, -1, 1, 2, 4)),

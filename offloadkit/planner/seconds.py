@@ -685,11 +685,9 @@ class Ring:
         self._others: list[tuple[float, float]] = []
 
     def give_way(self, end: float, seconds: float) -> None:
-        """Record another copy to VRAM that takes `seconds` and ends at `end`."""
         heappush(self._others, (end - seconds, seconds))
 
     def sent(self, seconds: float) -> None:
-        """Record another copy to RAM that takes `seconds`, at any time."""
         self._d2h += seconds
 
     def step(self, h2d: float, d2h: float, kernel: float, num_chunks: int) -> tuple[float, float]:

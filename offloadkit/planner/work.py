@@ -19,7 +19,6 @@ class Pass:
     moved_bytes: int = 0
     """Bytes that all other operations read and write."""
     num_operations: int = 0
-    """Number of kernels started."""
     num_attention: int = 0
 
     def __add__(self, other: Pass) -> Pass:
@@ -59,7 +58,6 @@ class Rows:
     """Tokens of the decoder's row; None unless the model is an encoder-decoder."""
 
     def __str__(self) -> str:
-        """ "8 x (512+128)" or "8 x 512"."""
         lengths = self.input_length if self.target_length is None else f"({self.input_length}+{self.target_length})"
         return f"{self.batch_size} x {lengths}"
 

@@ -32,11 +32,7 @@ EVAL_BATCH_SIZE = 16
 
 
 def weights_folder(model: Any, folder: Path, init: str) -> str:
-    """A model name unchanged, or the folder a model was saved to. `TINY` is created and saved here.
-
-    Raises:
-        ModelError, ModelNotFoundError, ModelAccessError: the model is invalid, or the name is unknown.
-    """
+    """A model name unchanged, or the folder a model was saved to. `TINY` is created and saved here."""
     if model == TINY:
         from transformers import T5ForConditionalGeneration, set_seed
 

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from offloadkit.doors.comparing.figures import Chart
 
 NUM_SAMPLES = 10_000
-"""Rows per epoch without a dataset."""
 MOST_TIMES_LARGER = 8
 """The search for the largest batch stops at this multiple of the largest requested size."""
 

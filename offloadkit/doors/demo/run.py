@@ -43,9 +43,6 @@ def run_demo(
         The content of summary.json: exact_match_before and exact_match_after (0 to 1, on `NUM_PREDICTED` dates that
             training never saw), final losses, predictions. Also seconds, steps, mean seconds of a step by phase,
             peak_ram_bytes, peak_vram_bytes, machine and versions.
-
-    Raises:
-        OutputError: `output` cannot be written.
     """
     from transformers import ByT5Tokenizer
 

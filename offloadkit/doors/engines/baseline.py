@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 _NUM_ROWS = 1024
-"""Rows to take typical lengths from."""
 
 
 def measured_baseline(model: Any, data: PreparedData, args: TrainingArguments, folder: Path) -> float | None:
@@ -111,11 +110,7 @@ def padded_lengths(data: PreparedData, batch_size: int, *, by_length: bool) -> t
 
 
 def config_folder(model: Any, folder: Path) -> str:
-    """A model name unchanged, or a folder with the model's config.
-
-    Raises:
-        ModelError, ModelNotFoundError, ModelAccessError: the model is invalid, or the name is unknown.
-    """
+    """A model name unchanged, or a folder with the model's config."""
     source = resolve(model)
     if isinstance(model, str | os.PathLike):
         config_of(str(model))

@@ -58,11 +58,7 @@ class Forecast:
 
 
 def forecast(work: Work, device: torch.device) -> Forecast:
-    """Plan `work` on this machine. Runs kernels if the machine was never measured.
-
-    Raises:
-        ModelError, ModelNotFoundError, ModelAccessError, DownloadError: the model is unusable.
-    """
+    """Plan `work` on this machine. Runs kernels if the machine was never measured."""
     _, made = planned(model_to_plan(work.model), work, device)
     seconds, basis = made.seconds, made.basis
     busy = {} if seconds is None else {name: float(number) for name, number in seconds.busy.items()}

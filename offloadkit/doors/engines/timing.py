@@ -25,7 +25,6 @@ change processors for some steps after the start.
 """
 
 BY_LEANER_PLAN = "memory ran out: by a leaner plan"
-"""In a row whose engine changed its plan while it was timed."""
 
 
 class Clock:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 TINY = "t5-tiny"
-"""A T5 with byte tokens and 250,000 weights, for trying things on a CPU."""
 
 NUM_SPECIAL_IDS = 3
 """Special ids from 0 (padding, end, unknown in most vocabularies), which are not drawn."""
@@ -56,7 +55,6 @@ class Work:
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """Working dtype; None: `finetune`'s default on this device."""
     recomputed: bool = False
-    """Activation checkpointing in engines that do not plan."""
     our_compute: bool = False
     """Let the baseline use offloadkit's attention and norms, so that only offloading differs; else HuggingFace's."""
     vram: int | None = None
@@ -98,11 +96,7 @@ class Work:
 
 
 def config_of(model: str) -> PreTrainedConfig:
-    """The model's config for training, without a generation cache.
-
-    Raises:
-        ModelNotFoundError, ModelAccessError, ModelError, DownloadError: see `ModelSource.config`.
-    """
+    """The model's config for training, without a generation cache."""
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model must be a preset, a folder or a hub name, got {shown(model)}")
     if model == TINY:
@@ -124,7 +118,6 @@ def _our_config(model: str) -> PreTrainedConfig:
 
 
 def model_to_plan(model: str) -> PreTrainedModel:
-    """The model as offloadkit trains it, on the meta device."""
     config = _our_config(model)
     return build(config, infer_task(config), None, torch.device("meta"))
 
