@@ -84,12 +84,12 @@ def temporary_files_may_be_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def engines_without_a_budget_begin_on_a_gpu_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan is made for these engines: states are in RAM and the CPU steps, as most tests expect."""
-    engine = sys.modules.get("offloadkit.engine.engine")
-    if engine is not None:
+    start = sys.modules.get("offloadkit.engine.start")
+    if start is not None:
         import torch
 
-        chooses = engine.needs_plan
-        monkeypatch.setattr(engine, "needs_plan", lambda config, device: chooses(config, torch.device("cpu")))
+        chooses = start.needs_plan
+        monkeypatch.setattr(start, "needs_plan", lambda config, device: chooses(config, torch.device("cpu")))
 
 
 @pytest.fixture

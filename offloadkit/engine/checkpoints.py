@@ -28,7 +28,7 @@ MAX_ROLLBACKS = 3
 
 
 class Checkpoints:
-    """Saves and loads a run, and goes back to its last checkpoint. Methods as those of `OffloadEngine`.
+    """Saves and loads a run, and goes back to its last checkpoint. `OffloadEngine` documents the methods.
 
     Attributes:
         state: the numbers of the run.

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadkit.errors import EngineStateError, ModelError, forget_last_error, shown
+from offloadkit.errors import ConfigError, EngineStateError, ModelError, forget_last_error, shown
 from offloadkit.facts.config import OffloadConfig
+from offloadkit.offload.layers import check_is_plan
 from offloadkit.optim.table import DTYPES
 
 _open_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -27,6 +28,17 @@ def engine_closed(model: nn.Module) -> None:
 def is_trained(model: nn.Module) -> bool:
     """Whether an open engine trains parameters of `model`."""
     return _other(model) is not None
+
+
+def check_arguments(config: object, plan: object, evaluation_rows: object) -> None:
+    """Raise `ConfigError` for an argument of `OffloadEngine` of another type than documented."""
+    if config is not None and not isinstance(config, OffloadConfig):
+        given = shown(config)
+        raise ConfigError(f"config must be an OffloadConfig, such as OffloadConfig(vram='8GiB'), got {given}")
+    if plan is not None:
+        check_is_plan(plan)
+    if type(evaluation_rows) is not int or not 0 <= evaluation_rows < 2**31:
+        raise ConfigError(f"evaluation_rows must be a whole number >= 0, got {shown(evaluation_rows)}")
 
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")

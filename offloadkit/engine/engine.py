@@ -9,20 +9,17 @@ for batch in batches:
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import traceback
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -30,59 +27,51 @@ from torch.utils._python_dispatch import _disable_current_modes
 from offloadkit.checkpoint.origin import Origin
 from offloadkit.checkpoint.run import RunSnapshot
 from offloadkit.device import watchdog
-from offloadkit.device.process_memory import VramCap, forget_peak, phase
+from offloadkit.device.process_memory import forget_peak, phase
 from offloadkit.distributed import world
-from offloadkit.distributed.machine import shared_cores
-from offloadkit.distributed.ranks import Group, joined_ranks
+from offloadkit.distributed.ranks import joined_ranks
 from offloadkit.engine.checkpoints import Checkpoints
-from offloadkit.engine.checks import check_free, check_not_wrapped, engine_closed, engine_opened, used_elsewhere
+from offloadkit.engine.checks import (
+    check_arguments,
+    check_free,
+    check_not_wrapped,
+    engine_closed,
+    engine_opened,
+    used_elsewhere,
+)
 from offloadkit.engine.loop import TrainingLoop
-from offloadkit.engine.outline import FirstWindow, needs_plan, plan_for, proposing_disk
-from offloadkit.engine.replanner import Replanner, connect, plan_of_rank
+from offloadkit.engine.outline import FirstWindow
+from offloadkit.engine.replanner import Replanner, Watches
 from offloadkit.engine.run_state import RunState
+from offloadkit.engine.start import Start, checked_groups
 from offloadkit.errors import (
-    ConfigError,
     EngineStateError,
     OffloadkitError,
-    RankError,
-    shown,
 )
 from offloadkit.facts import hardware
 from offloadkit.facts.changes import changed
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.files import path_of
 from offloadkit.facts.telemetry import Telemetry
-from offloadkit.facts.units import parse_bytes
 from offloadkit.offload.layers import (
-    FlatLayer,
     check_is_plan,
     check_memory,
     check_plan,
-    divided_groups,
     flat_layers,
-    listed_groups,
-    plan_of,
 )
 from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.plain import plain_copies
 from offloadkit.offload.profiling import Profile
-from offloadkit.offload.rate_watch import RateWatch
 from offloadkit.offload.records import StepRecords
 from offloadkit.offload.shortage import (
-    RamWatch,
     explained_shortage,
     move_summary,
-    within_free_vram,
 )
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.offload.weights import forked_error
 from offloadkit.optim.loss_scale import LossScale
-from offloadkit.optim.table import options_of
 from offloadkit.optim.torch_optimizer import OffloadOptimizer
 from offloadkit.planner import Plan
-from offloadkit.planner.plan import check_fits
-
-logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -160,73 +149,49 @@ class OffloadEngine:
                 restored, except for frozen parameters and buffers.
         """
         world.join()
-        if config is not None and not isinstance(config, OffloadConfig):
-            given = shown(config)
-            raise ConfigError(f"config must be an OffloadConfig, such as OffloadConfig(vram='8GiB'), got {given}")
-        if plan is not None:
-            check_is_plan(plan)
-        if type(evaluation_rows) is not int or not 0 <= evaluation_rows < 2**31:
-            raise ConfigError(f"evaluation_rows must be a whole number >= 0, got {shown(evaluation_rows)}")
+        check_arguments(config, plan, evaluation_rows)
         self.module, self.config = model, config or OffloadConfig()
         check_not_wrapped(model)
         check_free(model, self.config)
-        self.device = hardware.device_of(device)
-        self.telemetry = telemetry or Telemetry()
+        self.device, self.telemetry = hardware.device_of(device), telemetry or Telemetry()
         check_memory(model)
-        param_groups = listed_groups(param_groups)
-        param_groups = divided_groups(model, self.config, param_groups)
-        for group in param_groups or ():
-            usual = {"lr": self.config.learning_rate, "eps": self.config.eps, "weight_decay": self.config.weight_decay}
-            options_of({"betas": (0.0, 0.0), **usual, **group})
-        layers = flat_layers(model, self.config, param_groups, used_elsewhere(model))
+        groups = checked_groups(model, self.config, param_groups)
+        self._layers = flat_layers(model, self.config, groups, used_elsewhere(model))
         self._undo = ExitStack()
         # Without the finalizer, an engine dropped without close() would keep its model and threads until exit.
         self._process = os.getpid()
         self._finalizer = weakref.finalize(self, _let_go_here, self._process, self._undo)
         self._ranks = joined_ranks(self.device)
         self._undo.callback(self._ranks.close)
-        if isinstance(self._ranks, Group):
-            if any(layer.kind.step_unit == "matrix" for layer in layers):
-                raise ConfigError(
-                    "optimizer='muon' trains on one GPU: a matrix is not divided between GPUs yet. Train on one GPU, "
-                    "or with optimizer='adamw'"
-                )
-            planning = None if plan is not None else (needs_plan(self.config, self.device), example is None)
-            self._join(self._ranks, layers, planning)
-            self._undo.enter_context(shared_cores(self._ranks, self.device))
-        planned, first_window = plan, None
-        if planned is None:
-            planned, first_window = self._planned(model, layers, example, evaluation_rows, param_groups)
-        check_plan(planned, layers, self.config)
-        connect(planned, self._ranks)
-        planned = plan_of_rank(planned, layers, self._ranks)
-        here = (each for each in (*model.parameters(), *model.buffers()) if each.device == self.device)
-        begun = within_free_vram(planned, self.device, sum(each.nbytes for each in here), self._ranks)
-        if begun is not planned:
-            begun = plan_of_rank(begun, layers, self._ranks)
-            words = move_summary(planned, begun)
-            message = f"less VRAM is free than when the plan was made: the plan is leaner ({words})"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        start = Start(model, self._layers, self.config, self.device, self._ranks, groups)
+        start.divide_layers(plan is not None, example is None, self._undo)
+        begun, first_window = start.plan(plan, example, evaluation_rows)
+        watches = self._begin_watching(begun)
+        self._place(begun)
+        self._begin_run(groups, first_window, watches)
+        self._open = True
+        engine_opened(model, self)
+
+    def _begin_watching(self, plan: Plan) -> Watches:
+        """Start the threads, and make the changes to the model that do not depend on its placement."""
         forget_peak(self.device)  # OOM messages must report this engine's peak only
         self.step_thread = StepThread(self.device, self._ranks)
         self._undo.callback(self.step_thread.close)
-        self._undo.callback(plain_copies(model))
-        self.ram_watch = RamWatch(begun.tiers["ram"])
-        self._undo.callback(self.ram_watch.close)
-        rate_watch = RateWatch(begun)
-        self._undo.callback(self.telemetry.subscribe(rate_watch.add))
-        vram = self.config.vram
-        vram_cap = VramCap(None if vram is None else parse_bytes(vram), self.device)
-        self._undo.callback(vram_cap.remove)
-        self._undo.callback(changed(model, self.config, kernels=self.device.type != "cpu"))
+        self._undo.callback(plain_copies(self.module))
+        watches = Watches.start(plan, self.config, self.device, self.telemetry, self._undo)
+        self.ram_watch = watches.ram
+        self._undo.callback(changed(self.module, self.config, kernels=self.device.type != "cpu"))
         self._steps_phase, self._phase_name = ExitStack(), ""
         self._undo.callback(self._steps_phase.close)
+        return watches
+
+    def _place(self, plan: Plan) -> None:
         try:
-            with explained_shortage(begun, self.device), phase("reading", self.telemetry.peaks, self.device):
+            with explained_shortage(plan, self.device), phase("reading", self.telemetry.peaks, self.device):
                 self.placed = PlacedModel(
-                    model,
-                    layers,
-                    begun,
+                    self.module,
+                    self._layers,
+                    plan,
                     self.config,
                     self.device,
                     ranks=self._ranks,
@@ -239,15 +204,20 @@ class OffloadEngine:
             traceback.clear_frames(error.__traceback__)  # a kept error must not keep layers' memory alive
             self._finalizer()
             raise
-        if self.placed.plan is not begun:
-            words = move_summary(begun, self.placed.plan)
+        if self.placed.plan is not plan:
+            words = move_summary(plan, self.placed.plan)
             message = f"the GPU was full while the engine was built: the plan is leaner ({words})"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
             self.ram_watch.expect(self.placed.plan.tiers["ram"])
         self.pinning_seconds = self.placed.layers.pinning_seconds
+
+    def _begin_run(
+        self, groups: Sequence[dict[str, Any]] | None, first_window: FirstWindow | None, watches: Watches
+    ) -> None:
+        """Build the objects that train the placed model."""
         trained = {view.parameter for view in self.placed.layers.views()}
         self.optimizer = OffloadOptimizer(
-            param_groups or [{"params": [p for p in model.parameters() if p in trained]}],
+            groups or [{"params": [p for p in self.module.parameters() if p in trained]}],
             self.config,
             self,
             {
@@ -256,37 +226,19 @@ class OffloadEngine:
                 for at, view in enumerate(state.layer.views)
             },
         )
-        self._layers = layers
         records = StepRecords(
-            self.telemetry,
-            self.placed.plan,
-            self.device,
-            self.config.on_nonfinite,
-            num_ranks=self._ranks.size,
+            self.telemetry, self.placed.plan, self.device, self.config.on_nonfinite, num_ranks=self._ranks.size
         )
-        self.loop = TrainingLoop(
-            self.placed, self.step_thread, self.optimizer, records, self.config, self.device, self._ranks
-        )
+        run = self.config, self.device, self._ranks
+        self.loop = TrainingLoop(self.placed, self.step_thread, self.optimizer, records, *run)
         self.replanner = Replanner(
-            self.loop,
-            self.optimizer,
-            layers,
-            self.config,
-            self.device,
-            self._ranks,
-            self.telemetry,
-            first_window=first_window,
-            ram_watch=self.ram_watch,
-            rate_watch=rate_watch,
-            vram_cap=vram_cap,
+            self.loop, self.optimizer, self._layers, *run, self.telemetry, first_window=first_window, watches=watches
         )
         state = RunState(self.loop, self.optimizer, self.config, self._ranks)
         self.checkpoints = Checkpoints(state, self.loop, self._ranks, self.telemetry, self.device)
         self.own_return: Callable[[], Path | None] | None = None
         self._ranks.take_received()  # not counted for any step
-        self._open = True
         self.telemetry.plan = self.plan
-        engine_opened(model, self)
 
     @property
     def plan(self) -> Plan:
@@ -307,51 +259,6 @@ class OffloadEngine:
     @num_updates.setter
     def num_updates(self, number: int) -> None:
         self.loop.num_updates = number
-
-    def _join(self, ranks: Group, layers: list[FlatLayer], planning: tuple[bool, bool] | None) -> None:
-        """Divide the layers between the ranks.
-
-        Args:
-            planning: (placements can be chosen, there is no example); None with a given plan.
-
-        Raises:
-            RankError: the ranks have different models or configs, or only some of them plan.
-        """
-        run = replace(self.config, placement=None, vram=None, ram=None, disk=None)
-        facts = repr(([layer.shape() for layer in layers], run, planning)).encode()
-        if len({*ranks.agree(np.array([zlib.crc32(facts)])).flat}) > 1:
-            raise RankError(
-                "the ranks build engines for different models, dtypes, parameter groups or configs: build the same on "
-                "all ranks; only placement, vram, ram and disk may differ, and all ranks or none must pass a plan, "
-                "pass an example and leave placements to choose"
-            )
-        for layer in layers:
-            layer.cut_for(ranks.rank, ranks.size)
-
-    def _planned(
-        self,
-        model: nn.Module,
-        layers: list[FlatLayer],
-        example: Any,
-        evaluation_rows: int,
-        param_groups: Sequence[dict[str, Any]] | None,
-    ) -> tuple[Plan, FirstWindow | None]:
-        """The initial plan, and the planner for the end of the first window if needed.
-
-        Raises:
-            DoesNotFitError: the model does not fit.
-        """
-        made, first_window = None, None
-        if example is not None:
-            more: Any = {"evaluation_rows": evaluation_rows, "ranks": self._ranks, "param_groups": param_groups}
-            made = plan_for(model, self.config, self.device, example, **more)
-        if made is None and not needs_plan(self.config, self.device):
-            return plan_of(model, layers, self.config), None
-        if made is None:
-            first = FirstWindow(model, layers, self.config, self.device, evaluation_rows, self._ranks, param_groups)
-            made, first_window = first.plan, None if first.is_settled else first
-        check_fits(proposing_disk(made))
-        return made, first_window
 
     # ---- one step, in time order -------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.engine.agreement import RankFlags, agree
 from offloadkit.engine.loop import TrainingLoop
 from offloadkit.engine.outline import FirstWindow
+from offloadkit.engine.start import connect, plan_of_rank
 from offloadkit.errors import (
     EngineStateError,
     OffloadkitError,
@@ -34,7 +35,7 @@ from offloadkit.errors import (
 )
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.telemetry import Move, Telemetry
-from offloadkit.facts.units import format_seconds
+from offloadkit.facts.units import format_seconds, parse_bytes
 from offloadkit.offload.buffers import Buffers
 from offloadkit.offload.layers import FlatLayer
 from offloadkit.offload.rate_watch import RateWatch
@@ -51,19 +52,31 @@ from offloadkit.offload.shortage import (
 from offloadkit.offload.states import LayerState
 from offloadkit.optim.torch_optimizer import OffloadOptimizer
 from offloadkit.planner import Plan, placed
-from offloadkit.planner.make import with_layers
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 
-def plan_of_rank(plan: Plan, layers: Sequence[FlatLayer], ranks: Solo | Group) -> Plan:
-    return plan if ranks.size == 1 else with_layers(plan, [layer.shape() for layer in layers])
+@dataclass(frozen=True)
+class Watches:
+    """Measurements that tell when to change the plan: of free RAM, rates, and VRAM."""
 
+    ram: RamWatch
+    rates: RateWatch
+    vram_cap: VramCap
 
-def connect(plan: Plan, ranks: Solo | Group) -> None:
-    ranks.connect(plan.basis.hardware.most_ctas if plan.basis.hardware else 0)
+    @classmethod
+    def start(
+        cls, plan: Plan, config: OffloadConfig, device: torch.device, telemetry: Telemetry, undo: ExitStack
+    ) -> Watches:
+        """undo: receives the callbacks that end them."""
+        ram, rates = RamWatch(plan.tiers["ram"]), RateWatch(plan)
+        undo.callback(ram.close)
+        undo.callback(telemetry.subscribe(rates.add))
+        vram_cap = VramCap(None if config.vram is None else parse_bytes(config.vram), device)
+        undo.callback(vram_cap.remove)
+        return cls(ram, rates, vram_cap)
 
 
 @dataclass(frozen=True)
@@ -115,14 +128,12 @@ class Replanner:
         telemetry: Telemetry,
         *,
         first_window: FirstWindow | None,
-        ram_watch: RamWatch,
-        rate_watch: RateWatch,
-        vram_cap: VramCap,
+        watches: Watches,
     ) -> None:
         self.plan, self.first_window, self.is_lost = loop.placed.plan, first_window, False
         self._loop, self._optimizer, self._layers, self._config = loop, optimizer, layers, config
         self._device, self._ranks, self._telemetry = device, ranks, telemetry
-        self._ram_watch, self.rate_watch, self._vram_cap = ram_watch, rate_watch, vram_cap
+        self._watches = watches
 
     # ---- the steps of a window, in time order -------------------------------------------------------------------
 
@@ -176,8 +187,8 @@ class Replanner:
         Raises:
             OutOfRamError: no plan takes less, at world size 1.
         """
-        self._vram_cap.renew("training")
-        warning = self._ram_watch.warning()
+        self._watches.vram_cap.renew("training")
+        warning = self._watches.ram.warning()
         if warning is None:
             return None
         leaner = with_less_ram(self.plan, self._device) if self._ranks.size == 1 else None
@@ -255,14 +266,14 @@ class Replanner:
                     self._loop.placed.end_modules()
                 raise
             else:
-                self._vram_cap.renew("evaluation")
+                self._watches.vram_cap.renew("evaluation")
                 return found
 
     # ---- OOM with several ranks ----------------------------------------------------------------------------------
 
     @property
     def _rates_are_due(self) -> bool:
-        return self.rate_watch.is_due and self._loop.profile is None
+        return self._watches.rates.is_due and self._loop.profile is None
 
     @property
     def _exchanges_each(self) -> bool:
@@ -419,7 +430,7 @@ class Replanner:
         if self._ranks.size > 1:
             self._loop.settle()  # see _repeat_together
         assigned = self._loop.placed.layers.assigned
-        found = self.rate_watch.judge(assigned, lambda: room(self.plan, self._device), self._ranks)
+        found = self._watches.rates.judge(assigned, lambda: room(self.plan, self._device), self._ranks)
         if found is None:
             return
         try:
@@ -472,10 +483,10 @@ class Replanner:
         finally:
             if not self.is_lost:
                 self.plan = loop.records.plan = self._telemetry.plan = plan
-                self._ram_watch.expect(plan.tiers["ram"])
-                self.rate_watch.begin(plan)
+                self._watches.ram.expect(plan.tiers["ram"])
+                self._watches.rates.begin(plan)
         seconds = time.perf_counter() - began
-        self._vram_cap.watch()
+        self._watches.vram_cap.watch()
         forget_peak(self._device)  # the next OOM message must not report the old plan's peak
         old, new = ({tier: each.total_bytes(tier) for tier in each.tiers} for each in (before, plan))
         self._telemetry.moves.append(Move(loop.num_updates, why, old, new, seconds))

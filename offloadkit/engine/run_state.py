@@ -21,7 +21,7 @@ from offloadkit.optim.torch_optimizer import OffloadOptimizer, changed_options, 
 
 
 class RunState:
-    """The numbers of a run by name: weights, states, options and counts. Methods as those of `OffloadEngine`."""
+    """The numbers of a run by name: weights, states, options and counts. `OffloadEngine` documents the methods."""
 
     def __init__(self, loop: TrainingLoop, optimizer: OffloadOptimizer, config: OffloadConfig, ranks: Ranks) -> None:
         self._loop, self._optimizer, self._config, self._ranks = loop, optimizer, config, ranks

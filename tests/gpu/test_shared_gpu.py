@@ -14,8 +14,8 @@ import torch
 from datasets import Dataset
 from transformers import T5Config, T5ForConditionalGeneration
 
-from offloadkit import OffloadConfig, OffloadSeq2SeqTrainer, Placement, engine
-from offloadkit.engine import outline
+from offloadkit import OffloadConfig, OffloadSeq2SeqTrainer, Placement
+from offloadkit.engine import outline, start
 from offloadkit.facts import hardware
 from tests.hf.training import arguments
 
@@ -79,7 +79,7 @@ def _trained(folder: Path, rows: list[dict[str, Any]], config: OffloadConfig) ->
 def test_a_neighbour_that_takes_half_of_the_gpu_changes_no_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "needs_plan", outline.needs_plan)  # plan as outside of tests
+    monkeypatch.setattr(start, "needs_plan", outline.needs_plan)  # plan as outside of tests
     device = hardware.default_device()
     rows = _rows(16 * 30, 96)
     lean = Placement(weights="ram", activations="checkpoint")
