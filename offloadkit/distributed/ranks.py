@@ -6,18 +6,21 @@ any order of summation.
 | operations | calling thread | process group |
 |---|---|---|
 | `exchange`, `gather`, `broadcast` | main thread, or autograd's while that waits in backward | the device's |
+| `exchange_parts` | the GPU's stepping thread, from `lend` until it sets the event | the device's |
 | `agree`, `broadcast_from` | main thread | gloo |
 | `sum`, `meet` | stepping thread | gloo |
 | detecting ranks that ended | a thread of `Watch` | gloo |
 
-Every rank must call the operations of a group in the same order. No two threads share a group. Received bytes are
-counted on the host when the operation is issued.
+Every rank must call the operations of a group in the same order. No two threads use a group at the same time: the
+main thread's operations wait while the device's group is lent to an update. Received bytes are counted on the host when
+the operation is issued.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +43,6 @@ from offloadkit.distributed.watch import Watch
 from offloadkit.errors import ConfigError, RankError
 from offloadkit.facts import hardware
 from offloadkit.facts.fitted import NCCL_BYTES
-from offloadkit.facts.threads import Thread
 
 _T = TypeVar("_T")
 
@@ -153,6 +155,8 @@ class Group:
     """
 
     _watch: Watch | None = None
+    _returned: threading.Event | None = None
+    """Set when an update returns the device's group; None if it was never lent."""
     _stepped: SteppedLayers | None = None
     _library_bytes = 0
     _most_ctas: int | None = None
@@ -249,6 +253,33 @@ class Group:
 
     # ---- between devices: operations on raw bytes (gloo has no bf16), on the current stream -------------------------
 
+    def lend(self) -> threading.Event:
+        """Lend the device's group to an update, until the update sets the event. Waits until the last update has
+        returned the group.
+        """
+        self._wait_for_group()
+        self._returned = threading.Event()
+        return self._returned
+
+    def _wait_for_group(self) -> None:
+        if self._returned is not None:
+            watchdog.wait(self._returned, "the update's operations with the other ranks")
+
+    def exchange_parts(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_lengths: Sequence[int],
+        sent_lengths: Sequence[int],
+    ) -> None:
+        """All-to-all of parts of any length: send rank r the next `sent_lengths[r]` elements of `sent`, and receive
+        `received_lengths[r]` elements from rank r. `sent` and `received` are 1-D.
+        """
+        size = sent.element_size()
+        out, into = ([size * length for length in each] for each in (sent_lengths, received_lengths))
+        with self._explained("exchanging updates of matrices"):
+            dist.all_to_all_single(_bytes(received), _bytes(sent), into, out, group=self._between_devices)
+
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, cuts: Sequence[int]) -> None:
         """All-to-all: send rank r its range of `sent`, and receive this rank's range from every rank.
 
@@ -260,12 +291,14 @@ class Group:
         size = sent.element_size()
         lengths = [(end - start) * size for start, end in pairwise(cuts)]
         own = [lengths[self.rank]] * self.size
+        self._wait_for_group()
         self._received["exchange"] += (self.size - 1) * lengths[self.rank]
         with self._explained("exchanging gradients"):
             dist.all_to_all_single(_bytes(received), _bytes(sent), own, lengths, group=self._between_devices)
 
     def gather(self, flat: torch.Tensor, cuts: Sequence[int]) -> None:
         """All-gather the ranks' ranges of `flat`, in place. `cuts` as for `exchange`."""
+        self._wait_for_group()
         self._received["gather"] += flat.nbytes - (cuts[self.rank + 1] - cuts[self.rank]) * flat.element_size()
         pieces = [_bytes(flat[start:end]) for start, end in pairwise(cuts)]
         sizes = {piece.numel() for piece in pieces}
@@ -285,6 +318,7 @@ class Group:
         """Broadcast from rank 0, in place. Any device and dtype; shapes must be equal on all ranks."""
         if tensor.numel() == 0:
             return
+        self._wait_for_group()
         flat = tensor.detach().reshape(-1)
         memory = _bytes(flat)
         with self._explained("taking rank 0's weights"):
@@ -418,19 +452,13 @@ class Group:
             raise RankError(f"an operation with the other ranks failed: rank {lost} has {_ENDED}") from error
 
     def _abort(self) -> None:
-        """Abort device operations that wait for a dead rank. gloo's operations fail by themselves.
-
-        Every group is aborted by a thread of its own: NCCL frees a group's memory when the GPU is idle, and the GPU is
-        not idle before the group of the waiting operation is aborted.
-        """
+        """Abort device operations that wait for a dead rank. gloo's operations fail by themselves."""
         if self._device.type == "cuda":
             made = () if self._between_devices is None else (self._between_devices,)
-            for group in (*made, dist.group.WORLD):  # a Trainer uses the default group too
-                Thread(target=self._abort_group, args=(group,), name="offloadkit-abort", daemon=True).start()
-
-    def _abort_group(self, group: Any) -> None:
-        with suppress(RuntimeError, AttributeError):  # the group is closed or has no GPU backend
-            group._get_backend(self._device).abort()
+            groups: list[Any] = [*made, dist.group.WORLD]  # a Trainer uses the default group too
+            for group in groups:
+                with suppress(RuntimeError, AttributeError):  # the group is closed or has no GPU backend
+                    group._get_backend(self._device).abort()
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:

@@ -16,7 +16,7 @@ from torch import nn
 from offloadkit.distributed.machine import shared_cores
 from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.engine.outline import FirstWindow, needs_plan, plan_for, proposing_disk
-from offloadkit.errors import ConfigError, RankError
+from offloadkit.errors import RankError
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.offload.layers import FlatLayer, check_plan, divided_groups, listed_groups, plan_of
 from offloadkit.offload.shortage import move_summary, within_free_vram
@@ -72,11 +72,6 @@ class Start:
         """
         if not isinstance(self.ranks, Group):
             return
-        if any(layer.kind.step_unit == "matrix" for layer in self.layers):
-            raise ConfigError(
-                "optimizer='muon' trains on one GPU: a matrix is not divided between GPUs yet. Train on one GPU, "
-                "or with optimizer='adamw'"
-            )
         planning = None if has_plan else (needs_plan(self.config, self.device), lacks_example)
         run = replace(self.config, placement=None, vram=None, ram=None, disk=None)
         facts = repr(([layer.shape() for layer in self.layers], run, planning)).encode()

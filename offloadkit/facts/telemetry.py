@@ -56,8 +56,8 @@ class StepRecord:
     moved: dict[str, int] = field(default_factory=dict)
     """Bytes copied during "h2d" and "d2h", and the memory traffic of "cpu_step"."""
     received: dict[str, int] = field(default_factory=dict)
-    """Bytes this rank received by kind: "exchange" (gradients), "gather" (the last update's new weights), "norm", and
-    "agreement". Empty at world size 1."""
+    """Bytes this rank received by kind: "exchange" (gradients), "gather" (the last update's new weights), "norm",
+    "matrices" (updates of Muon), and "agreement". Empty at world size 1."""
 
     def without_waits(self, phase: str) -> float:
         """Seconds of "forward" or "backward" without device waits."""

@@ -1,18 +1,21 @@
 """The step of matrices in a workspace: bit-equal to `reference.step_reference` on the same device, without allocating.
 
+`step_matrices` steps whole matrices. Several ranks hold pieces of matrices: `write_update`, `orthogonalize` and
+`apply_update` do the same operations one after the other. The first and the last take a piece, the second a matrix.
+
 A step on the stepping thread must not run out of VRAM, so a plan counts `Matrix.workspace_bytes`. The workspace also
 gives every matrix the same alignment, by which BLAS libraries choose a kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from offloadkit.optim.moments import CANONICAL_NAN
-from offloadkit.optim.muon import MuonScalars, adjusted_lr, rows_at_once
+from offloadkit.optim.muon import MuonScalars, adjusted_lr
 from offloadkit.optim.reference import round_to_fp32
 from offloadkit.optim.table import FlatState, Matrix, Segment, check_state
 
@@ -55,27 +58,73 @@ def step_matrices(
 def _step(
     state: FlatState, gradient: Tensor, segment: Segment, matrix: Matrix, scale: float, workspace: _Workspace
 ) -> None:
-    s = MuonScalars(*segment.scalars)  # type: ignore[arg-type]
-    row, size = matrix.row, matrix.row * rows_at_once(segment.length, matrix.row)
-    slices = [slice(first, min(first + size, segment.length)) for first in range(0, segment.length, size)]
     staged = workspace.one.view(matrix.rows, matrix.columns)
-    update = staged.T if matrix.is_transposed else staged  # in the shape of the parameter
-    for part in slices:
-        at = slice(segment.start + part.start, segment.start + part.stop)
-        scratch = workspace.fp32[: part.stop - part.start]
+    _write(state, gradient, segment, scale, staged.T if matrix.is_transposed else staged, workspace)
+    update = _orthogonalized(staged, workspace, MuonScalars(*segment.scalars))  # type: ignore[arg-type]
+    _apply(state, update.T if matrix.is_transposed else update, segment, workspace)
+
+
+def write_update(
+    state: FlatState, gradient: Tensor, segment: Segment, grad_scale: float, into: Tensor, memory: Tensor
+) -> None:
+    """Update the momentum of a piece of a matrix, and write the piece's update before `orthogonalize`.
+
+    Args:
+        segment: the piece, with the whole matrix in `matrix`.
+        into: bf16, 1-D, as long as the segment.
+        memory: uint8, at least the matrix's `workspace_bytes`.
+    """
+    assert segment.matrix is not None
+    workspace = _Workspace(memory, segment.matrix)
+    _write(state, gradient, segment, round_to_fp32(grad_scale), into.view(-1, 1), workspace)
+
+
+def orthogonalize(update: Tensor, matrix: Matrix, scalars: Sequence[float], memory: Tensor) -> None:
+    """Orthogonalize the update of a matrix in place. `update`: bf16, 1-D, in the parameter's layout."""
+    workspace = _Workspace(memory, matrix)
+    staged = workspace.one.view(matrix.rows, matrix.columns)
+    staged.copy_(matrix.of(update))
+    matrix.of(update).copy_(_orthogonalized(staged, workspace, MuonScalars(*scalars)))  # type: ignore[arg-type]
+
+
+def apply_update(state: FlatState, update: Tensor, segment: Segment, memory: Tensor) -> None:
+    """Step the master weights of a piece of a matrix by its part of the orthogonalized update, bf16, 1-D."""
+    assert segment.matrix is not None
+    _apply(state, update.view(-1, 1), segment, _Workspace(memory, segment.matrix))
+
+
+def _write(
+    state: FlatState, gradient: Tensor, segment: Segment, scale: float, into: Tensor, workspace: _Workspace
+) -> None:
+    """`into`: [rows, columns] with the elements of the segment."""
+    s = MuonScalars(*segment.scalars)  # type: ignore[arg-type]
+    for rows, at in _slices(segment, into, workspace):
+        scratch = workspace.fp32[: at.stop - at.start]
         buffer = state["momentum_buffer"][at]
         buffer.lerp_(scratch.copy_(gradient[at]).mul_(scale), 1 - s.momentum)
         new = scratch.lerp_(buffer, s.momentum) if s.nesterov else buffer
-        update[part.start // row : part.stop // row].copy_(new.view(-1, row))
-    update = _orthogonalized(staged, workspace, s)
-    update = update.T if matrix.is_transposed else update
+        into[rows].copy_(new.view(-1, into.size(1)))
+
+
+def _apply(state: FlatState, update: Tensor, segment: Segment, workspace: _Workspace) -> None:
+    """`update`: [rows, columns] with the elements of the segment."""
+    s, matrix = MuonScalars(*segment.scalars), segment.matrix  # type: ignore[arg-type]
+    assert matrix is not None
     rate = -adjusted_lr(s, matrix.rows, matrix.columns)
-    for part in slices:
-        at = slice(segment.start + part.start, segment.start + part.stop)
+    for rows, at in _slices(segment, update, workspace):
         master = _read_master(state, at, workspace)
         master.mul_(s.decay)
-        master.view(-1, row).add_(update[part.start // row : part.stop // row], alpha=rate)
+        master.view(-1, update.size(1)).add_(update[rows], alpha=rate)
         _write_master(state, at, master, workspace)
+
+
+def _slices(segment: Segment, elements: Tensor, workspace: _Workspace) -> Iterator[tuple[slice, slice]]:
+    """(rows of `elements`, range of the flat layer) of the parts that fit the workspace."""
+    num_rows, row = elements.shape
+    most = max(1, workspace.fp32.numel() // row)
+    for first in range(0, num_rows, most):
+        last = min(first + most, num_rows)
+        yield slice(first, last), slice(segment.start + first * row, segment.start + last * row)
 
 
 def _orthogonalized(update: Tensor, workspace: _Workspace, s: MuonScalars) -> Tensor:

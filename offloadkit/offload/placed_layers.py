@@ -22,6 +22,7 @@ from offloadkit.facts.hardware import process_ram_bytes, trim_heap
 from offloadkit.offload.external_writes import Alias, ExternalWrites, unwatched
 from offloadkit.offload.layer_memory import Changes, LayerAllocator, LayerMemory
 from offloadkit.offload.layers import FlatLayer, ParameterView
+from offloadkit.offload.matrix_exchange import MatrixExchange
 from offloadkit.offload.matrix_steps import MatrixSteps
 from offloadkit.offload.recompute import drop_recomputed
 from offloadkit.offload.shards import WeightGathers
@@ -96,9 +97,9 @@ class PlacedLayers:
 
         Raises:
             ConfigError: a layer's weights, or exchanged gradient sums, are in VRAM on one rank and in RAM on another;
-                or the CPU of a machine with a GPU would step matrices.
+                or the CPU would step matrices on a machine with a GPU or on several ranks.
         """
-        if self._device.type != "cpu":
+        if self._device.type != "cpu" or self._ranks.size > 1:
             check_matrices(self._shapes, placements)
         exchanged = [layer for layer in self._layers if exchanges_sums(layer, self._config)]
         for what in ("weights", *(["gradients"] if exchanged else [])):
@@ -258,7 +259,11 @@ class PlacedLayers:
             self.memory.disk.use(buffers[:num_disk])
         step_buffer, workspace = step_buffer_bytes(placed, self._accumulation), workspace_bytes(self._shapes)
         ring = StateRing(self._device, step_buffer, NUM_STEP_BUFFERS) if step_buffer else None
-        matrix_steps = MatrixSteps(self._device, workspace) if workspace else None
+        matrix_steps: MatrixSteps | MatrixExchange | None = None
+        if workspace and isinstance(self._ranks, Group):
+            matrix_steps = MatrixExchange(self._ranks, self._device, self._layers, self._shapes)
+        elif workspace:
+            matrix_steps = MatrixSteps(self._device, workspace)
         for state in self.states:
             state.join(ring, matrix_steps)
         streamed = [state.weights for state in self.states if isinstance(state.weights, StreamedWeights)]

@@ -121,6 +121,17 @@ class _Buffer:
         return self.views[chunk.layout]
 
 
+@dataclass(eq=False)
+class Loaded:
+    """A chunk in a VRAM buffer."""
+
+    state: FlatState
+    gradient: torch.Tensor
+    """1-D, in VRAM."""
+    chunk: _Chunk
+    buffer: _Buffer
+
+
 class StateRing:
     """VRAM buffers of `num_bytes` each, which chunks of states use in turn, and the streams that copy the chunks.
 
@@ -180,33 +191,58 @@ class StateRing:
         """
         if unread is not None:
             self.d2h.wait(unread)  # wait: weights in RAM read before their update is copied
-        drained, table = layer.drained, layer.host.table
+        drained = layer.drained
         for chunk in layer.chunks:
             parts = _within(segments, chunk)
             if not parts:
                 continue
-            self._hold_back()
-            buffer = self._fetched(layer, chunk)
-            here = buffer.parts(chunk)
-            weights = here["weights"] if chunk.resident is None else chunk.resident
-            state = FlatState(table, weights, {array.name: here[array.name] for array in table.arrays})
-            own = here["gradient"] if gradient is None else gradient[chunk.start : chunk.start + chunk.numel]
-            assert buffer.arrived is not None
-            stream.wait(buffer.arrived)
+            loaded = self._load(layer, chunk, gradient, stream)
             if matrix_steps is not None:
-                matrix_steps.step(state, own, parts, grad_scale, stream)
+                matrix_steps.step(loaded.state, loaded.gradient, parts, grad_scale, stream)
             else:
-                stream.run(partial(optimizer_step, state, own, parts, grad_scale))
-            self._stepped = stepped = stream.record()
-            self.under_way.append(stepped)
-            self.d2h.wait(stepped)
-            stepped_parts = [(part, here[of]) for of, part in chunk.host.items() if of != "gradient"]
-            buffer.free = drained = self.d2h.copy_all(stepped_parts, layer.name)
-            if self.fill_with_nan:
-                self.d2h.run(partial(buffer.memory.fill_, 255))
-                buffer.free = self.d2h.record()
+                stream.run(partial(optimizer_step, loaded.state, loaded.gradient, parts, grad_scale))
+            drained = self._store(layer, loaded, stream)
         layer.drained = drained
         return stream.record()
+
+    def load(self, layer: StreamedStates, gradient: torch.Tensor | None, stream: CopyStream) -> Loaded:
+        """Fetch a layer of one chunk for work on `stream`; `store` follows. At most two layers may be loaded at a time.
+
+        gradient: as for `step`.
+        """
+        (chunk,) = layer.chunks
+        return self._load(layer, chunk, gradient, stream)
+
+    def store(self, layer: StreamedStates, loaded: Loaded, stream: CopyStream, *, unread: Event | None) -> Event:
+        """Send the states back after the work on `stream`. Returns the end of that work. `unread`: as for `step`."""
+        if unread is not None:
+            self.d2h.wait(unread)  # wait: weights in RAM read before the update of their matrices is copied
+        layer.drained = self._store(layer, loaded, stream)
+        return stream.record()
+
+    def _load(self, layer: StreamedStates, chunk: _Chunk, gradient: torch.Tensor | None, stream: CopyStream) -> Loaded:
+        self._hold_back()
+        buffer, table = self._fetched(layer, chunk), layer.host.table
+        here = buffer.parts(chunk)
+        weights = here["weights"] if chunk.resident is None else chunk.resident
+        state = FlatState(table, weights, {array.name: here[array.name] for array in table.arrays})
+        own = here["gradient"] if gradient is None else gradient[chunk.start : chunk.start + chunk.numel]
+        assert buffer.arrived is not None
+        stream.wait(buffer.arrived)
+        return Loaded(state, own, chunk, buffer)
+
+    def _store(self, layer: StreamedStates, loaded: Loaded, stream: CopyStream) -> Event:
+        chunk, buffer = loaded.chunk, loaded.buffer
+        self._stepped = stepped = stream.record()
+        self.under_way.append(stepped)
+        self.d2h.wait(stepped)
+        here = buffer.parts(chunk)
+        stepped_parts = [(part, here[of]) for of, part in chunk.host.items() if of != "gradient"]
+        buffer.free = drained = self.d2h.copy_all(stepped_parts, layer.name)
+        if self.fill_with_nan:
+            self.d2h.run(partial(buffer.memory.fill_, 255))
+            buffer.free = self.d2h.record()
+        return drained
 
     def copy_down(self, layer: StreamedStates, into: torch.Tensor, source: torch.Tensor, after: Event | None) -> None:
         """Copy `source` in VRAM to `into`, which is in RAM; `layer.drained` covers the copy."""

@@ -19,8 +19,9 @@ from offloadkit.offload.external_writes import unwatched
 from offloadkit.offload.gradients import LayerGradient, runs
 from offloadkit.offload.layer_memory import LayerMemory
 from offloadkit.offload.layers import FlatLayer, ParameterView
+from offloadkit.offload.matrix_exchange import MatrixExchange, MatrixStep
 from offloadkit.offload.matrix_steps import MatrixSteps
-from offloadkit.offload.state_ring import StateRing, StreamedStates
+from offloadkit.offload.state_ring import Loaded, StateRing, StreamedStates
 from offloadkit.offload.weight_ring import SharedRam, StreamedWeights
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.optim.moments import random_key
@@ -137,7 +138,8 @@ class LayerState:
         )
         self.ring: StateRing | None = None
         self._passing: StreamedStates | None = None
-        self._matrix_steps: MatrixSteps | None = None
+        self._matrix_steps: MatrixSteps | MatrixExchange | None = None
+        self._begun: tuple[MatrixStep, Loaded | None] | None = None
         self.on_gpu, self.switchable = placement.step == "gpu", False
         self._copy_is_stale = False
         self._seen_writes: dict[ParameterView, int] = {}
@@ -145,7 +147,7 @@ class LayerState:
         self.steps = torch.zeros(len(layer.views), dtype=torch.float32)
         self.uploaded: Event | None = None
 
-    def join(self, ring: StateRing | None, matrix_steps: MatrixSteps | None = None) -> None:
+    def join(self, ring: StateRing | None, matrix_steps: MatrixSteps | MatrixExchange | None = None) -> None:
         """Pass the states through `ring` when the GPU steps them. None if the GPU steps no states that are in RAM.
 
         matrix_steps: steps the layer if its step unit is a matrix.
@@ -156,7 +158,11 @@ class LayerState:
         if ring is not None and placement.states == "ram" and gpu_can_step(placement):
             passing_gradient = self.gradient.host if placement.gradients == "ram" else None
             resident_weights = self.weights.own if self._streamed is None else None
-            name, cuts = f"{self.layer.name} states", [view.start for view in self.layer.views] if is_matrix else None
+            name, cuts = f"{self.layer.name} states", None
+            if is_matrix:  # several ranks: all pieces of matrices are one chunk
+                cuts = (
+                    [view.start for view in self.layer.views] if self.shard is self.layer else [0][: self.shard.numel]
+                )
             self._passing = StreamedStates(name, self.flat, resident_weights, passing_gradient, cuts)
         self.on_gpu = placement.step == "gpu"
         by_either = cpu_can_step(placement, self.layer.kind) and self._passing is not None and not is_matrix
@@ -421,7 +427,7 @@ class LayerState:
         passing, streamed = self._passing, self._streamed
         if passing is None:
             gradient = self.gradient.kept
-            if self._matrix_steps is not None:
+            if isinstance(self._matrix_steps, MatrixSteps):
                 self._matrix_steps.step(self.flat, gradient, segments, grad_scale, stream)
             else:
                 stream.run(lambda: optimizer_step(self.flat, gradient, segments, grad_scale))
@@ -430,13 +436,70 @@ class LayerState:
         assert self.ring is not None
         kept = self.gradient.kept if passing.gradient is None else None
         unread = None if streamed is None else streamed.copied
+        matrix_steps = self._matrix_steps if isinstance(self._matrix_steps, MatrixSteps) else None
         self.uploaded = self.ring.step(
-            passing, kept, segments, grad_scale, stream, unread=unread, matrix_steps=self._matrix_steps
+            passing, kept, segments, grad_scale, stream, unread=unread, matrix_steps=matrix_steps
         )
         if streamed is None:
             self._copy_is_stale = self._keeps_copy
         else:
             streamed.written = passing.drained
+
+    @property
+    def exchanges_matrices(self) -> bool:
+        """Whether `begin_matrices`, `orthogonalize_matrices` and `apply_matrices` step the layer, instead of `step`."""
+        return isinstance(self._matrix_steps, MatrixExchange)
+
+    def begin_matrices(self, views: set[int], options: Sequence[Options], grad_scale: float, stream: CopyStream) -> int:
+        """The first part of a step of matrices on several ranks, as `MatrixExchange` has it. Arguments as for `step`.
+
+        Returns:
+            Bytes that the other ranks send for the step.
+        """
+        assert isinstance(self._matrix_steps, MatrixExchange)
+        segments = dict(zip(sorted(views & self._pieces.keys()), self._segments(views, options), strict=True))
+        scalars = {
+            index: _scalars(self.layer.states.optimizer, options[self.layer.views[index].group], int(self.steps[index]))
+            for index in views
+        }
+        self.weights.stepped_on_gpu = True
+        if self._stepped is not None:
+            self._stepped.begin()
+        if self.uploaded is not None:
+            stream.wait(self.uploaded)  # wait: an upload before a step of matrices
+        state, gradient, loaded = self.flat, torch.empty(0), None
+        if self._passing is None:
+            gradient = self.gradient.kept
+        elif segments:  # a rank may own no part of a layer
+            assert self.ring is not None
+            kept = self.gradient.kept if self._passing.gradient is None else None
+            loaded = self.ring.load(self._passing, kept, stream)
+            state, gradient = loaded.state, loaded.gradient
+        step = self._matrix_steps.begin(self.layer, state, gradient, segments, scalars, grad_scale, stream)
+        self._begun = step, loaded
+        return self._matrix_steps.received_bytes(step)
+
+    def orthogonalize_matrices(self, stream: CopyStream) -> None:
+        """The second part."""
+        assert isinstance(self._matrix_steps, MatrixExchange)
+        assert self._begun is not None
+        self._matrix_steps.orthogonalize(self._begun[0], stream)
+
+    def apply_matrices(self, stream: CopyStream) -> None:
+        """The third part. Forward may use the layer's weights after `uploaded`."""
+        assert isinstance(self._matrix_steps, MatrixExchange)
+        assert self._begun is not None
+        (step, loaded), self._begun = self._begun, None
+        self._matrix_steps.apply(step, stream)
+        if loaded is None:
+            self.uploaded = stream.record()
+            return
+        assert self.ring is not None
+        assert self._passing is not None
+        unread = None if self._streamed is None else self._streamed.copied
+        self.uploaded = self.ring.store(self._passing, loaded, stream, unread=unread)
+        if self._streamed is not None:
+            self._streamed.written = self._passing.drained
 
     def step_bytes(self) -> int:
         """Memory traffic of a step on the CPU: reads the gradient, reads and writes weights and states."""

@@ -52,7 +52,8 @@ class Update:
         busy: busy times of "h2d", "d2h" and "gpu_step"; complete once `done` is set.
         gpu: the events around the GPU's steps.
         cpu_bytes: memory traffic of the CPU's steps.
-        received: several ranks: bytes of the "norm" all-reduce.
+        received: several ranks: bytes of the "norm" all-reduce and of the updates of "matrices".
+        group_returned: several ranks with matrices: set when all operations with the other ranks are queued.
         nonfinite: names of the parameters whose gradients were not finite.
     """
 
@@ -71,6 +72,7 @@ class Update:
     gpu: tuple[Event, Event] | None = None
     cpu_bytes: int = 0
     received: dict[str, int] = field(default_factory=dict)
+    group_returned: threading.Event | None = None
     nonfinite: list[str] = field(default_factory=list)
 
     @property
@@ -158,6 +160,8 @@ class StepThread:
 
     def start(self, update: Update) -> None:
         """Queue an optimizer step."""
+        if isinstance(self._ranks, Group) and any(state.exchanges_matrices for state, _, _ in update.layers):
+            update.group_returned = self._ranks.lend()
         self.submit(partial(self._run_and_release, update))
 
     def finish(self, update: Update) -> None:
@@ -175,6 +179,8 @@ class StepThread:
             self._failed(error)
         finally:
             update.norm_known.set()
+            if update.group_returned is not None:
+                update.group_returned.set()
             for _, _, pending in update.layers:
                 if not pending.recorded.is_set():
                     pending.record(None)
@@ -187,7 +193,7 @@ class StepThread:
         for ring in rings:
             ring.forget_ahead()
         self.balancer.correct([state for state, _, _ in update.layers])
-        for state, _, _ in update.layers:
+        for state, _, _ in sorted(update.layers, key=lambda item: not item[0].exchanges_matrices):  # in stepping order
             state.prefetch()
         for state, _, _ in update.layers:
             assert state.gradient.sent is not None
@@ -250,23 +256,30 @@ class StepThread:
             pending.record(state.uploaded)
 
     def _queue_on_gpu(self, update: Update, layers: Sequence[LayerUpdate], queued: threading.Event) -> None:
-        """Queue the GPU's steps. Layers with states in VRAM come first, because they wait for no copy.
+        """Queue the GPU's steps. Matrices that ranks exchange come first, in an order common to all ranks. Layers with
+        states in VRAM come next, because they wait for no copy.
 
         Several ranks with weights in RAM notify each other of finished layers.
         """
         coming: deque[Publication] = deque()
+
+        def stepped(state: LayerState, pending: PendingUpdate) -> None:
+            watchdog.progressed()
+            pending.record(state.uploaded)
+            if (posting := state.publication()) is not None:
+                coming.append(posting)
+            while coming and coming[0].done():
+                coming.popleft().post()
+
         try:
             self.kernels.wait(update.compute_done)  # wait: backward before a step on the GPU
             scale, began = update.grad_scale(), self.kernels.record(timing=True)
-            for state, views, pending in sorted(layers, key=lambda item: item[0].is_streamed):
+            self._exchange_matrices(update, [item for item in layers if item[0].exchanges_matrices], stepped)
+            others = [item for item in layers if not item[0].exchanges_matrices]
+            for state, views, pending in sorted(others, key=lambda item: item[0].is_streamed):
                 with self.kernels.traced(state.layer.name):
                     state.step(views, update.options, scale, self.kernels)
-                watchdog.progressed()
-                pending.record(state.uploaded)
-                if (posting := state.publication()) is not None:
-                    coming.append(posting)
-                while coming and coming[0].done():
-                    coming.popleft().post()
+                stepped(state, pending)
             update.gpu = began, self.kernels.record(timing=True)
             busy = BusyTime()
             busy.add(*update.gpu)
@@ -275,6 +288,36 @@ class StepThread:
             queued.set()
         for posting in coming:
             posting.post()
+
+    def _exchange_matrices(
+        self,
+        update: Update,
+        layers: Sequence[LayerUpdate],
+        stepped: Callable[[LayerState, PendingUpdate], None],
+    ) -> None:
+        """Queue the steps of matrices on several ranks; see `matrix_exchange`. A layer with states in RAM is applied at
+        once, because it occupies one of three buffers.
+        """
+        scale, received = update.grad_scale(), 0
+
+        def apply(at: int) -> None:
+            state, _, pending = layers[at]
+            state.apply_matrices(self.kernels)
+            stepped(state, pending)
+
+        for at in range(len(layers) + 2 if layers else 0):
+            if at < len(layers):
+                state, views, _ = layers[at]
+                received += state.begin_matrices(views, update.options, scale, self.kernels)
+            if 1 <= at <= len(layers):
+                layers[at - 1][0].orthogonalize_matrices(self.kernels)
+                if layers[at - 1][0].is_streamed:
+                    apply(at - 1)
+            if at >= 2 and not layers[at - 2][0].is_streamed:
+                apply(at - 2)
+        if update.group_returned is not None:
+            update.received["matrices"] = received
+            update.group_returned.set()
 
 
 def gradient_norm(update: Update, ranks: Ranks) -> float:

@@ -11,7 +11,9 @@ from offloadkit.errors import ConfigError
 from offloadkit.facts.config import Placement
 from offloadkit.facts.fitted import NCCL_BYTES, NCCL_BYTES_EACH, NCCL_FEW_BYTES, NCCL_FEW_BYTES_EACH
 from offloadkit.facts.hardware import Hardware
+from offloadkit.optim.norm import NORM_BLOCK
 from offloadkit.optim.table import MASTER_WEIGHTS, MOMENTS, Dtype, LayerKind, Matrix, StateTable, aligned
+from offloadkit.planner.owners import matrix_owners
 from offloadkit.planner.work import MicroBatch
 
 NUM_GRADIENT_BUCKETS = 2
@@ -141,6 +143,12 @@ class LayerShape:
         is_gathered = placement.weights == "vram" and self.kind.is_trained
         return self.weight_bytes() - self.stepped_bytes() if is_gathered else 0
 
+    def update_bytes(self) -> int:
+        """Bytes of matrices' updates that the other ranks send in a step, as much to the owner of a matrix as back. An
+        estimate: the mean over the ranks, if the owners had no larger parts of their matrices than other ranks.
+        """
+        return 2 * MATRIX_BYTES * (self.own_numel * (self.num_ranks - 1) // self.num_ranks) if self.matrices else 0
+
     def gradient_bytes(self, accumulation: int) -> int:
         """Bytes of the gradient that the step reads: fp32 if it is a sum of several, else the layer's dtype."""
         is_sum = accumulation * self.num_ranks > 1 and self.kind.is_trained
@@ -171,12 +179,14 @@ class LayerShape:
         return self.gradient_bytes(accumulation) + 2 * (sum(self.state_bytes().values()) + self.stepped_bytes())
 
     def chunk_numel(self) -> int:
-        if self.matrices:
+        if self.matrices and self.num_ranks == 1:
             return max(-(-each.rows * each.columns // _PART) * _PART for each in self.matrices)
-        return chunk_numel(self.own_numel)
+        return self.own_numel if self.matrices else chunk_numel(self.own_numel)
 
     def num_chunks(self) -> int:
-        return len(self.matrices) or max(1, -(-self.own_numel // STEP_CHUNK))
+        if self.matrices:
+            return len(self.matrices) if self.num_ranks == 1 else 1
+        return max(1, -(-self.own_numel // STEP_CHUNK))
 
     def passing_bytes(self, placement: Placement, accumulation: int) -> int:
         """Bytes of a full chunk in a step buffer: the states, and the weights and gradient if they live in RAM."""
@@ -220,16 +230,18 @@ def communicated_bytes(
     1.
 
     "exchange": gradients of the other ranks. "gather": new weights of the other ranks. "norm": sum of the block sums.
-    `Ranks` counts the same bytes.
+    "matrices": updates of matrices (see `LayerShape.update_bytes`). `Ranks` counts the same bytes, but for "matrices".
     """
     if layers[0].num_ranks == 1:
         return {}
     placed = list(zip(layers, placements, strict=True))
-    return {
+    found = {
         "exchange": sum(layer.exchanged_bytes(where, accumulation) for layer, where in placed),
         "gather": sum(layer.gathered_bytes(where) for layer, where in placed),
         "norm": 8 * sum(layer.norm_blocks_of_all or 0 for layer in layers),
     }
+    updates = sum(layer.update_bytes() for layer in layers)
+    return found | ({"matrices": updates} if updates else {})
 
 
 def is_built(placement: Placement, layer: LayerShape, accumulation: int, *, one_host: bool) -> bool:
@@ -282,7 +294,7 @@ def for_matrices(placement: Placement, layer: LayerShape) -> Placement:
 
 
 def check_matrices(layers: Sequence[LayerShape], placements: Sequence[Placement]) -> None:
-    """Check placements for a machine with a GPU.
+    """Check placements for a machine with a GPU, or for several ranks.
 
     Raises:
         ConfigError: the CPU would step matrices, or their states are on disk.
@@ -298,7 +310,33 @@ def check_matrices(layers: Sequence[LayerShape], placements: Sequence[Placement]
 
 
 def workspace_bytes(layers: Sequence[LayerShape]) -> int:
-    return max((each.workspace_bytes for layer in layers for each in layer.matrices), default=0)
+    own = max((each.workspace_bytes for layer in layers for each in layer.matrices), default=0)
+    pieces, matrices = exchange_sizes(layers)
+    return own + NUM_PIECE_BUFFERS * pieces + NUM_MATRIX_BUFFERS * matrices
+
+
+NUM_PIECE_BUFFERS = 3
+NUM_MATRIX_BUFFERS = 2
+"""Layers of matrices whose updates several ranks exchange at the same time."""
+MATRIX_BYTES = 2
+"""Bytes of an element of an update, which is bf16."""
+
+
+def exchange_sizes(layers: Sequence[LayerShape]) -> tuple[int, int]:
+    """Bytes of a buffer for a rank's pieces of a layer's updates, and of a buffer for the matrices that a rank owns;
+    (0, 0) with world size 1. They fit every layer and rank.
+    """
+    num_ranks = layers[0].num_ranks
+    with_matrices = [layer for layer in layers if layer.matrices]
+    if num_ranks == 1 or not with_matrices:
+        return 0, 0
+    pieces = max(-(-layer.numel // num_ranks) + NORM_BLOCK for layer in with_matrices)
+    owned = Counter[tuple[int, int]]()
+    owners = matrix_owners([layer.matrices for layer in with_matrices], num_ranks)
+    for at, (layer, of_layer) in enumerate(zip(with_matrices, owners, strict=True)):
+        for matrix, owner in zip(layer.matrices, of_layer, strict=True):
+            owned[at, owner] += matrix.rows * matrix.columns
+    return aligned(MATRIX_BYTES * pieces), aligned(MATRIX_BYTES * max(owned.values()))
 
 
 def tier_bytes(

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from offloadkit.errors import ConfigError
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.fitted import CROWDED, FEW_CTAS, LOADED_LATER_BYTES
 from offloadkit.facts.hardware import Hardware
@@ -49,8 +48,6 @@ def make(kind: type[P], layers: Sequence[LayerShape], basis: Basis) -> P:
         )
         for layer in layers
     )
-    if layers[0].num_ranks > 1 and any(layer.matrices for layer in layers):
-        raise ConfigError("optimizer='muon' trains on one GPU: a matrix is not divided between GPUs yet")
     budgets = _budgets(config, hardware, layers[0].num_ranks)
     if work is None or hardware is None or not hardware.few_ctas_link_bytes_per_second:
         return _plan(kind, layers, basis, budgets, _placements(layers, basis, budgets))
@@ -201,7 +198,7 @@ def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, i
     found = tuple(possible(placement, layer) for layer in layers)
     if config.placement is None:
         return tuple(for_matrices(where, layer) for where, layer in zip(found, layers, strict=True))
-    if hardware is not None and hardware.device != "cpu":
+    if layers[0].num_ranks > 1 or (hardware is not None and hardware.device != "cpu"):
         check_matrices(layers, found)
     return found
 

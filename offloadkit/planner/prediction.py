@@ -125,7 +125,7 @@ class Prediction:
     @cached_property
     def communicated(self) -> dict[str, int]:
         """Bytes that a GPU receives from the other GPUs in an optimizer step, by kind: "exchange" of gradients,
-        "gather" of new weights, and "norm". {} with one GPU.
+        "gather" of new weights, "norm", and updates of Muon's "matrices". {} with one GPU.
         """
         return communicated_bytes(self.layers, self.placements, self.accumulation)
 

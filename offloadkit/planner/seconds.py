@@ -547,10 +547,12 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
     traffic, own, ranks = layer.step_bytes(accumulation), layer.own_numel, layer.num_ranks
     sums = layer.sums_whole(accumulation)
     added = layer.numel if sums else own * ranks  # elements added by one micro-batch
-    flops = sum(each.flops for each in layer.matrices)
-    orthogonalising = flops / hardware.bf16_flops_per_second + MATRIX_TRAFFIC * layer.numel / vram if flops else 0.0
+    flops = sum(each.flops for each in layer.matrices) // ranks
+    orthogonalising = flops / hardware.bf16_flops_per_second + MATRIX_TRAFFIC * own / vram if flops else 0.0
     of_all = layer.received_bytes(accumulation)
     exchange = of_all // ranks * (ranks - 1) / exchange_rate(hardware, ranks) + EXCHANGE_SECONDS if ranks > 1 else 0.0
+    if flops and ranks > 1:
+        orthogonalising += layer.update_bytes() / link_rate(hardware, ranks) + 2 * EXCHANGE_SECONDS
     gathered = layer.weight_bytes() - layer.stepped_bytes()
     norm = gradient / (dram * NORM_EFFICIENCY) if accumulation > 1 else 0.0
     if sums:  # added to rank 0's sum, which the other ranks then copy

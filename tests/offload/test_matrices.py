@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 import offloadkit
 from offloadkit import MuonOptions, OffloadConfig, OffloadEngine, Placement
-from offloadkit.engine import engine as engine_module
 from offloadkit.errors import ConfigError
 from offloadkit.offload.layers import flat_layers
 from offloadkit.optim.muon import newton_schulz_flops
 from offloadkit.planner.layout import check_matrices
 from offloadkit.planner.make import placed
-from tests.distributed.mirrored import MirroredRanks
 
 PLACEMENTS = {
     "default": None,
@@ -274,14 +272,6 @@ def test_what_does_not_go_together_is_refused_by_name() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             config(**{name: MuonOptions(**value) if isinstance(value, dict) else value})
-
-
-def test_several_ranks_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="optimizer='muon' trains on one GPU"):
-        offloadkit.plan("t5-small", num_gpus=2, gpu="RTX 4090", batch_size=1, offload=config())
-    monkeypatch.setattr(engine_module, "joined_ranks", MirroredRanks)
-    with pytest.raises(ConfigError, match="optimizer='muon' trains on one GPU"):
-        engine_of()
 
 
 def test_the_plan_counts_flops_slots_and_the_workspace() -> None:
