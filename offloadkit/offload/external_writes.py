@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import FlatLayer, ParameterView
@@ -414,6 +415,8 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         elif func is torch.Tensor.__repr__ and isinstance(first, Watched):
             args = (args[0].detach().requires_grad_(args[0].requires_grad), *args[1:])
         before = _begin_writes(written) if written else ()
+        if written:
+            args, kwargs = _at_home(args, written), _at_home(kwargs, written)
         result = _recorded(func, args, kwargs, read) if read and not writes else None
         if result is None:
             result = func(*args, **kwargs)
@@ -447,7 +450,9 @@ def _recorded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: _T
     uses: dict[int, torch.Tensor] = {}
     for place, alias in read.items():
         parameter = place.view.parameter
-        if alias is None and place.layer is not None and parameter.requires_grad:
+        if alias is not None or place.layer is None:
+            continue
+        if parameter.requires_grad or not place.layer.layer.kind.is_trained:
             use = place.layer.for_graph(place.view)
             if use is not parameter:
                 uses[id(parameter)] = use
@@ -588,6 +593,17 @@ def _begin_writes(written: _Touched) -> list[tuple[WatchedLayer, ParameterView, 
     return [
         (place.layer, place.view, place.layer.before_write(place.view)) for place in written if place.layer is not None
     ]
+
+
+def _at_home(value: Any, written: _Touched) -> Any:
+    """`value` with all tensors brought to the device where the written weights live, if that is another one."""
+    place = next(iter(written))
+    home = place.view.parameter.device
+    return (
+        value
+        if home == place.external_writes.device
+        else tree_map_only(torch.Tensor, lambda each: each.to(home), value)
+    )
 
 
 def _plain(value: Any, places: _Touched) -> Any:

@@ -13,17 +13,22 @@ from torch.utils.checkpoint import checkpoint
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.weight_ring import StreamedWeights, WeightRing
 from offloadkit.optim.adamw import adamw_scalars, adamw_update
 from offloadkit.planner import placed
-from offloadkit.planner.layout import possible
+from offloadkit.planner.layout import WeightsAlone, possible
+from offloadkit.planner.seconds import IN_VRAM
 from tests.models import TinyLM, tokens, train
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RESIDENT = Placement(weights="vram")
 STREAMED = Placement(weights="ram")
+BASE_ALONE = "base in RAM"
+"""As plans place it: the frozen weights stream, the adapters stay in VRAM."""
 PLACEMENTS = [
-    replace(where, activations=how) for where in (RESIDENT, STREAMED) for how in ("keep", "checkpoint", "offload")
+    *(replace(where, activations=how) for where in (RESIDENT, STREAMED) for how in ("keep", "checkpoint", "offload")),
+    BASE_ALONE,
 ]
 
 
@@ -66,8 +71,18 @@ def adapters(model: Any) -> list[Adapted]:
     return [module for module in model.modules() if isinstance(module, Adapted)]
 
 
-def config(placement: Placement | None = STREAMED, **options: Any) -> OffloadConfig:
-    return OffloadConfig(learning_rate=1e-2, placement=placement, **options)
+def config(placement: Placement | str | None = STREAMED, **options: Any) -> OffloadConfig:
+    where = None if isinstance(placement, str) else placement
+    return OffloadConfig(learning_rate=1e-2, placement=where, **options)
+
+
+def opened(model: nn.Module, placement: Placement | str | None, device: str, **options: Any) -> OffloadEngine:
+    made = config(placement, **options)
+    if placement != BASE_ALONE:
+        return OffloadEngine(model, made, device=device)
+    plan = plan_of(model, flat_layers(model, made), made)
+    where = [IN_VRAM if layer.kind.is_trained else WeightsAlone(weights="ram") for layer in plan.layers]
+    return OffloadEngine(model, made, device=device, plan=placed(plan, where))
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -100,9 +115,11 @@ def by_torch(model: nn.Module, batches: list[torch.Tensor], accumulation: int = 
     return losses
 
 
-def by_engine(model: nn.Module, batches: list[torch.Tensor], made: OffloadConfig, device: str) -> list[float]:
+def by_engine(
+    model: nn.Module, batches: list[torch.Tensor], placement: Placement | str | None, device: str, **options: Any
+) -> list[float]:
     losses = []
-    with OffloadEngine(model, made, device=device) as engine:
+    with opened(model, placement, device, **options) as engine:
         for batch in batches:
             loss = engine(batch)
             losses.append(loss.item())
@@ -123,20 +140,20 @@ def streamed_layers(engine: OffloadEngine) -> set[str]:
 OPTIONS: dict[str, Any] = {"max_grad_norm": None, "weight_decay": 0.0}
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda where: f"{where.weights}-{where.activations}")
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @pytest.mark.parametrize(("dtype", "accumulation"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2)])
-def test_every_bit_is_torchs(placement: Placement, dtype: torch.dtype, accumulation: int, device: str) -> None:
+def test_every_bit_is_torchs(placement: Placement | str, dtype: torch.dtype, accumulation: int, device: str) -> None:
     """The adapters are fp32, as PEFT makes them; the base has `dtype`."""
     expected, model, batches = adapted(dtype).to(device), adapted(dtype), tokens(6, device)
     losses = by_torch(expected, batches, accumulation)
-    made = config(placement, gradient_accumulation=accumulation, **OPTIONS)
-    assert by_engine(model, batches, made, device) == losses
+    found = by_engine(model, batches, placement, device, gradient_accumulation=accumulation, **OPTIONS)
+    assert found == losses
     assert_equal(weights_of(model), weights_of(expected))
 
 
 def test_the_numbers_are_those_of_torchs_optimizer() -> None:
     expected, model, batches = adapted(), adapted(), tokens(6)
-    losses = by_engine(model, batches, config(**OPTIONS), "cpu")
+    losses = by_engine(model, batches, STREAMED, "cpu", **OPTIONS)
     trained = [parameter for parameter in expected.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
     for batch, known in zip(batches, losses, strict=True):
@@ -155,9 +172,8 @@ def test_frozen_blocks_below_the_trained_ones_stream_too(first: int, activations
     for weights in ("vram", "ram"):
         model = adapted(first=first)
         model.norm.requires_grad_(True)
-        losses = by_engine(
-            model, tokens(4, device), config(Placement(weights=weights, activations=activations)), device
-        )
+        where = Placement(weights=weights, activations=activations)
+        losses = by_engine(model, tokens(4, device), where, device)
         runs.append((losses, weights_of(model)))
     assert runs[0][0] == runs[1][0]
     assert_equal(runs[1][1], runs[0][1])
@@ -182,7 +198,7 @@ def test_a_frozen_layer_has_weights_alone(device: str) -> None:
 
 def test_a_move_carries_frozen_weights_between_ram_and_vram(device: str) -> None:
     expected, model, batches = adapted(torch.bfloat16), adapted(torch.bfloat16), tokens(6, device)
-    losses = by_engine(expected, batches, config(None), device)
+    losses = by_engine(expected, batches, None, device)
     found = []
     with OffloadEngine(model, config(None), device=device) as engine:
         for at, batch in enumerate(batches):
@@ -203,10 +219,10 @@ def test_a_move_carries_frozen_weights_between_ram_and_vram(device: str) -> None
 def test_adapters_can_be_disabled_and_merged(device: str) -> None:
     """As PEFT does for reference logits and for evaluation; the same numbers wherever the base is."""
     runs = []
-    for placement in (RESIDENT, STREAMED, replace(STREAMED, activations="checkpoint")):
+    for placement in (RESIDENT, STREAMED, replace(STREAMED, activations="checkpoint"), BASE_ALONE):
         model, found = adapted(torch.bfloat16), []
         batches = tokens(4, device)
-        with OffloadEngine(model, config(placement), device=device) as engine:
+        with opened(model, placement, device) as engine:
             train(engine, batches[:2])
             for each in adapters(model):
                 each.enabled = False
@@ -234,6 +250,26 @@ def test_adapters_can_be_disabled_and_merged(device: str) -> None:
         assert_equal(merged, runs[0][1])
         assert_equal(after, runs[0][2])
     assert found[3] != found[2], "merging rounds to bf16"
+
+
+def test_a_penalty_may_use_frozen_weights(device: str) -> None:
+    """Outside of their blocks, in forward and between: the distance of the merged weights from the frozen ones."""
+    runs = []
+    for placement in (RESIDENT, STREAMED, BASE_ALONE):
+        model, losses = adapted(), []
+        with opened(model, placement, device) as engine:
+            for batch in tokens(3, device):
+                loss = engine(batch)
+                for each in adapters(model):
+                    share = each.lora_B.weight @ each.lora_A.weight / (1 + each.base_layer.weight.square())
+                    loss = loss + 1e-3 * share.square().sum()
+                losses.append(loss.item())
+                engine.backward(loss)
+                engine.step()
+        runs.append((losses, weights_of(model)))
+    for losses, weights in runs[1:]:
+        assert losses == runs[0][0]
+        assert_equal(weights, runs[0][1])
 
 
 def test_a_frozen_weight_can_be_read_written_and_loaded_between_steps(device: str) -> None:
