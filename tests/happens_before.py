@@ -36,7 +36,8 @@ import offloadkit
 from offloadkit.device import host_memory, streams
 from offloadkit.device.streams import Event, Pairs, Stream
 from offloadkit.kernels import cpu
-from offloadkit.offload import gradients, matrix_steps, shards, state_ring, states, update
+from offloadkit.offload import gradients, matrix_exchange, matrix_steps, shards, state_ring, states, update
+from tests.distributed.mirrored import MirroredRanks
 
 PACKAGE = Path(offloadkit.__file__).parent
 _MOST_QUERIES = 8
@@ -327,6 +328,10 @@ class Watched:
 
                 step = self._kernel(module.optimizer_step, split)
                 patch.setattr(module, "optimizer_step", step)
+            for name, split in _STEPS_OF_MATRICES.items():
+                patch.setattr(matrix_exchange, name, self._kernel(getattr(matrix_exchange, name), split))
+            exchange = self._kernel(MirroredRanks.exchange_parts, lambda ranks, into, sent, *_: (sent, into))
+            patch.setattr(MirroredRanks, "exchange_parts", exchange)
             for module in (gradients, shards):
                 sums = self._kernel(module.block_sums, lambda gradient, blocks, out: (gradient, out))
                 patch.setattr(module, "block_sums", sums)
@@ -361,6 +366,17 @@ class Watched:
 
     def _said(self, access: Access) -> str:
         return f"{self._actors[access.actor].name} {'writes' if access.writes else 'reads'} in {access.where}"
+
+
+_STEPS_OF_MATRICES: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "write_update": lambda state, gradient, segment, scale, into, memory: (
+        gradient,
+        (state["momentum_buffer"], into, memory),
+    ),
+    "orthogonalize": lambda update, matrix, scalars, memory: ((), (update, memory)),
+    "apply_update": lambda state, update, segment, memory: (update, (state.weights, state.remainder, memory)),
+}
+"""(read, written) of the arguments."""
 
 
 def _tensors(given: Any) -> Iterator[torch.Tensor]:

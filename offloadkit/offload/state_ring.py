@@ -213,10 +213,10 @@ class StateRing:
         (chunk,) = layer.chunks
         return self._load(layer, chunk, gradient, stream)
 
-    def store(self, layer: StreamedStates, loaded: Loaded, stream: CopyStream, *, unread: Event | None) -> Event:
-        """Send the states back after the work on `stream`. Returns the end of that work. `unread`: as for `step`."""
-        if unread is not None:
-            self.d2h.wait(unread)  # wait: weights in RAM read before the update of their matrices is copied
+    def store(self, layer: StreamedStates, loaded: Loaded, stream: CopyStream) -> Event:
+        """Send the states back after the work on `stream`. Returns the end of that work. The weights in RAM must not be
+        read any more.
+        """
         layer.drained = self._store(layer, loaded, stream)
         return stream.record()
 

@@ -496,8 +496,7 @@ class LayerState:
             return
         assert self.ring is not None
         assert self._passing is not None
-        unread = None if self._streamed is None else self._streamed.copied
-        self.uploaded = self.ring.store(self._passing, loaded, stream, unread=unread)
+        self.uploaded = self.ring.store(self._passing, loaded, stream)  # `finish_reading` has waited for reads
         if self._streamed is not None:
             self._streamed.written = self._passing.drained
 

@@ -395,6 +395,26 @@ def ranks_that_share_weights() -> None:
             others_have_read()
 
 
+def several_ranks_with_matrices() -> None:
+    """One of three ranks has a small piece of a matrix, and owns whole matrices in turn with the other ranks."""
+    torch.manual_seed(1)
+    model = TinyLM(depth=6, width=65, hidden=1100)
+    config = OffloadConfig(working_dtype="bf16", optimizer="muon", placement=Placement(step="gpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "joined_ranks", lambda device: MirroredRanks(device, rank=1, size=3))
+        engine = OffloadEngine(model, config, device="cpu")
+    with engine:
+        where = [IN_VRAM, Placement(weights="ram", step="gpu"), Placement(step="gpu")]
+        of_block: dict[str, Placement] = {}
+        for layer in engine.plan.layers:
+            of_block.setdefault(layer.name, where[len(of_block) % 3])
+        engine.move(placed(engine.plan, [possible(of_block[layer.name], layer) for layer in engine.plan.layers]))
+        for batch in tokens(3):
+            engine.backward(engine(batch))
+            engine.step()
+        engine.synchronize()
+
+
 RUNS: dict[str, Callable[[], None]] = {
     "everywhere": lambda: everywhere(1),
     "accumulating": lambda: everywhere(2),
@@ -421,6 +441,7 @@ RUNS: dict[str, Callable[[], None]] = {
     "several ranks, accumulating": lambda: several_ranks(2),
     "several ranks, sums": lambda: several_ranks(2, "step"),
     "several ranks, weights in RAM": ranks_that_share_weights,
+    "several ranks, matrices": several_ranks_with_matrices,
     "several ranks, full": a_full_rank,
 }
 SLOW = (
@@ -474,6 +495,7 @@ NEVER_MISSED = {
     "a step before the next fetch": "it leaves the bus to others, and orders nothing",
     "an upload before a step on the GPU": "the gradient's copy to RAM, which the thread waited for, began after the "
     "compute stream had waited for it",
+    "an upload before a step of matrices": "as before other steps on the GPU",
     "backward before the CPU's weights are uploaded": "so did the norm's sums, after all of backward",
     "backward before a step on the GPU": "as on the CPU",
     "the GPU before the thread ends": "with a GPU only",
@@ -523,6 +545,11 @@ MISSED_BY = {
         "copies before other ranks step",
         "copies before weights are written",
         "states in RAM before other ranks know",
+    ],
+    "several ranks, matrices": [
+        "updates before they are exchanged",
+        "pieces of the other ranks before their matrix is orthogonalized",
+        "updates of the owners before they are applied",
     ],
     "several ranks, accumulating": [
         "received gradients read before the next come",
