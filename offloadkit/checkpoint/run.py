@@ -85,7 +85,7 @@ class SummationOrder:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """All numbers of a run between updates, by name. The tensors are live."""
+    """All numbers of a run by name, for saving and resuming. The tensors are live: use them between updates."""
 
     weights: Mapping[str, Any]
     """The module's `state_dict()`, without frozen weights."""

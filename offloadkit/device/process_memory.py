@@ -77,6 +77,7 @@ class VramCap:
 
     The context grows while kernels are loaded at their first launch; `renew` follows it, and some room is held back
     until the context is stable. If several caps are active, the lowest one applies.
+    Does nothing on the CPU.
     """
 
     _shares: ClassVar[dict[torch.device, dict[VramCap | None, float]]] = {}

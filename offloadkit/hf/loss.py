@@ -83,7 +83,9 @@ logger = logging.getLogger(__name__)
 
 
 def compute_loss_in_chunks(model: nn.Module, chunk_elements: int = CHUNK_ELEMENTS) -> Callable[[], None]:
-    """Make the model's output head return `Logits`; returns a function that restores the head.
+    """Make the model's output head return lazy `Logits`, so that the loss needs no memory for all logits at once.
+
+    Returns a function that restores the head.
 
     Models without `get_output_embeddings()`, and heads that are not a plain `nn.Linear` (quantised, adapted) or have a
     replaced forward, stay unchanged. Up to `chunk_elements` logits are computed as usual.

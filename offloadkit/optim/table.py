@@ -119,7 +119,7 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """Options of one parameter group at the time of `step()`; a scheduler may change them between steps."""
+    """Checked options of a group of AdamW or Lion, read at every `step()` because a scheduler may change them."""
 
     lr: float
     betas: tuple[float, float]

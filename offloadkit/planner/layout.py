@@ -65,7 +65,7 @@ class WeightsAlone(Placement):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A flat layer as the planner sees it."""
+    """Sizes and kind of a flat layer (`FlatLayer`), without tensors: the input of a plan."""
 
     name: str
     num_parameters: int

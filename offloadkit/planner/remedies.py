@@ -47,7 +47,7 @@ def explain(plan: Prediction) -> str:
 
 
 def nearest_fits(plan: P, most: int = 4) -> list[tuple[str, P]]:
-    """Up to `most` plans that fit, each with the words for its changes. Smaller changes come first.
+    """For a plan that does not fit: up to `most` plans that do, each with the words for its changes, small ones first.
 
     The order: states in fewer bytes, a smaller micro-batch, both; states on disk, alone and with these changes; a
     larger budget; and last a smaller micro-batch, leaner states and both with a smaller increase of the budget.

@@ -634,7 +634,10 @@ def dram_slowdowns(
 
 
 class Queues:
-    """The time at which each resource is free again (`free`), and its seconds of work by purpose (`busy`).
+    """Simulates the resources of a step: GPU, CPU step, Python, copies ("H2D", "D2H"), "disk" and "link" between ranks.
+
+    Work on one resource runs in the order of its `take` calls. `free`: when each resource is free again; `busy`: its
+    seconds of work by purpose.
 
     Attributes:
         python: the resource that Python occupies.

@@ -51,7 +51,7 @@ class Work:
     """Target tokens per row; models without a separate decoder ignore it."""
     accumulation: int = 1
     precision: Precision = "exact"
-    """Of offloadkit's optimizer states; other engines keep fp32."""
+    """Precision of offloadkit's optimizer states; other engines keep fp32."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """Working dtype; None: `finetune`'s default on this device."""
     recomputed: bool = False
@@ -73,7 +73,7 @@ class Work:
     bucket_elements: int | None = None
     """Elements of DeepSpeed's buckets for gradients and gathered weights; None: DeepSpeed's default."""
     optimizer: str = "adamw"
-    """Of offloadkit; other engines use AdamW."""
+    """offloadkit's optimizer; other engines use AdamW."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields for JSON. Fields after `seed` are left out at their defaults, so that older saved rows still
