@@ -57,7 +57,8 @@ def agree(placed: PlacedModel, ranks: Ranks, window: tuple[int, int], flags: Ran
     Raises:
         EngineStateError: the ranks are at different steps or micro-batches, or have written different weights.
     """
-    states, order = placed.trained, placed.forward_order
+    states, order, reduction = placed.trained, placed.forward_order, placed.gradients.reduction
+    assert reduction is not None
     at = {state: index for index, state in enumerate(states)}
     num, counts = len(states), [len(state.layer.views) for state in states]
     got = np.zeros(sum(counts), dtype=np.int64)
@@ -66,7 +67,7 @@ def agree(placed: PlacedModel, ranks: Ranks, window: tuple[int, int], flags: Ran
         got[[start + index for index in state.gradient.window]] = 1
     written = [isinstance(state.weights, StreamedWeights) and state.weights.has_private_copy for state in placed.states]
     own = [*window, flags.is_full, flags.ram_is_scarce, flags.rates_are_due]
-    own += [*(at[state] for state in order), *placed.gradients.completed, *got.tolist(), *written]
+    own += [*(at[state] for state in order), *reduction.completed, *got.tolist(), *written]
     told = ranks.agree(np.array(own, dtype=np.int64))
     windows, (full, scarce, due), told = told[:, :2].tolist(), told[:, 2:5].astype(bool).T, told[:, 5:]
     if full.any():
@@ -84,7 +85,7 @@ def agree(placed: PlacedModel, ranks: Ranks, window: tuple[int, int], flags: Ran
         by_ranks = set(np.flatnonzero(by_any[start : start + count]).tolist())
         state.gradient.missing = by_ranks - state.gradient.window
         state.gradient.window = by_ranks
-    placed.gradients.order = told[0, num : 2 * num].tolist()
+    reduction.order = told[0, num : 2 * num].tolist()
     return Agreement(full, scarce, due, [states[index] for index in told[0, :num].tolist()])
 
 

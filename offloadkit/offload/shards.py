@@ -7,15 +7,17 @@ in autograd hooks for gradients and in the waits before forward for weights.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
 
 from offloadkit.device import watchdog
-from offloadkit.device.streams import Event, Waits, record_compute
+from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.distributed.ranks import Group
 from offloadkit.kernels.dispatch import block_sums
+from offloadkit.offload.gradient_buffers import Buckets, RamSums
+from offloadkit.offload.layer_gradient import LayerGradient, Stage
 from offloadkit.offload.layers import FlatLayer
 from offloadkit.offload.weights import LayerWeights
 
@@ -71,6 +73,123 @@ class GradientExchange:
         """Copies read the received gradients, or the sum, until these events."""
         self._received_until = received_until or self._received_until
         self._summed_until = summed_until or self._summed_until
+
+
+class Reduction:
+    """Exchanges the gradients of all layers, in one order on all ranks.
+
+    Attributes:
+        order: indices of the layers in the order of their exchange: rank 0's order of completion in the last step.
+        completed: indices of the layers in the last backward's order of completion.
+        exchanges_sums: each rank accumulates whole layers, and the ranks exchange the sums of a window.
+    """
+
+    def __init__(self, ranks: Group, device: torch.device, accumulation: int, d2h: CopyStream, waits: Waits) -> None:
+        self._ranks, self._device, self._accumulation = ranks, device, accumulation
+        self._d2h, self._waits = d2h, waits
+        self.order, self.completed, self._completing = list[int](), list[int](), list[int]()
+        self._num_exchanged = 0
+        self._adds_to_sums = False
+        """A micro-batch of this window was exchanged before, so the next one is added to its sum."""
+
+    def arrange(self, layers: Sequence[LayerGradient], buckets: Buckets, ram_sums: RamSums) -> None:
+        """Set the layers, after placing or a move, and allocate buffers to receive gradients."""
+        self._layers, self._buckets, self._ram_sums = layers, buckets, ram_sums
+        self.exchanges_sums = any(layer.exchanges_sums for layer in layers)
+        received = [
+            self._ranks.size * layer.shard.numel * (4 if layer.exchanges_sums else layer.bucket_dtype.itemsize)
+            for layer in layers
+            if not layer.all_sums
+        ]
+        leaving = [4 * layer.shard.numel for layer in layers if not layer.on_device and self._accumulation == 1]
+        if not self.order:  # backward runs from the last layer, and collects gradients of tied weights until its end
+            self.order = sorted(range(len(layers)), key=lambda at: (layers[at].layer.shared, -at))
+            self.completed = self.order
+        received_bytes, summed_bytes = max(received, default=0), max(leaving, default=0)
+        self._exchange = GradientExchange(self._ranks, self._device, received_bytes, summed_bytes)
+
+    def synchronize(self) -> None:
+        self._ranks.stream.synchronize()  # wait: exchanges before their buffers go
+
+    def in_order(self) -> list[LayerGradient]:
+        return [self._layers[at] for at in self.order]
+
+    def complete(self, layer: LayerGradient) -> None:
+        """The layer has all gradients of this micro-batch: exchange the complete layers whose turn it is."""
+        self._completing.append(self._layers.index(layer))
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Exchange complete layers in order, up to the first incomplete layer."""
+        while self._num_exchanged < len(self.order):
+            layer = self._layers[self.order[self._num_exchanged]]
+            if layer.stage is Stage.FILLING:
+                return
+            if not layer.exchanges_sums:
+                self._exchange_layer(layer)
+                continue
+            self._num_exchanged += 1
+            if not layer.all_sums:
+                self._exchange_sum(layer, set(range(len(layer.layer.views))) - layer.window)
+
+    def end_of_backward(self, *, exchanged: bool) -> None:
+        """exchanged: this backward's gradients were exchanged."""
+        self.completed = self._completing if exchanged else self.order
+        self._completing, self._num_exchanged, self._adds_to_sums = [], 0, exchanged
+
+    def end_of_window(self, submit: Callable[[Callable[[], None]], None]) -> None:
+        """Exchange the sums of a window that ended early. The stepping thread adds sums in RAM (`StepThread`)."""
+        for layer in self.in_order() if self.exchanges_sums else ():
+            if layer.window and layer.all_sums:
+                layer.sums_on_host = True
+                submit(partial(layer.forget_missing, layer.missing))
+            elif layer.window and layer.stage is not Stage.REDUCED:
+                self._exchange_sum(layer, layer.missing)
+        self._waits.delay(self._exchange.stream.record())  # wait: exchanges before sums of squares
+        self._adds_to_sums = False
+
+    def drop(self) -> None:
+        """Drop the gradients of this window."""
+        self._completing, self._num_exchanged, self._adds_to_sums = [], 0, False
+
+    def _exchange_sum(self, layer: LayerGradient, missing: Iterable[int]) -> None:
+        """Exchange this rank's sum in VRAM, and add all ranks' sums of the range that this rank owns.
+
+        missing: indices of views without a gradient in this window, which hold values of an older window.
+        """
+        assert layer.accumulated is not None
+        for index in missing:
+            layer.accumulated[layer.layer.views[index].elements].fill_(-0.0)
+        self._exchange.add(self._exchange.receive(layer.accumulated, layer.layer), layer.kept, begins=True)
+        layer.stage = Stage.REDUCED
+
+    def _exchange_layer(self, layer: LayerGradient) -> None:
+        """Exchange a micro-batch's gradient, and add all ranks' gradients of the range that this rank owns."""
+        if not layer.received:
+            self._buckets.open(layer, set())
+        for index, place in enumerate(layer.places()):
+            if index not in layer.received:
+                place.fill_(-0.0)
+        exchange = self._exchange
+        received = exchange.receive(layer.bucket, layer.layer)
+        self._num_exchanged += 1
+        layer.sent = exchange.stream.record()
+        self._buckets.release(layer, layer.sent)
+        begins = not self._adds_to_sums
+        if layer.on_device:
+            assert layer.accumulated is not None
+            exchange.add(received, layer.accumulated, begins=begins)
+        elif self._accumulation == 1:
+            assert layer.host is not None
+            gradient = exchange.sum(received, layer.device_blocks, layer.device_sums)
+            self._d2h.wait(exchange.stream.record())  # wait: an exchanged sum before its copy
+            layer.sent = self._d2h.copy_all([(layer.host, gradient)], layer.layer.name)
+            exchange.busy(summed_until=layer.sent)
+        else:
+            own = layer.shard.numel
+            ranges = [(at * own, 0, own, at > 0 or not begins) for at in range(self._ranks.size) if own]
+            self._d2h.wait(layer.sent)  # wait: an exchange before its copies
+            exchange.busy(received_until=self._ram_sums.add(layer, received, ranges))
 
 
 def parts(flat: torch.Tensor, num: int) -> list[torch.Tensor]:

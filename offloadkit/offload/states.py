@@ -16,7 +16,7 @@ from offloadkit.errors import ModelError
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.kernels.dispatch import optimizer_step, split_into
 from offloadkit.offload.external_writes import unwatched
-from offloadkit.offload.gradients import LayerGradient, runs
+from offloadkit.offload.layer_gradient import LayerGradient, runs
 from offloadkit.offload.layer_memory import LayerMemory
 from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.matrix_exchange import MatrixExchange, MatrixStep

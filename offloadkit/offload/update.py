@@ -27,7 +27,7 @@ from offloadkit.device.streams import BusyTime, CopyStream, Event
 from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
 from offloadkit.errors import ThreadLimitError
 from offloadkit.facts.threads import Thread
-from offloadkit.offload.gradients import LayerGradient, compute_host_sums
+from offloadkit.offload.layer_gradient import LayerGradient
 from offloadkit.offload.states import LayerState, Publication
 from offloadkit.offload.weights import PendingUpdate
 from offloadkit.optim.norm import sum_in_order
@@ -327,7 +327,7 @@ def gradient_norm(update: Update, ranks: Ranks) -> float:
     the norm is not finite, `update.nonfinite` gets the names of the parameters with non-finite gradients.
     """
     for state, _, _ in update.layers:
-        compute_host_sums(state.gradient)
+        state.gradient.compute_sums_on_host()
     views = [(state.layer.views[index], state, index) for state, indices, _ in update.layers for index in indices]
     views.sort(key=lambda item: item[0].order)
     by_layer = {state: state.gradient.sums.numpy() for state, _, _ in update.layers}

@@ -19,7 +19,7 @@ from offloadkit.engine import engine as engine_module
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, EngineStateError, RankError
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.offload import gradients, states
+from offloadkit.offload import gradient_buffers, gradients, states
 from offloadkit.offload import model as model_module
 from offloadkit.offload.layers import flat_layers
 from offloadkit.offload.shards import GradientExchange
@@ -327,13 +327,13 @@ def blocks_of(view: Any) -> list[tuple[int, int]]:
 def shared_buffers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, int]]:
     """Bytes of the buffers shared by the layers of the next engine, by use and address."""
     found: dict[str, dict[int, int]] = {use: {} for use in ("buckets", "staging", "exchange", "weights")}
-    give_back, arrange = gradients.BucketPool.give_back, gradients.Gradients.arrange
+    give_back, arrange = gradient_buffers.BucketPool.give_back, gradients.Gradients.arrange
     exchange, ring = GradientExchange.__init__, WeightRing.__init__
 
     def add(use: str, *tensors: Any) -> None:
         found[use] |= {each.data_ptr(): each.nbytes for each in tensors if isinstance(each, torch.Tensor)}
 
-    def gives_back(self: gradients.BucketPool, buffer: torch.Tensor, busy: Any) -> None:
+    def gives_back(self: gradient_buffers.BucketPool, buffer: torch.Tensor, busy: Any) -> None:
         add("buckets", buffer)
         give_back(self, buffer, busy)
 
@@ -349,7 +349,7 @@ def shared_buffers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, int]]
         ring(self, *args)
         add("weights", *vars(self).values())
 
-    monkeypatch.setattr(gradients.BucketPool, "give_back", gives_back)
+    monkeypatch.setattr(gradient_buffers.BucketPool, "give_back", gives_back)
     monkeypatch.setattr(gradients.Gradients, "arrange", arranges)
     monkeypatch.setattr(GradientExchange, "__init__", exchanges)
     monkeypatch.setattr(WeightRing, "__init__", streams)

@@ -19,7 +19,7 @@ from offloadkit.errors import EngineStateError
 from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.telemetry import Telemetry
-from offloadkit.offload import gradients, update
+from offloadkit.offload import gradient_buffers, update
 from offloadkit.offload.layers import flat_layers
 from offloadkit.optim.norm import NORM_BLOCK
 from tests.models import Residual, SquaredOutput, TinyLM, Twin, WithFunction, tokens, train
@@ -185,13 +185,13 @@ def test_returned_gradient_buffers_are_not_read_again(
 ) -> None:
     config = OffloadConfig(learning_rate=1e-2, gradient_accumulation=accumulation)
     expected = trained_weights(device, config)
-    real = gradients.BucketPool.take
+    real = gradient_buffers.BucketPool.take
 
     def poisoned(self: Any) -> torch.Tensor:
         buffer = real(self)
         return buffer.fill_(0xFF)  # NaN in bf16 and fp32
 
-    monkeypatch.setattr(gradients.BucketPool, "take", poisoned)
+    monkeypatch.setattr(gradient_buffers.BucketPool, "take", poisoned)
     for name, tensor in trained_weights(device, config).items():
         assert torch.equal(tensor, expected[name]), name
 

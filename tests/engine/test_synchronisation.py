@@ -16,7 +16,7 @@ from offloadkit.device.streams import Event, record_compute
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload import compile as compiled
-from offloadkit.offload.gradients import BucketPool
+from offloadkit.offload.gradient_buffers import BucketPool
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import Plan, possible, tier_bytes

@@ -28,6 +28,7 @@ from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload import model as placed_model
 from offloadkit.offload import shortage
+from offloadkit.offload.gradient_buffers import NormSums
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.states import LayerState
 from offloadkit.planner import Plan
@@ -418,7 +419,7 @@ def test_where_the_move_out_of_ram_fails_training_stops_as_before(
     [
         (LayerState, "take_parameters", (3, 4)),
         (placed_model, "move_rest", (1, 2)),
-        (Gradients, "allocate", (1, 2)),
+        (NormSums, "__init__", (1, 2)),
     ],
 )
 def test_a_gpu_that_is_full_while_the_engine_is_built_makes_the_plan_leaner(
@@ -479,7 +480,7 @@ def test_a_gpu_that_is_full_again_while_the_layers_move_leaves_a_plan_that_says_
     [
         (LayerState, "take_parameters", 3, OffloadkitError("no RAM")),
         (placed_model, "move_rest", 1, KeyboardInterrupt()),
-        (Gradients, "allocate", 1, OffloadkitError("no RAM")),
+        (NormSums, "__init__", 1, OffloadkitError("no RAM")),
     ],
 )
 @pytest.mark.parametrize(("placement", "dtype"), [(Placement("ram", states="disk"), "bf16"), (IN_VRAM, "fp16")])

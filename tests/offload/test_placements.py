@@ -251,7 +251,7 @@ def test_buckets_are_those_that_were_planned(monkeypatch: pytest.MonkeyPatch) ->
         engine = OffloadEngine(copy.deepcopy(model), OffloadConfig(), device="cpu", plan=made)
         engine.backward(engine(**batches("t5", 1, "cpu")[0]).loss)
         gradients = engine.placed.gradients
-        taken = sum(buffer.numel() for buffer, _ in gradients.pool.free)
+        taken = sum(buffer.numel() for buffer, _ in gradients.buckets.pool.free)
         taken += sum(layer.own_buffer.numel() for layer in gradients.layers if layer.own_buffer is not None)
         sums = sum(layer.sums_bytes() for layer in made.layers)
         autograds = max(layer.bucket_bytes() for layer in made.layers if not layer.shared)
