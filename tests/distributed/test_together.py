@@ -284,7 +284,7 @@ def alone() -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("new_group", "all_to_all_single", "broadcast", "all_gather", "all_reduce", "barrier"):
             patch.setattr(ranks_module.dist, name, lambda *args, name=name, **options: called.append(name))
-        patch.setattr(gradients, "GradientExchange", None)
+        patch.setattr(gradients, "Reduction", None)
         patch.setattr(model_module, "WeightGathers", None)
         with OffloadEngine(model(), OffloadConfig(), device="cpu") as engine:
             assert all(state.shard is state.layer for state in engine.placed.states)
