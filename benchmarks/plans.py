@@ -17,7 +17,7 @@ from benchmarks.cases import CASES, ENGINES, Case, config_of
 from benchmarks.rank_cases import RANK_CASES
 from benchmarks.run import git_commit, of_case
 from benchmarks.table import Row
-from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.fitted import FEW_CTAS
 from offloadkit.facts.hardware import Hardware
 from offloadkit.planner import LayerShape, MicroBatch, make_plan
@@ -103,7 +103,7 @@ def hardware_of(rates: dict[str, Any]) -> Hardware:
     return Hardware(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
 
 
-def as_placed(row: Row) -> tuple[Search, tuple[Placement, ...]]:
+def as_placed(row: Row) -> tuple[Search, Counts]:
     """The placements that the plan of a row chose, with a search for the machine as measured in that run.
 
     Raises:
@@ -144,9 +144,9 @@ def as_placed(row: Row) -> tuple[Search, tuple[Placement, ...]]:
     )
     on_disk = range(len(layers) + 1) if "disk" in str(number) else [0]
     for kept, states_on_disk in product(("none", "gpu", "all"), on_disk):
-        placements = search.placements(counts._replace(gradients_in_vram=kept, states_on_disk=states_on_disk))
-        if Counter(map(str, placements)) == number:
-            return search, placements
+        found = counts._replace(gradients_in_vram=kept, states_on_disk=states_on_disk)
+        if Counter(map(str, search.placements(found))) == number:
+            return search, found
     raise ValueError(f"no placements are these: {number}")
 
 

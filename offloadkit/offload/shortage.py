@@ -22,7 +22,7 @@ from offloadkit.facts.config import Placement
 from offloadkit.facts.threads import Thread
 from offloadkit.facts.units import format_bytes
 from offloadkit.planner import Plan, leaner
-from offloadkit.planner.prediction import TIERS
+from offloadkit.planner.layout import TIERS
 
 POLL_SECONDS = 0.2
 TOLERANCE = 1.02

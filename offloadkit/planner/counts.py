@@ -1,44 +1,36 @@
 """Placements described by a few numbers (`Counts`), and the bytes of many placements at once.
 
-Every formula of `layout` and `phases` is computed for an array of placement codes, with a row for each count and a
-column for each layer. `Search.bytes` computes the same one by one.
+A placement code is an index into `PLACEMENTS`, which leave activations out. Codes have a row for each `Counts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offloadkit.facts.config import Placement
 from offloadkit.planner.layout import (
     ALLOCATOR_BYTES,
     FRAMEWORK_RAM_BYTES,
-    NUM_GRADIENT_BUCKETS,
-    NUM_STAGING,
-    NUM_STATE_BUFFERS,
-    NUM_STEP_BUFFERS,
-    NUM_WEIGHT_BUFFERS,
-    SMALL_BUCKET,
+    TIERS,
+    Bools,
+    Codes,
+    Ints,
+    LayerBytes,
     LayerShape,
     WeightsAlone,
     activations,
-    gpu_can_step,
     is_built,
     is_small,
-    workspace_bytes,
 )
-from offloadkit.planner.phases import forward_bytes, handed_over_bytes, ram_peak, staged_bytes
+from offloadkit.planner.phases import NEEDED, PhasesOnGpu
 from offloadkit.planner.seconds import IN_VRAM
 from offloadkit.planner.work import MicroBatch
 
-Ints = NDArray[np.int64]
-Codes = NDArray[np.intp]
-"""[number of counts, number of layers]: index into `PLACEMENTS`, which ignores activations."""
 InVram = Literal["none", "gpu", "all"]
 
 
@@ -131,41 +123,11 @@ class Spread:
         self._columns = np.arange(len(layers))
         self._matrices = np.array([bool(layer.matrices) for layer in layers])
         self._stay = _beside(layers, self._matrices) & ~self._frozen
-        self._workspace = workspace_bytes(layers)
         self._fixed_vram = frozen_bytes + context_bytes + ALLOCATOR_BYTES
         self._frozen_bytes = frozen_bytes
-        self._staged, self._forward = staged_bytes(layers), forward_bytes(work)
+        self._sizes = LayerBytes(layers, PLACEMENTS, accumulation)
+        self._phases = PhasesOnGpu(layers, work, FRAMEWORK_RAM_BYTES["cuda"])
         self._activations = cache(self._activations_of)
-        self._take_tables()
-
-    def _take_tables(self) -> None:
-        layers, accumulation = self._layers, self._accumulation
-
-        @cache
-        def by_code(layer: LayerShape) -> list[list[int]]:
-            states = sum(layer.state_bytes().values())
-            return [
-                [
-                    sum(layer.vram_bytes(where, accumulation).values()),
-                    sum(layer.ram_bytes(where, accumulation).values()),
-                    states * (where.states == "disk"),
-                    layer.passing_bytes(where, accumulation) * (where.states == "ram" and gpu_can_step(where)),
-                ]
-                for where in PLACEMENTS
-            ]
-
-        tables = np.array([by_code(replace(layer, name="")) for layer in layers], dtype=np.int64)
-        self._vram, self._ram, self._disk, self._passing = (tables[:, :, kind] for kind in range(4))
-        self._bucket = np.array([layer.bucket_bytes() for layer in layers], dtype=np.int64)
-        self._received = np.array([layer.received_bytes(accumulation) for layer in layers], dtype=np.int64)
-        self._sums_whole = np.array([layer.sums_whole(accumulation) for layer in layers])
-        self._on_the_way = np.array([layer.staged_bytes(accumulation) for layer in layers], dtype=np.int64)
-        summed = self._exchanges and accumulation == 1
-        self._summed = np.array([layer.gradient_bytes(accumulation) * summed for layer in layers], dtype=np.int64)
-        self._weights = np.array([layer.weight_bytes() for layer in layers], dtype=np.int64)
-        self._from_ram = np.array([handed_over_bytes(layer, "ram") for layer in layers], dtype=np.int64)
-        self._by_block = np.argsort(self.block_of, kind="stable")
-        self._first_of_block = np.unique(self.block_of[self._by_block], return_index=True)[1]
 
     # -- placements
 
@@ -202,52 +164,33 @@ class Spread:
     def more_vram(self, some: Sequence[Counts]) -> list[Ints]:
         """For each of `some`: the additional VRAM of each resident layer if its states are in VRAM too."""
         codes = self.codes(some)
-        more = self._vram[:, [_IN_VRAM]].T - self._vram[self._columns, codes]
-        resident = ~each(codes, lambda where: where.weights == "ram") & ~self._stay & ~self._frozen
-        return [of[kept] for of, kept in zip(more, resident, strict=True)]
+        more = self._sizes.own("vram", np.full_like(codes[:1], _IN_VRAM)) - self._sizes.own("vram", codes)
+        in_ram = self._sizes.each(codes, lambda where: where.weights == "ram")
+        return [of[kept] for of, kept in zip(more, ~in_ram & ~self._stay & ~self._frozen, strict=True)]
 
     def bytes(self, some: Sequence[Counts], codes: Codes) -> Ints:
         """[number, 3] bytes of VRAM, RAM and disk that a plan needs. `codes` are the codes of `some`."""
-        shared_vram, shared_ram, gradients = self._buffer_bytes(codes)
-        held = np.array([self._activations(counts.recomputed, counts.offloaded) for counts in some], dtype=np.int64)
-        vram = self._fixed_vram + self._vram[self._columns, codes].sum(1) + shared_vram
-        vram = np.maximum(vram + held[:, 0], vram - gradients + self._forward)
-        slabs = self._ram[self._columns, codes].sum(1) + shared_ram
-        streamed = each(codes, lambda where: where.weights == "ram")
-        moved = streamed.any(1) * (self._frozen_bytes + np.where(streamed, self._from_ram, self._weights).sum(1))
-        ram = FRAMEWORK_RAM_BYTES["cuda"] + np.maximum(slabs + held[:, 1], moved)
-        return np.stack([vram, ram, self._disk[self._columns, codes].sum(1)], 1)
+        buffers = self._sizes.buffers(codes)
+        vram, ram, disk = (self._sizes.own(tier, codes).sum(1) for tier in TIERS)
+        held, held_in_ram = np.array([self._activations(counts.recomputed, counts.offloaded) for counts in some]).T
+        peaks = self._phases.of(
+            ram + sum(buffers["ram"].values()),
+            self._fixed_vram + vram + sum(buffers["vram"].values()),
+            buffers["vram"]["gradients"],
+            held=held,
+            held_in_ram=held_in_ram,
+            moved=self._sizes.moved(codes, self._frozen_bytes),
+        )
+        needs = np.max(np.array([peaks[name] for name in NEEDED], dtype=np.int64), axis=0)
+        return np.stack([*needs, disk], 1)
 
     def _activations_of(self, recomputed: int, offloaded: int) -> tuple[int, int]:
-        """VRAM of the activations, and RAM beyond the slabs: the larger of activations and the layer staged before."""
         how = [_recomputation(self._number.get(stage.block, -1), recomputed, offloaded) for stage in self._work.stages]
         held = activations(self._work, how)
-        return held.vram, ram_peak(0, held.ram, self._staged, 0)
-
-    def _buffer_bytes(self, codes: Codes) -> tuple[Ints, Ints, Ints]:
-        through_ram = each(codes, lambda where: where.gradients == "ram")
-        has_bucket = np.ones_like(through_ram) if self._accumulation > 1 or self._exchanges else through_ram
-        sizes = np.where(has_bucket & ~self._shared, self._bucket, 0)
-        largest = sizes.max(1)
-        small = sizes * SMALL_BUCKET <= largest[:, None]
-        pooled = np.minimum(NUM_GRADIENT_BUCKETS - 1, (has_bucket & ~self._shared & ~small).sum(1))
-        own = np.where(has_bucket & self._shared, self._bucket, 0).sum(1)
-        autograds = np.where(self._shared, 0, self._bucket).max()
-        gradients = autograds + pooled * largest + own + np.where(small, sizes, 0).sum(1)
-        if self._exchanges:
-            received = np.where(through_ram & self._sums_whole, 0, self._received).max(1)
-            gradients = gradients + received + np.where(through_ram, self._summed, 0).max(1)
-        streamed = np.where(each(codes, lambda where: where.weights == "ram"), self._weights, 0)
-        of_block = np.add.reduceat(streamed[:, self._by_block], self._first_of_block, axis=1)
-        passes = _any(codes, lambda where: where.states == "ram" and where.step == "gpu")
-        passing = self._passing[self._columns, codes].max(1) * passes
-        vram = gradients + NUM_WEIGHT_BUFFERS * of_block.max(1) + NUM_STEP_BUFFERS * passing + self._workspace
-        adds = NUM_STAGING * (self._accumulation > 1)
-        ram = adds * np.where(through_ram, self._on_the_way, 0).max(1)
-        return vram, ram + NUM_STATE_BUFFERS * self._disk[self._columns, codes].max(1), gradients
+        return held.vram, held.ram
 
 
-def _beside(layers: Sequence[LayerShape], some: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _beside(layers: Sequence[LayerShape], some: Bools) -> Bools:
     """Whether each layer is not among `some` and small in comparison with the layers of its block that are."""
     of_block: dict[str, int] = {}
     for layer, is_one in zip(layers, some, strict=True):
@@ -263,17 +206,7 @@ def _recomputation(block: int, recomputed: int, offloaded: int) -> Literal["keep
     return "offload" if block < offloaded else "checkpoint"
 
 
-def _is_among(number: Ints, place: Any, total: Any) -> NDArray[np.bool_]:
+def _is_among(number: Ints, place: Any, total: Any) -> Bools:
     """Whether `place` (0 to `total` - 1) is one of `number` evenly spread places. The last place is included."""
-    among: NDArray[np.bool_] = (place + 1) * number // total > place * number // total
+    among: Bools = (place + 1) * number // total > place * number // total
     return among
-
-
-def each(codes: Codes, holds: Callable[[Placement], bool]) -> NDArray[np.bool_]:
-    table: NDArray[np.bool_] = np.array([holds(where) for where in PLACEMENTS])[codes]
-    return table
-
-
-def _any(codes: Codes, holds: Callable[[Placement], bool]) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = np.any(each(codes, holds), axis=1)
-    return found

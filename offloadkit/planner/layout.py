@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from offloadkit.errors import ConfigError
 from offloadkit.facts.config import Placement
@@ -15,6 +19,15 @@ from offloadkit.optim.norm import NORM_BLOCK
 from offloadkit.optim.table import MASTER_WEIGHTS, MOMENTS, Dtype, LayerKind, Matrix, StateTable, aligned
 from offloadkit.planner.owners import matrix_owners
 from offloadkit.planner.work import MicroBatch
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Codes = NDArray[np.intp]
+"""[number, layers]: for each layer, the index of its placement in a sequence of placements."""
+Tiers = dict[str, dict[str, Ints]]
+"""Bytes by tier and category."""
+TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
+"""The kinds of memory, by the name in messages."""
 
 NUM_GRADIENT_BUCKETS = 2
 """Layers whose gradients may be in VRAM at once on their way to RAM: autograd holds one layer's gradients until they
@@ -339,82 +352,156 @@ def exchange_sizes(layers: Sequence[LayerShape]) -> tuple[int, int]:
     return aligned(MATRIX_BYTES * pieces), aligned(MATRIX_BYTES * max(owned.values()))
 
 
-def tier_bytes(
-    layers: Sequence[LayerShape], placements: Sequence[Placement], accumulation: int
-) -> dict[str, dict[str, int]]:
-    """Bytes of the layers' own memory by tier ("vram", "ram", "disk") and category."""
-    tiers: dict[str, Counter[str]] = {"vram": Counter(), "ram": Counter(), "disk": Counter()}
-    placed = list(zip(layers, placements, strict=True))
-    for layer, placement in placed:
-        tiers["ram"].update(layer.ram_bytes(placement, accumulation))
-        tiers["vram"].update(layer.vram_bytes(placement, accumulation))
-        if placement.states == "disk":
-            tiers["disk"].update(layer.state_bytes())
-    for tier, parts in buffer_bytes(placed, accumulation).items():
-        tiers[tier].update(parts)
-    return {
-        tier: {category: parts[category] for category in CATEGORIES if parts[category]} for tier, parts in tiers.items()
-    }
-
-
 def is_small(bucket_bytes: int, largest: int) -> bool:
     return bucket_bytes * SMALL_BUCKET <= largest
 
 
-def buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> dict[str, dict[str, int]]:
-    """Bytes of buffers that layers share, by tier and category: gradient buckets, weight, staging and state buffers.
+class LayerBytes:
+    """Bytes of layers and of the buffers that they share, for many placements at once.
 
-    Tied weights, which hold a bucket until the end of backward, and small layers have their own buckets; all other
-    layers share a bucket of the largest size. In addition autograd holds one layer's gradients. The step buffers fit
-    every layer with states in RAM that the GPU might step. With several ranks all gradients pass through buckets, and
-    one buffer receives the other ranks' gradients, except sums of several micro-batches in RAM.
+    `codes` are [number, layers]: for each layer the index of its placement in `options`. Results are [number].
     """
-    through_ram = [layer for layer, where in placed if where.gradients == "ram"]
-    exchanged = [layer for layer, _ in placed if layer.num_ranks > 1]
-    bucket = [layer for layer, _ in placed] if accumulation > 1 or exchanged else through_ram
-    sizes = [layer.bucket_bytes() for layer in bucket if not layer.shared]
-    own = sum(layer.bucket_bytes() for layer in bucket if layer.shared)
-    largest = max(sizes, default=0)
-    pooled = min(NUM_GRADIENT_BUCKETS - 1, sum(not is_small(size, largest) for size in sizes))
-    autograds = max((layer.bucket_bytes() for layer, _ in placed if not layer.shared), default=0)
-    buckets_bytes = autograds + pooled * largest + own + sum(size for size in sizes if is_small(size, largest))
-    streamed: dict[str, int] = defaultdict(int)  # a block has a flat layer for each of its dtypes
-    for layer, where in placed:
-        if where.weights == "ram":
-            streamed[layer.name] += layer.weight_bytes()
-    on_disk = [sum(layer.state_bytes().values()) for layer, where in placed if where.states == "disk"]
-    staging = max((layer.staged_bytes(accumulation) for layer in through_ram), default=0) if accumulation > 1 else 0
-    in_vram = [
-        layer
-        for layer, where in placed
-        if layer.num_ranks > 1 and not (layer.sums_whole(accumulation) and where.gradients == "ram")
-    ]
-    received = max((layer.received_bytes(accumulation) for layer in in_vram), default=0)
-    summed = [layer.gradient_bytes(accumulation) for layer in through_ram] if exchanged and accumulation == 1 else []
+
+    def __init__(self, layers: Sequence[LayerShape], options: Sequence[Placement], accumulation: int) -> None:
+        self._options, self._accumulation = options, accumulation
+        self._exchanges = layers[0].num_ranks > 1
+        self._columns = np.arange(len(layers))
+        self._workspace = workspace_bytes(layers)
+        self._shared = np.array([layer.shared for layer in layers])
+        self._sums_whole = np.array([layer.sums_whole(accumulation) for layer in layers])
+        names = {name: number for number, name in enumerate(dict.fromkeys(layer.name for layer in layers))}
+        of_layer = np.array([names[layer.name] for layer in layers])
+        self._by_name = np.argsort(of_layer, kind="stable")
+        self._first_of_name = np.unique(of_layer[self._by_name], return_index=True)[1]
+
+        @cache
+        def sizes(layer: LayerShape) -> tuple[int, ...]:
+            summed = layer.gradient_bytes(accumulation) if self._exchanges and accumulation == 1 else 0
+            received = layer.received_bytes(accumulation) if self._exchanges else 0
+            staged = layer.staged_bytes(accumulation) if accumulation > 1 else 0
+            return layer.bucket_bytes(), received, staged, summed, layer.weight_bytes(), layer.stepped_bytes()
+
+        @cache
+        def own(layer: LayerShape) -> list[list[list[int]]]:
+            return [
+                [
+                    [parts.get(category, 0) for category in CATEGORIES]
+                    for parts in (
+                        layer.vram_bytes(where, accumulation),
+                        layer.ram_bytes(where, accumulation),
+                        layer.state_bytes() if where.states == "disk" else {},
+                    )
+                ]
+                for where in options
+            ]
+
+        @cache
+        def passing(layer: LayerShape) -> list[int]:
+            return [
+                layer.passing_bytes(where, accumulation) if where.states == "ram" and gpu_can_step(where) else 0
+                for where in options
+            ]
+
+        kinds = [replace(layer, name="") for layer in layers]  # a model has few kinds
+        self._own: Ints = np.array([own(layer) for layer in kinds], dtype=np.int64)
+        self._totals = {tier: self._own[:, :, number].sum(2) for number, tier in enumerate(TIERS)}
+        self._passing: Ints = np.array([passing(layer) for layer in kinds], dtype=np.int64)
+        columns: Ints = np.array([sizes(layer) for layer in kinds], dtype=np.int64)
+        self._bucket, self._received, self._staged, self._summed, self._weights, self._stepped = columns.T
+
+    def each(self, codes: Codes, holds: Callable[[Placement], bool]) -> Bools:
+        """Whether each layer's placement satisfies `holds`, as an array like `codes`."""
+        table: Bools = np.array([holds(where) for where in self._options])[codes]
+        return table
+
+    def own(self, tier: str, codes: Codes) -> Ints:
+        """[number, layers] bytes of each layer alone."""
+        totals: Ints = self._totals[tier][self._columns, codes]
+        return totals
+
+    def tiers(self, codes: Codes) -> Tiers:
+        """Bytes of layers and buffers by tier and category."""
+        own, buffers = self._own[self._columns, codes].sum(1), self.buffers(codes)
+        return {
+            tier: {
+                category: own[:, number, at] + buffers[tier].get(category, 0) for at, category in enumerate(CATEGORIES)
+            }
+            for number, tier in enumerate(TIERS)
+        }
+
+    def buffers(self, codes: Codes) -> Tiers:
+        """Bytes of buffers that layers share: gradient buckets, weight, staging and state buffers.
+
+        Tied weights, which hold a bucket until the end of backward, and small layers have their own buckets; all other
+        layers share a bucket of the largest size. In addition autograd holds one layer's gradients. The step buffers
+        fit every layer with states in RAM that the GPU might step. With several ranks all gradients pass through
+        buckets, and one buffer receives the other ranks' gradients, except sums of several micro-batches in RAM.
+        """
+        through_ram = self.each(codes, lambda where: where.gradients == "ram")
+        has_bucket = np.ones_like(through_ram) if self._accumulation > 1 or self._exchanges else through_ram
+        sizes = np.where(has_bucket & ~self._shared, self._bucket, 0)
+        largest = sizes.max(1)
+        small = sizes * SMALL_BUCKET <= largest[:, None]
+        pooled = np.minimum(NUM_GRADIENT_BUCKETS - 1, (has_bucket & ~self._shared & ~small).sum(1))
+        own = np.where(has_bucket & self._shared, self._bucket, 0).sum(1)
+        autograds = np.where(self._shared, 0, self._bucket).max()
+        received = np.where(through_ram & self._sums_whole, 0, self._received).max(1)
+        summed = np.where(through_ram, self._summed, 0).max(1)
+        buckets = autograds + pooled * largest + own + np.where(small, sizes, 0).sum(1) + received + summed
+        streamed = np.where(self.each(codes, lambda where: where.weights == "ram"), self._weights, 0)
+        of_block = np.add.reduceat(streamed[:, self._by_name], self._first_of_name, axis=1)  # one layer for each dtype
+        return {
+            "vram": {
+                "gradients": buckets,
+                "weight buffers": NUM_WEIGHT_BUFFERS * of_block.max(1),
+                "state buffers": NUM_STEP_BUFFERS * self.step_buffer(codes) + self._workspace,
+            },
+            "ram": {
+                "gradients": NUM_STAGING * np.where(through_ram, self._staged, 0).max(1),
+                "state buffers": NUM_STATE_BUFFERS * self.own("disk", codes).max(1),
+            },
+            "disk": {},
+        }
+
+    def step_buffer(self, codes: Codes) -> Ints:
+        """Bytes of one step buffer; 0 if the GPU steps no layer with states in RAM."""
+        streams = self.each(codes, lambda where: where.states == "ram" and where.step == "gpu").any(1)
+        found: Ints = self._passing[self._columns, codes].max(1) * streams
+        return found
+
+    def moved(self, codes: Codes, frozen: int) -> Ints:
+        """RAM of the model when its engine is closed: all weights if some layer has its weights in RAM, else 0.
+
+        Weights that ranks share count with this rank's part only, because they are copy-on-write. `frozen`: bytes of
+        frozen parameters and buffers that are in no layer.
+        """
+        in_ram = self.each(codes, lambda where: where.weights == "ram")
+        found: Ints = in_ram.any(1) * (frozen + np.where(in_ram, self._stepped, self._weights).sum(1))
+        return found
+
+
+def of_one(
+    layers: Sequence[LayerShape], placements: Sequence[Placement], accumulation: int
+) -> tuple[LayerBytes, Codes]:
+    """`LayerBytes` for one placement of each layer, and its codes."""
+    number = {where: code for code, where in enumerate(dict.fromkeys(placements))}
+    return LayerBytes(layers, list(number), accumulation), np.array([[number[where] for where in placements]])
+
+
+def tier_bytes(
+    layers: Sequence[LayerShape], placements: Sequence[Placement], accumulation: int
+) -> dict[str, dict[str, int]]:
+    """Bytes of the layers' own memory by tier ("vram", "ram", "disk") and category."""
+    sizes, codes = of_one(layers, placements, accumulation)
     return {
-        "vram": {
-            "gradients": buckets_bytes + received + max(summed, default=0),
-            "weight buffers": NUM_WEIGHT_BUFFERS * max(streamed.values(), default=0),
-            "state buffers": NUM_STEP_BUFFERS * step_buffer_bytes(placed, accumulation)
-            + workspace_bytes([layer for layer, _ in placed]),
-        },
-        "ram": {"gradients": NUM_STAGING * staging, "state buffers": NUM_STATE_BUFFERS * max(on_disk, default=0)},
+        tier: {category: int(size.item()) for category, size in parts.items() if size.any()}
+        for tier, parts in sizes.tiers(codes).items()
     }
 
 
 def step_buffer_bytes(placed: Sequence[tuple[LayerShape, Placement]], accumulation: int) -> int:
-    """Bytes of one step buffer; 0 if the GPU steps no layer with states in RAM."""
-    if not any(where.states == "ram" and where.step == "gpu" for _, where in placed):
-        return 0
-    passing = [item for item in placed if item[1].states == "ram" and gpu_can_step(item[1])]
-    kinds = {  # a model has few kinds, and is planned over and over
-        (layer.numel, layer.own, layer.kind, layer.shared, layer.matrices, where.weights, where.gradients): (
-            layer,
-            where,
-        )
-        for layer, where in passing
-    }
-    return max(layer.passing_bytes(where, accumulation) for layer, where in kinds.values())
+    sizes, codes = of_one([layer for layer, _ in placed], [where for _, where in placed], accumulation)
+    return int(sizes.step_buffer(codes).item())
 
 
 MIB = 1 << 20

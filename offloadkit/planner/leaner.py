@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Literal
 
 from offloadkit.facts.config import Placement
-from offloadkit.planner.layout import WeightsAlone, for_matrices, is_built, possible, tier_bytes
+from offloadkit.planner.layout import TIERS, WeightsAlone, for_matrices, is_built, possible, tier_bytes
 from offloadkit.planner.make import budget_options, placed, replanned
 from offloadkit.planner.plan import Plan
-from offloadkit.planner.prediction import TIERS
 from offloadkit.planner.seconds import IN_VRAM
 
 _SMALLER = 7 / 8

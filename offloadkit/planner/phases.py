@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import numpy as np
 
 from offloadkit.facts.config import Placement
 from offloadkit.facts.units import format_bytes
-from offloadkit.planner.layout import LayerShape, buffer_bytes
+from offloadkit.planner.layout import LayerShape, of_one
 from offloadkit.planner.work import MicroBatch
 
 PhaseName = Literal["reading", "first step", "training", "evaluation", "generation", "saving", "closing", "resuming"]
 PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
+NEEDED = tuple(name for name in PHASES if name != "generation")
+"""The phases that a plan must fit. Most runs do not generate."""
 
 _LATE_FRAMEWORK_BYTES = 700 << 20
 """RAM that the framework takes with the first step on a GPU: cuBLAS, kernels, Triton. Before the first step the
@@ -40,40 +44,6 @@ class Phase:
     ram: int
 
 
-def staged_bytes(layers: Sequence[LayerShape]) -> int:
-    """RAM of the largest layer's parameters between reading and copying to their places (`LayerState`).
-
-    Assumes the working dtype. An fp32 checkpoint that is trained in bf16 takes twice as much.
-    """
-    return max((layer.weight_bytes() for layer in layers), default=0)
-
-
-def moved_bytes(layers: Sequence[LayerShape], placements: Sequence[Placement], frozen: int) -> int:
-    """RAM of the model when its engine is closed: all weights if some layer has its weights in RAM, else 0.
-
-    Weights that ranks share count with this rank's part only, because they are copy-on-write. `frozen`: bytes of frozen
-    parameters and buffers that are in no layer.
-    """
-    if all(where.weights == "vram" for where in placements):
-        return 0
-    placed = zip(layers, placements, strict=True)
-    return frozen + sum(handed_over_bytes(layer, where.weights) for layer, where in placed)
-
-
-def handed_over_bytes(layer: LayerShape, weights: Literal["vram", "ram"]) -> int:
-    """RAM of a layer's weights when the engine is closed, whether they were in RAM or are moved there."""
-    return layer.stepped_bytes() if weights == "ram" else layer.weight_bytes()
-
-
-def ram_peak(slabs: int, held: int, staged: int, moved: int) -> int:
-    """Peak RAM of a run on a GPU, without the framework's own.
-
-    Slabs exist from before reading until closing. The staged layer is freed before the inputs of recomputed blocks
-    (`held`) and the rest of the framework arrive, and slabs except weights before the model is `moved`.
-    """
-    return max(slabs + max(held, staged - _LATE_FRAMEWORK_BYTES), moved)
-
-
 def phases_of(
     layers: Sequence[LayerShape],
     placements: Sequence[Placement],
@@ -90,9 +60,9 @@ def phases_of(
         tiers: the training step's bytes (`layout.run_bytes`), with the same omissions.
         reads: whether weights are read or initialised; False if the model is in memory.
 
-    - Reading: all slabs are populated, then each layer is staged and copied to its place (`PlacedLayers.read`). On
-      a GPU several layers are staged at once, in the RAM that the framework takes later. Gradient buckets are allocated
-      in the first backward.
+    - Reading: all slabs are populated, then each layer is staged, in the working dtype, and copied to its place
+      (`PlacedLayers.read`). On a GPU several layers are staged at once, in the RAM that the framework takes later.
+      Gradient buckets are allocated in the first backward.
     - First step and training: the bytes of `tiers`. All buffers are allocated in the first step.
     - Evaluation: no gradients, and one stage's activations at a time. Its micro-batch may have more rows.
     - Generation: as evaluation, with keys and values of all blocks.
@@ -103,17 +73,16 @@ def phases_of(
     ram, vram = dict(tiers["ram"]), dict(tiers["vram"])
     framework, held_in_ram, held = ram.pop("framework", 0), ram.pop("activations", 0), vram.pop("activations", 0)
     slabs, lasting = sum(ram.values()), sum(vram.values())
-    built = lasting - buffer_bytes(list(zip(layers, placements, strict=True)), accumulation)["vram"]["gradients"]
-    staged = staged_bytes(layers)
+    sizes, codes = of_one(layers, placements, accumulation)
+    buckets = int(sizes.buffers(codes)["vram"]["gradients"].item())
     frozen = [each for each in zip(layers, placements, strict=True) if not each[0].kind.is_trained]
     in_layers = sum(layer.weight_bytes() for layer, where in frozen if where.weights == "vram")
-    moved = moved_bytes(layers, placements, vram.get("frozen weights", 0) - in_layers)
-    forward = forward_bytes(work)
-    generating = forward + _cache_bytes(work)
-    begun, full = framework + slabs, framework + slabs + held_in_ram
+    moved = int(sizes.moved(codes, vram.get("frozen weights", 0) - in_layers).item())
     if on_cpu:
-        read = begun + max(built, _read_beside(layers, placements))
-        found: dict[PhaseName, tuple[int, int]] = {
+        built, forward, full = lasting - buckets, forward_bytes(work), framework + slabs + held_in_ram
+        generating = forward + _cache_bytes(work)
+        read = framework + slabs + max(built, _read_beside(layers, placements))
+        found: dict[PhaseName, tuple[Any, Any]] = {
             "reading": (built, read),
             "first step": (lasting + held, full + lasting + held),
             "training": (lasting + held, full + lasting + held),
@@ -124,21 +93,45 @@ def phases_of(
             "resuming": (built, read),
         }
     else:
-        reserved = lasting + held
+        on_gpu = PhasesOnGpu(layers, work, framework, reads=reads)
+        found = on_gpu.of(slabs, lasting, buckets, held=held, held_in_ram=held_in_ram, moved=moved)
+    return tuple(Phase(name, *map(int, found[name])) for name in PHASES)
+
+
+class PhasesOnGpu:
+    """Peak VRAM and RAM of each phase on a GPU, for numbers or arrays of bytes. `phases_of` describes the phases."""
+
+    def __init__(
+        self, layers: Sequence[LayerShape], work: MicroBatch | None, framework: int, *, reads: bool = True
+    ) -> None:
         late = min(framework, _LATE_FRAMEWORK_BYTES)
         together = min(late, READ_AHEAD_BYTES, sum(layer.weight_bytes() for layer in layers)) if reads else 0
-        read = begun + max(staged, together) - late
-        found = {
-            "reading": (built, read),
+        largest = max((layer.weight_bytes() for layer in layers), default=0)
+        self._framework, self._reading = framework, framework - late + max(largest, together)
+        self._forward, self._cache = forward_bytes(work), _cache_bytes(work)
+
+    def of(
+        self, slabs: Any, lasting: Any, buckets: Any, *, held: Any, held_in_ram: Any, moved: Any
+    ) -> dict[PhaseName, tuple[Any, Any]]:
+        """
+        Args:
+            slabs: RAM of layers and buffers.
+            lasting: VRAM except activations; of it, `buckets` hold gradients.
+            held, held_in_ram: activations.
+            moved: RAM of the model when its engine is closed.
+        """
+        built, reserved, full = lasting - buckets, lasting + held, self._framework + slabs + held_in_ram
+        forward = built + self._forward
+        return {
+            "reading": (built, slabs + self._reading),
             "first step": (reserved, full),
             "training": (reserved, full),
-            "evaluation": (max(reserved, built + forward), full),
-            "generation": (max(reserved, built + generating), full),
+            "evaluation": (np.maximum(reserved, forward), full),
+            "generation": (np.maximum(reserved, forward + self._cache), full),
             "saving": (reserved, full),
-            "closing": (reserved, max(full, framework + moved)),
-            "resuming": (built, read),
+            "closing": (reserved, np.maximum(full, self._framework + moved)),
+            "resuming": (built, slabs + self._reading),
         }
-    return tuple(Phase(name, *found[name]) for name in PHASES)
 
 
 def _read_beside(layers: Sequence[LayerShape], placements: Sequence[Placement]) -> int:

@@ -8,11 +8,9 @@ from functools import cached_property
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.hardware import Hardware
 from offloadkit.planner.layout import LayerShape, communicated_bytes
-from offloadkit.planner.phases import Phase, phases_of
+from offloadkit.planner.phases import NEEDED, Phase, phases_of
 from offloadkit.planner.seconds import Seconds
 from offloadkit.planner.work import MicroBatch, Rows
-
-TIERS = {"vram": "VRAM", "ram": "RAM", "disk": "disk"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Prediction:
         Generation is left out, because most runs do not generate. So is a model in memory while it is read, because it
         is freed layer by layer, or lies in the page cache.
         """
-        phases, beside = [each for each in self.phases if each.name != "generation"], {"reading": self.basis.held_bytes}
+        phases, beside = [each for each in self.phases if each.name in NEEDED], {"reading": self.basis.held_bytes}
         vram = max(phase.vram for phase in phases)
         ram = max(phase.ram - beside.get(phase.name, 0) for phase in phases)
         return {"vram": vram, "ram": ram, "disk": self.total_bytes("disk")}

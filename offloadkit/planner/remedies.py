@@ -10,8 +10,9 @@ from typing import Any
 from offloadkit.facts.config import Precision
 from offloadkit.facts.units import format_bytes, rounded_up
 from offloadkit.optim.table import optimizer_named
+from offloadkit.planner.layout import TIERS
 from offloadkit.planner.make import P, budget_options, is_short_of_ram, replanned, with_other_exchange
-from offloadkit.planner.prediction import TIERS, Prediction
+from offloadkit.planner.prediction import Prediction
 from offloadkit.planner.ranks import GPUS_PER_HOST
 from offloadkit.planner.seconds import FEW_CORES, cpu_step_rate
 from offloadkit.planner.words import TO_GPU, TO_RAM, host_totals, misfit_message, of_tiers, speed, takes

@@ -11,16 +11,7 @@ from typing import Any
 from offloadkit.facts.config import Placement
 from offloadkit.facts.hardware import Hardware
 from offloadkit.planner.counts import Counts, InVram, Spread
-from offloadkit.planner.layout import (
-    ALLOCATOR_BYTES,
-    FRAMEWORK_RAM_BYTES,
-    LayerShape,
-    activations,
-    buffer_bytes,
-    choices,
-    outside_bytes,
-)
-from offloadkit.planner.phases import forward_bytes, moved_bytes, ram_peak, staged_bytes
+from offloadkit.planner.layout import LayerShape, outside_bytes
 from offloadkit.planner.quick import Phases, QuickSeconds
 from offloadkit.planner.seconds import StepModel
 from offloadkit.planner.work import MicroBatch
@@ -107,12 +98,10 @@ class Search:
             all_recomputed: every block is recomputed, because the user asked for it.
             compiled: the repeated blocks are compiled.
         """
-        self._layers, self._work, self._hardware, self._accumulation = layers, work, hardware, accumulation
-        self._frozen_bytes, self._all_recomputed = frozen_bytes, all_recomputed
+        self._layers, self._accumulation, self._all_recomputed = layers, accumulation, all_recomputed
         self.model = StepModel(layers, work, hardware, accumulation, compiled=compiled)
         one_host = layers[0].num_ranks <= hardware.num_ranks
-        self._outside_bytes = outside_bytes(layers, hardware)
-        memory = {"frozen_bytes": frozen_bytes, "context_bytes": self._outside_bytes}
+        memory = {"frozen_bytes": frozen_bytes, "context_bytes": outside_bytes(layers, hardware)}
         self._spread = Spread(layers, work, accumulation, one_host=one_host, **memory)
         self._quick = QuickSeconds(self.model, self._spread, hardware, accumulation)
         self._num_blocks = len(self._spread.blocks)
@@ -123,25 +112,6 @@ class Search:
         self._short_of_ram: set[Room] = set()
 
     # -- bytes and seconds of counts
-
-    def bytes(self, placements: Sequence[Placement]) -> tuple[int, int, int]:
-        """Bytes of VRAM, RAM and disk that a plan needs, as in `layout.run_bytes` and `phases`.
-
-        `Spread` computes the same for many placements at once.
-        """
-        placed = list(zip(self._layers, placements, strict=True))
-        vram, ram, disk = self._frozen_bytes, 0, 0
-        for layer, where in placed:
-            vram += sum(layer.vram_bytes(where, self._accumulation).values())
-            ram += sum(layer.ram_bytes(where, self._accumulation).values())
-            disk += sum(layer.state_bytes().values()) if where.states == "disk" else 0
-        buffers = buffer_bytes(placed, self._accumulation)
-        held = activations(self._work, choices(self._layers, placements, self._work))
-        vram += sum(buffers["vram"].values()) + self._outside_bytes + ALLOCATOR_BYTES
-        vram = max(vram + held.vram, vram - buffers["vram"]["gradients"] + forward_bytes(self._work))
-        slabs = ram + sum(buffers["ram"].values())
-        moved = moved_bytes(self._layers, placements, self._frozen_bytes)
-        return vram, FRAMEWORK_RAM_BYTES["cuda"] + ram_peak(slabs, held.ram, staged_bytes(self._layers), moved), disk
 
     def learn(self, some: Iterable[Counts]) -> None:
         if new := [counts for counts in dict.fromkeys(some) if counts not in self._needs]:

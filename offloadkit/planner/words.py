@@ -11,7 +11,8 @@ from textwrap import wrap
 from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.units import format_bytes, format_seconds, rounded, rounded_up
 from offloadkit.optim.table import MOMENTS
-from offloadkit.planner.prediction import TIERS, Prediction
+from offloadkit.planner.layout import TIERS
+from offloadkit.planner.prediction import Prediction
 
 _KEPT = "\N{NO-BREAK SPACE}"
 TO_GPU, TO_RAM = "RAM -> GPU", "GPU -> RAM"

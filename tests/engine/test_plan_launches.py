@@ -111,10 +111,10 @@ def test_rows_whose_blocks_were_timed_take_about_as_long_as_planned_in_the_media
     for row in table.read():
         timed = row["status"] == "measured" and "operation_launches" in (row["figures"] or {}) and row["rates"]
         if timed and row["mask"] == "full" and row["rates"].get("num_ranks", 1) == 1 and row["tokens"] <= 5120:
-            search, placements = as_placed(row)
-            planned = search.model.seconds(placements)
+            search, counts = as_placed(row)
+            planned = search.phases(counts)
             steps.append(row["seconds"] / planned.step)
-            backwards.append(row["phases"]["backward"] / planned.backward_phase)
+            backwards.append(row["phases"]["backward"] / planned.backward)
     assert len(steps) >= 12
     assert median(steps) == pytest.approx(1.0, abs=0.02)
     assert median(backwards) == pytest.approx(0.93, abs=0.02)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.kernels import cpu
 from offloadkit.planner import LayerShape, MicroBatch, Pass, make_plan, remedies
 from offloadkit.planner.counts import Counts
+from offloadkit.planner.layout import activations, choices, outside_bytes, run_bytes
 from offloadkit.planner.search import Room, Search
 from tests.planner.machines import GIB, T4, TWO_CORES, shape, stage
 
@@ -72,14 +73,20 @@ def test_many_at_once_are_as_one_by_one(
     """`once`: sums are exchanged. `by_bus`: the link is the bus. Eight ranks are on two hosts."""
     layers, work = made()
     layers = [replace(layer, exchanges_sums=once).shared_by(num_ranks) for layer in layers]
+    work = replace(work, evaluation=MicroBatch((stage("block.0", forward_peak_bytes=2**32),), 640))
     machine = replace(machine, link_bytes_per_second=2e10, num_ranks=min(num_ranks, 4), link_is_bus=by_bus)
     search, counts = Search(layers, work, machine, accumulation, frozen_bytes=123), some_counts(60)
     search.learn(counts)
     search.simulate(counts)
+    plan = make_plan(layers, OffloadConfig(placement=Placement(), gradient_accumulation=accumulation), work=work)
+    context = outside_bytes(layers, machine)
     for each in counts:
         needs, seconds = search.needs(each), search.phases(each)
         placements = search.placements(each)
-        assert (needs.vram, needs.ram, needs.disk) == search.bytes(placements)
+        held = activations(work, choices(layers, placements, work))
+        tiers = run_bytes(layers, placements, accumulation, frozen_bytes=123, held=held, context_bytes=context)
+        one = replace(plan, layers=tuple(layers), placements=placements, tiers=tiers)
+        assert vars(needs) == one.needs()
         found = search.model.seconds(placements)
         busy = found.busy["forward"], found.busy["CPU step"]
         assert (*seconds, seconds.step) == (found.update_phase, found.backward_phase, *busy, found.step)

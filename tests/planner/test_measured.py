@@ -122,13 +122,13 @@ def test_memory_and_step_time_of_one_placement(name: str) -> None:
 def test_what_a_plan_of_its_own_choice_took(case: str) -> None:
     """With the present constants."""
     row = CASES[case]
-    search, placements = as_placed(CASES[case])
-    vram, ram, disk = search.bytes(placements)
-    assert disk == pytest.approx(row["planned_disk_bytes"], rel=0.02)
-    assert 0.97 * row["vram_bytes"] < vram < (1.11 if case in LEANER else 1.05) * row["vram_bytes"]
+    search, counts = as_placed(row)
+    needs = search.needs(counts)
+    assert needs.disk == pytest.approx(row["planned_disk_bytes"], rel=0.02)
+    assert 0.97 * row["vram_bytes"] < needs.vram < (1.11 if case in LEANER else 1.05) * row["vram_bytes"]
     measuring = case == "plan-t5-large-24 e91df0c"  # its peak of RAM came from measuring the machine
-    assert ram == pytest.approx(row["ram_peak_bytes"], rel=0.35 if measuring else 0.05)
-    step = search.model.seconds(placements).step
+    assert needs.ram == pytest.approx(row["ram_peak_bytes"], rel=0.35 if measuring else 0.05)
+    step = search.phases(counts).step
     assert step == pytest.approx(row["seconds"], rel=STEP_WITHIN.get(case, 0.15))
 
 
@@ -137,10 +137,9 @@ def test_what_a_plan_of_its_own_choice_took(case: str) -> None:
 def test_what_a_plan_of_several_ranks_took(case: str) -> None:
     """With the present constants."""
     row = RANKS[case]
-    search, placements = as_placed(row)
-    vram, _, _ = search.bytes(placements)
-    assert row["vram_bytes"] < vram < 1.06 * row["vram_bytes"]
-    step = search.model.seconds(placements).step
+    search, counts = as_placed(row)
+    assert row["vram_bytes"] < search.needs(counts).vram < 1.06 * row["vram_bytes"]
+    step = search.phases(counts).step
     assert step == pytest.approx(row["seconds"], rel=RANKS_WITHIN.get(case, 0.15))
 
 
@@ -163,11 +162,11 @@ CHOSEN = (
 @pytest.mark.parametrize("case", CHOSEN)
 def test_what_the_plan_chooses_now_is_not_slower(case: str) -> None:
     row = CASES[case]
-    search, placements = as_placed(CASES[case])
+    search, counts = as_placed(row)
     machine = row["rates"]
     vram, ram = row["vram_budget_bytes"], row["ram_budget_bytes"] or 120 * GIB
     chosen = search.best(vram, ram, machine["disk_free_bytes"] if machine["disk_read_bytes_per_second"] else 0)
-    best = search.model.seconds(placements).step
+    best = search.phases(counts).step
     assert search.model.seconds(chosen).step <= 1.002 * best  # the search is greedy and may stop just before the best
 
 

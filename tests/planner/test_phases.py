@@ -11,7 +11,6 @@ from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.planner import LayerShape, MicroBatch, Plan, make_plan
 from offloadkit.planner.layout import activations, choices, run_bytes
 from offloadkit.planner.phases import PHASES, READ_AHEAD_BYTES, Phase, differing
-from offloadkit.planner.search import Search
 from tests.planner.machines import GIB, H200, shape, stage
 
 LAYERS = [shape(f"block.{index}", 2**27) for index in range(8)]
@@ -26,9 +25,7 @@ def planned(*placements: Placement, layers: list[LayerShape] = LAYERS) -> Plan:
     held = activations(WORK, choices(layers, every, WORK))
     tiers = run_bytes(layers, every, 1, held=held, context_bytes=H200.vram_context_bytes)
     made = make_plan(layers, OffloadConfig(), work=WORK, hardware=replace(H200, ram_available_bytes=999 * GIB))
-    made = replace(made, placements=every, tiers=tiers)
-    assert Search(layers, WORK, H200, 1).bytes(every)[1] == made.needs()["ram"]
-    return made
+    return replace(made, placements=every, tiers=tiers)
 
 
 def by_name(plan: Plan) -> dict[str, Phase]:
@@ -118,7 +115,6 @@ def test_a_larger_micro_batch_of_evaluation_counts() -> None:
     for vram in (6, 3):
         for work in (WORK, larger):
             made = make_plan(LAYERS, OffloadConfig(vram=vram * GIB), work=work, hardware=card)
-            assert Search(LAYERS, work, card, 1).bytes(made.placements)[0] == made.needs()["vram"]
             plans[vram, work is larger] = made
     assert all(plans[key].fits for key in ((6, False), (6, True), (3, False)))
     assert by_name(plans[6, True])["evaluation"].vram == plans[6, True].needs()["vram"] <= 6 * GIB

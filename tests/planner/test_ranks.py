@@ -33,9 +33,8 @@ from offloadkit.facts.units import format_bytes, rounded_up
 from offloadkit.planner import LayerShape, MicroBatch, Pass, Plan, is_built, make_plan
 from offloadkit.planner.cards import card_named
 from offloadkit.planner.counts import Counts
-from offloadkit.planner.layout import communicated_bytes
+from offloadkit.planner.layout import communicated_bytes, of_one
 from offloadkit.planner.make import replanned, with_layers
-from offloadkit.planner.phases import moved_bytes
 from offloadkit.planner.ranks import NETWORK_BYTES_PER_SECOND, for_ranks
 from offloadkit.planner.scaling import scaled_plans, scaling_table
 from offloadkit.planner.search import Search
@@ -393,7 +392,8 @@ def test_weights_that_no_vram_holds_are_in_ram_once_a_host(options: dict[str, An
     of_all = 3 * made.tiers["ram"]["working weights"]  # including copies, for the CPU step, of resident weights
     assert sum(layer.weight_bytes() for layer in streamed) <= of_all <= 20 * (made.layers[0].weight_bytes() + 3 * 512)
     resident, living = made.layers[:2]
-    moved = moved_bytes([resident, living], [IN_VRAM, Placement("ram")], frozen=7)
+    sizes, codes = of_one([resident, living], [IN_VRAM, Placement("ram")], 1)
+    moved = sizes.moved(codes, frozen=7)
     assert moved == 7 + resident.weight_bytes() + living.stepped_bytes(), "each rank copies its own resident weights"
     assert made.communicated["gather"] == sum(
         layer.gathered_bytes(where) for layer, where in zip(made.layers, made.placements, strict=True)
@@ -444,7 +444,8 @@ def test_nccl_has_its_vram(machine: Hardware, expected: int) -> None:
     made = [make_plan(each.layers, OffloadConfig(), work=work, hardware=machine) for each in (one, two)]
     assert made[1].tiers["vram"]["framework"] - made[0].tiers["vram"]["framework"] == expected
     for each in made:
-        assert Search(each.layers, work, machine, 1).bytes(each.placements)[0] == each.needs()["vram"]
+        in_vram = Counts(0, 0, 0, len(each.layers))
+        assert Search(each.layers, work, machine, 1).needs(in_vram).vram == each.needs()["vram"]
 
 
 def test_a_rank_has_its_own_part_of_the_plan_of_all() -> None:

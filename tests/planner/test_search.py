@@ -83,14 +83,6 @@ def test_a_70b_model_is_planned() -> None:
 
 
 @pytest.mark.slow
-def test_the_search_counts_bytes_as_the_plan_does(small_batch: Model) -> None:
-    for vram in (3, 8, 24, 64):
-        made = plan(small_batch, vram=vram * GIB, gradient_accumulation=2)
-        search = Search(*small_batch, H200, 2)
-        assert search.bytes(made.placements) == tuple(made.total_bytes(tier) for tier in ("vram", "ram", "disk"))
-
-
-@pytest.mark.slow
 def test_states_go_to_disk_where_ram_is_short(small_batch: Model) -> None:
     disk = {"disk_read_bytes_per_second": 3e9, "disk_write_bytes_per_second": 2e9, "disk_folder": "/"}
     with_disk = replace(H200, disk_free_bytes=100 * GIB, **disk)
@@ -152,8 +144,7 @@ def test_without_room_for_the_buffers_the_cpu_steps() -> None:
     layers = [shape(f"block.{index}", 2**24) for index in range(8)]
     work = MicroBatch(tuple(stage(layer.name, kept=2**20) for layer in layers), 640)
     search = Search(layers, work, TWO_CORES, 1)
-    leanest, buffers = search.placements(Counts(8, 8, 8, 0)), search.placements(Counts(8, 8, 8, 0, gpu_steps=8))
-    need, more = search.bytes(leanest)[0], search.bytes(buffers)[0]
+    need, more = (search.needs(Counts(8, 8, 8, 0, gpu_steps=number)).vram for number in (0, 8))
     assert more - need == 3 * 14 * 2**23
     assert {where.step for where in search.best(need, 120 * GIB)} == {"cpu"}
     assert "gpu" in {where.step for where in search.best(more, 120 * GIB)}
@@ -164,11 +155,11 @@ def test_ram_that_is_short_is_saved_by_steps_on_the_gpu() -> None:
     layers = [shape(f"block.{index}", 2**26, shared=True) for index in range(8)]  # their weights stay in VRAM
     work = MicroBatch(tuple(stage(layer.name, kept=2**20) for layer in layers), 640)
     search = Search(layers, work, H200, 1)
-    _, most, _ = search.bytes(search.placements(Counts(0, 0, 0, 0)))
-    vram, least, _ = search.bytes(search.placements(Counts(0, 0, 0, 0, gpu_steps=8, gradients_in_vram="gpu")))
+    lean = Counts(0, 0, 0, 0, gpu_steps=8, gradients_in_vram="gpu")
+    most, least = (search.needs(counts).ram for counts in (Counts(0, 0, 0, 0), lean))
     assert most - least == 8 * (2 + 4) * 2**26  # a tied weight's gradient is fp32
-    made = search.best(vram, least)
-    assert search.bytes(made)[1] <= least
+    made = search.best(search.needs(lean).vram, least)
+    assert made == search.placements(lean)
     assert {(where.step, where.gradients) for where in made} == {("gpu", "vram")}
 
 
