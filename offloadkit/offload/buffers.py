@@ -22,7 +22,8 @@ class _Kept:
 
     def is_unchanged(self, now: torch.Tensor) -> bool:
         """Whether `now` is the same buffer with the same contents. Compares values if a copy exists, because BatchNorm
-        does not increment versions."""
+        does not increment versions.
+        """
         if now is not self.buffer:
             return False
         return self.version == _version(now) if self.copy is None else torch.equal(self.copy, now)
@@ -74,5 +75,4 @@ class Buffers:
 
 
 def _version(buffer: torch.Tensor) -> int | None:
-    """The version counter; None for inference tensors."""
     return None if buffer.is_inference() else buffer._version

@@ -1,8 +1,7 @@
 """Compiled blocks: `torch.compile` once for all equal blocks of a model, independent of the placement.
 
 Blocks of one class whose parameters have the same shapes and dtypes share one graph, with the weights as inputs. Hooks
-that move weights, and recomputation, run outside the graph. Therefore all placements run the same kernels on the same
-numbers.
+that move weights, and recomputation, run outside the graph, so all placements run the same kernels.
 
 Every engine compiles again, with the first batch, for any number and length of rows; torch by default would compile for
 its length only, and again for the second length. torch caches compiled code on disk (`TORCHINDUCTOR_CACHE_DIR`).
@@ -40,16 +39,13 @@ _numbers = itertools.count()
 
 
 def compile_blocks(model: nn.Module, tied: Collection[nn.Module]) -> Callable[[], None]:
-    """Compile the repeated blocks of `model` for calls with gradients enabled.
+    """Compile the repeated blocks of `model` for calls with gradients enabled; returns a function that restores them.
 
     A block that cannot be compiled runs uncompiled, after a warning with the reason. A block with an embedding (T5's
     first) runs uncompiled without a warning, because its compiled gradient would differ from run to run.
 
     Args:
         tied: modules with hooks that replace a weight while they run. Their blocks are not compiled.
-
-    Returns:
-        A function that restores the blocks.
 
     Raises:
         ConfigError: the model has no repeated blocks.
@@ -93,7 +89,8 @@ def _kind(block: nn.Module, tied: Collection[nn.Module]) -> Any:
 
 def _mark_lengths(inputs: Iterable[Any]) -> None:
     """Mark sizes that may change with the batch as dynamic: all but the last, and in 4-D [rows, heads, queries, keys]
-    all but the heads. torch may still find that a size cannot change."""
+    all but the heads. torch may still find that a size cannot change.
+    """
     for value in inputs:
         if isinstance(value, tuple | list):
             _mark_lengths(value)
@@ -103,10 +100,8 @@ def _mark_lengths(inputs: Iterable[Any]) -> None:
 
 
 class EqualBlocks:
-    """Blocks that share a graph, one per kind of input."""
-
     def __init__(self, blocks: Sequence[nn.Module], reason: str) -> None:
-        """reason: why the blocks cannot be compiled; "" if they can."""
+        """`reason`: why the blocks cannot be compiled; "" if they can."""
         self.what = f"{len(blocks)} x {type(blocks[0]).__name__}"
         self._own_forward = {block: vars(block)["forward"] for block in blocks if "forward" in vars(block)}
         self._ran: set[nn.Module] = set()
@@ -121,14 +116,14 @@ class EqualBlocks:
         code = run.__code__.replace(co_name=f"run_block_{next(_numbers)}")
         try:
             self._compiled = torch.compile(FunctionType(code, run.__globals__), backend=self._compile)
-        except RuntimeError as error:  # torch does not support this Python or this system
+        except RuntimeError as error:  # torch does not support this Python or system
             reason = reason or str(error)
         if reason and reason != _EMBEDDING:
             self._give_up(reason)
         self._fails = bool(reason)
 
     def forward(self, without_caches: bool) -> Callable[..., Any]:
-        """The new `forward` of these blocks, a function whose first argument is the block."""
+        """The new `forward` of these blocks; its first argument is the block."""
         from torch._dynamo.exc import TorchDynamoException
 
         def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,13 @@
 """Tracks reads and writes of the weights by the program around the engine.
 
-Between forwards, a trained parameter has a *watched* subclass whose `__torch_function__` sees every operation
-on it. Before an operation, the layer's update is finished and streamed weights are bound to RAM. While a module runs,
-and in backward, its parameters are plain, and torch does not call Python. In backward, parameters of streamed blocks
-that are not in use are *guarded* (`weight_ring.py`).
+Between forwards, a trained parameter has a *watched* subclass whose `__torch_function__` sees every operation on it.
+Before an operation, the layer's update is finished and streamed weights are bound to RAM. While a module runs, and in
+backward, its parameters are plain; in backward, parameters of streamed blocks that are not in use are *guarded*
+(`weight_ring.py`).
 
-`.data`, `.detach()` and views taken between steps are watched too. They share the parameter's version counter, with
-which a step finds written weights. If the write was seen here, weights whose bits did not change keep their
-master's lower bits. Writes that bypass Python's torch (raw pointers, storages, DLPack) are not found; numpy arrays are
-read-only.
+`.data`, `.detach()` and views taken between steps are watched too. They share the parameter's version counter, by which
+a step finds written weights. If the write was seen here, weights whose bits did not change keep their master's lower
+bits. Writes that bypass Python's torch (raw pointers, storages, DLPack) are not found; numpy arrays are read-only.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from offloadkit.offload.layers import FlatLayer, ParameterView
 unwatched: Any = torch._C.DisableTorchFunctionSubclass
 """Context in which watched parameters behave as plain parameters."""
 _is_watching: Any = torch._C._is_torch_function_enabled
-"""Whether this thread is outside `unwatched()`."""
 set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """`parameter.data = tensor`, bypassing the Python property of watched parameters."""
 
@@ -166,7 +164,6 @@ class ExternalWrites:
         del self._finish_updates, self.got_hook
 
     def watch_all(self) -> None:
-        """Watch the parameters of all layers."""
         for layer in self._of_layer:
             self.watch(layer)
 
@@ -174,14 +171,10 @@ class ExternalWrites:
         return self._places[id(parameter)]
 
     def finish_updates(self) -> None:
-        """Wait until no layer is being stepped."""
         self._finish_updates()
 
     def check_gradient(self, parameter: Any) -> None:
-        """
-        Raises:
-            EngineStateError: the engine holds the parameter's gradient, so `.grad` must not be used.
-        """
+        """Raise `EngineStateError`, because the engine holds the gradient, so `.grad` must not be used."""
         place = self._places[id(parameter)]
         if place.layer is not None and place.layer.has_gradient(place.view):
             raise EngineStateError(
@@ -224,10 +217,6 @@ class Watched:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """
-        Raises:
-            EngineStateError: the engine holds the gradient.
-        """
         self.external_writes.check_gradient(self)
         with unwatched():
             gradient: torch.Tensor | None = _grad.__get__(self)
@@ -273,10 +262,6 @@ class Watched:
             set_data(self, value)
 
     def share_memory_(self) -> Any:
-        """
-        Raises:
-            EngineStateError: the engine's memory cannot be shared.
-        """
         parameter: Any = self
         raise moved_or_cast(self.external_writes.place_of(parameter).view)
 
@@ -302,9 +287,8 @@ class Watched:
 
 
 class Guarded:
-    """A trained parameter in backward, while its block is not in use.
-
-    A foreign recomputation (`torch.utils.checkpoint`) may use it, and runs no hook of the block.
+    """A trained parameter in backward, while its block is not in use. `torch.utils.checkpoint` may use it without
+    running the block's hooks.
     """
 
     __slots__ = ()
@@ -335,14 +319,15 @@ def _guarded_in(value: Any) -> Iterator[Any]:
 
 
 def _kind_of(seen: type, plain: type, external_writes: ExternalWrites) -> type:
-    """A subclass of `plain` and `seen`, with the name of `plain`."""
     body = {"external_writes": external_writes, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
     kind: type = type(plain)(plain.__name__, (seen, plain), body)
     return kind
 
 
 class Alias(torch.Tensor):
-    """A tensor that shares a watched parameter's memory (`.data`, `.detach()`, a view); wraps the tensor `_plain`."""
+    """A tensor that shares a watched parameter's memory (`.data`, `.detach()`, a view) and wraps the tensor
+    `_plain`.
+    """
 
     _place: _Place
     _plain: torch.Tensor
@@ -466,7 +451,7 @@ def _recorded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: _T
 def _copied(result: Any, copies: set[int], live: Callable[[], Any]) -> Any:
     """`result`, with each tensor in the memory of a weight's copy wrapped in `Copied`.
 
-    live: returns the same views of the weights themselves.
+    `live` returns the same views of the weights themselves.
     """
     results = result if isinstance(result, list | tuple) else [result]
     shares = [
@@ -536,7 +521,6 @@ class Copied(torch.Tensor):
             return _copied(result, {_memory(use) for use in uses.values()}, of_live)
 
     def _use(self) -> torch.Tensor:
-        """The newest numbers, on the compute device, connected to the weight's gradient."""
         with unwatched():
             _have_newest({self._live._place: self._live._plain})
             with torch.no_grad():
@@ -566,10 +550,8 @@ def _exchanged(value: Any, uses: dict[int, torch.Tensor]) -> Any:
 
 
 def _have_newest(touched: _Touched) -> None:
-    """Open the layers of these parameters.
-
-    Raises:
-        EngineStateError: an alias refers to memory that the weights have left.
+    """Open the layers of these parameters. Raises `EngineStateError` for an alias of memory that the weights have
+    left.
     """
     opened = None
     for place, alias in touched.items():
@@ -682,7 +664,7 @@ def _to_empty(module: nn.Module, *, device: Any, recurse: bool = True) -> nn.Mod
 def _aliased(result: Any, living: dict[int, _Place]) -> Any:
     """`result`, with each tensor in a parameter's memory wrapped in `Alias`, and numpy arrays made read-only.
 
-    living: the parameters by the address of their storage.
+    `living`: the parameters by the address of their storage.
     """
     kind = type(result)
     if kind is list or kind is tuple:

@@ -1,26 +1,20 @@
 """Gradients: from autograd into one bucket per layer, and on to the optimizer step.
 
 When autograd has all gradients of a layer, one operation copies them into the layer's *bucket*, a 1-D buffer in VRAM,
-and the tensors in `.grad` are dropped. The next steps depend on placement and accumulation. "Sums" are the sums of
-squares by norm block, for the gradient norm:
+and `.grad` is dropped. Then ("sums": sums of squares by norm block):
 
 | | `gradients="ram"` | `gradients="vram"` |
 |---|---|---|
 | one micro-batch | sums on the device, D2H on the copy stream | bucket stays; sums and D2H at the boundary |
 | several | D2H, then the stepping thread adds into fp32 in RAM | added into fp32 on the device; D2H at the boundary |
 
-With one micro-batch per window, or `exchange="micro_batch"`, several ranks exchange each bucket first: a rank receives
-all ranks' gradients of the range that it owns, and adds them in fp32 in rank order. The table then applies to the owned
-range. All ranks exchange layers in rank 0's order of completion in the last step; layers incomplete at the end of
-backward are exchanged then. A parameter without a gradient counts as -0.0, which changes no sum.
+With one micro-batch per window, or `exchange="micro_batch"`, several ranks exchange each bucket first, and the table
+applies to the range that a rank owns. With `exchange="step"`, each rank accumulates whole layers, and the ranks
+exchange the sums: sums in VRAM in the window's last backward, or at the boundary if the window ends early; sums in RAM,
+which is shared, on the stepping thread before the norm. All ranks' gradients are added in fp32 in rank order.
 
-With several micro-batches and `exchange="step"`, each rank accumulates whole layers, as at world size 1. Then each rank
-receives all ranks' sums of its range and adds them in rank order. Sums in VRAM are exchanged layer by layer in the
-backward of the window's last micro-batch, or at the boundary if the window ends early. Sums in RAM are in shared
-memory, and the stepping thread adds them before the norm.
-
-Block sums computed on the device go to RAM at the boundary, in one copy for all layers. They are equal on CPU and GPU
-(`optim.norm`). Micro-batches are added in order.
+Layers are exchanged in rank 0's order of completion in the last step; incomplete layers at the end of backward. A
+parameter without a gradient counts as -0.0, which changes no sum.
 """
 
 from __future__ import annotations
@@ -163,7 +157,7 @@ class Gradients:
     def receive(self, view: ParameterView, gradient: torch.Tensor) -> None:
         """Add one gradient, in the parameter's shape, to its part of the bucket.
 
-        Used for layers with tied weights, and for layers that were already sent; they are sent at the end of backward.
+        For layers with tied weights, and layers that were already sent; they are sent at the end of backward.
         """
         if isinstance(view.parameter, Watched):
             raise _without_the_engine(view)
@@ -253,7 +247,6 @@ class Gradients:
                 view.parameter.grad = None
 
     def remove(self) -> None:
-        """Remove the hooks, and wait for the copies."""
         for hook in self._hooks:
             hook.remove()
         self.d2h.synchronize()  # wait: copies before the engine is dropped
@@ -277,7 +270,8 @@ class Gradients:
 
     def _take_in(self, layer: LayerGradient, first: set[int], again: set[int]) -> None:
         """Send a micro-batch's gradient to RAM, or accumulate it. It is the window's first gradient for the views in
-        `first`."""
+        `first`.
+        """
         if not layer.received:
             return
         if self._accumulation == 1:

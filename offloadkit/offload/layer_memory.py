@@ -86,7 +86,6 @@ class LayerAllocator:
         return [max(on_disk, default=0)] * num_disk + [max(through_ram, default=0)] * num_staging
 
     def buffers(self, placements: Sequence[Placement]) -> list[HostSlab]:
-        """Allocate the buffers that layers share."""
         return host_memory.allocate(self.buffer_bytes(placements), self._device, "the buffers of gradients and states")
 
     def reserve(self, changes: Changes, present: Mapping[int, LayerMemory]) -> None:

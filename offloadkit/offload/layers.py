@@ -51,7 +51,6 @@ class ParameterView:
     matrix: Matrix | None = None
     """The shape in which an optimizer of matrices steps the parameter; None for an optimizer of elements."""
     start: int = 0
-    """First element in the flat layer."""
     first: int = 0
     """First element of the parameter in this view; not 0 in a shard that begins inside the parameter."""
     numel: int = field(init=False)
@@ -61,12 +60,10 @@ class ParameterView:
 
     @property
     def elements(self) -> slice:
-        """The view's range in the flat layer."""
         return slice(self.start, self.start + self.numel)
 
     @property
     def shared(self) -> bool:
-        """Whether the parameter is a tied weight."""
         return len(self.owners) > 1
 
 
@@ -77,7 +74,6 @@ class FlatLayer:
     index: int
     name: str
     kind: LayerKind
-    """How the layer's parameters are trained."""
     views: list[ParameterView]
     modules: list[nn.Module]
     """The layer's weights must be up to date before the forward of any of these modules."""
@@ -86,7 +82,6 @@ class FlatLayer:
     exchange: str = "step"
     """As in `OffloadConfig`."""
     rank: int = 0
-    """This rank."""
     cuts: tuple[int, ...] = ()
     """Boundaries of the ranks' ranges, num_ranks + 1 elements; () at world size 1."""
     begin: int = 0
@@ -113,9 +108,8 @@ class FlatLayer:
     def cut_for(self, rank: int, num_ranks: int) -> None:
         """Divide the layer between ranks: each rank owns a range, with its optimizer states and gradient.
 
-        The ranges are as equal as possible with ends at norm blocks (every 65,536 elements of a parameter). Therefore
-        block sums, random bits and 8-bit blocks do not depend on the number of ranks. A small layer's range may be
-        empty.
+        The ranges are as equal as possible with ends at norm blocks (every 65,536 elements of a parameter), so block
+        sums, random bits and 8-bit blocks do not depend on the number of ranks. A small layer's range may be empty.
         """
         ends = [view.start + at for view in self.views for at in range(0, view.numel, NORM_BLOCK)] + [self.numel]
         self.rank = rank
@@ -133,7 +127,6 @@ class FlatLayer:
         self._shard.numel = end - start
 
     def shape(self) -> LayerShape:
-        """The layer's description for the planner."""
         shard = self.shard
         is_cut = shard is not self
         return LayerShape(
@@ -158,12 +151,10 @@ class FlatLayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the working weights."""
         return self.kind.weights_dtype
 
     @property
     def states(self) -> StateTable:
-        """The arrays of the optimizer states."""
         return self.kind.states
 
     @property
@@ -262,8 +253,7 @@ def divided_groups(
 ) -> Sequence[dict[str, Any]] | None:
     """`param_groups`, divided if there are several optimizers: one optimizer for each group, under "optimizer".
 
-    Raises:
-        ConfigError: as `one_optimizer_each`.
+    Raises `ConfigError` as `one_optimizer_each`.
     """
     if not several_optimizers(config, param_groups):
         return param_groups
@@ -282,7 +272,7 @@ def plan_of(
 ) -> Plan:
     """The plan of `model` for `layers`; see `make_plan`. The model may be on the meta device.
 
-    num_ranks: the number of ranks, if the layers are not cut for ranks yet.
+    `num_ranks`: the number of ranks, if the layers are not cut for ranks yet.
     """
     placed = {view.parameter for layer in layers for view in layer.views}
     frozen = [parameter for parameter in model.parameters() if parameter not in placed]
@@ -299,7 +289,6 @@ def plan_of(
 
 
 def check_is_plan(plan: object) -> None:
-    """Raise `ConfigError` unless `plan` is a `Plan`."""
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan must be what offloadkit.plan() returns, or an engine's plan, got {shown(plan)}")
 
@@ -337,10 +326,8 @@ def is_of(plan: Plan, layers: Sequence[FlatLayer]) -> bool:
 
 
 def check_memory(model: nn.Module) -> None:
-    """
-    Raises:
-        ModelError: a trained parameter shares memory with another parameter or a buffer, which would be lost silently
-            when the parameter moves into its flat layer.
+    """Raise `ModelError` if a trained parameter shares memory with another parameter or a buffer, which would be lost
+    silently when the parameter moves into its flat layer.
     """
     placed: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -476,17 +463,11 @@ class UntrainedParameters:
         self._found = self._entries()
 
     def _entries(self) -> list[int]:
-        """Ids of all parameters and submodules.
-
-        No id is reused, because this object and the views keep the original objects alive.
-        """
+        """Ids of all parameters and submodules. No id is reused, because the original objects stay alive."""
         return list(map(id, chain.from_iterable(table.values() for table in self._tables)))
 
     def check(self) -> None:
-        """
-        Raises:
-            ModelError: a parameter was added, replaced or unfrozen.
-        """
+        """Raise `ModelError` if a parameter was added, replaced or unfrozen."""
         if self._entries() == self._found and not any(p.requires_grad for p in self._frozen):
             return
         for name, parameter in self._model.named_parameters():
@@ -501,8 +482,8 @@ class UntrainedParameters:
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module) of the model's repeated blocks, in definition order, without nested blocks.
 
-    HuggingFace models list their block classes in `_no_split_modules`. In other models, blocks are the members of
-    every `ModuleList` or `Sequential` of two or more modules of one class.
+    HuggingFace models list their block classes in `_no_split_modules`. In other models, blocks are the members of every
+    `ModuleList` or `Sequential` of two or more modules of one class.
     """
     classes = set(getattr(model, "_no_split_modules", None) or ())
     blocks: list[tuple[str, nn.Module]] = []

@@ -13,15 +13,14 @@ from offloadkit.facts.config import OffloadConfig
 from offloadkit.optim.table import Matrix, optimizer_named
 
 _ROUTERS = ("gate", "router", "classifier", "shared_expert_gate")
-"""Names of the linear layers that choose experts. (An MLP's gate has another name: "gate_proj".)"""
+"""Linear layers that choose experts. (An MLP's gate has another name: "gate_proj".)"""
 
 
 def matrices_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, Matrix]:
     """The parameters that Muon steps: weights of linear layers in `blocks`, as matrices [outputs, inputs].
 
     A weight is a `torch.nn.Linear`'s, or the transpose of one of transformers' `Conv1D`. Left out are tied weights,
-    output embeddings, routers and LoRA's factors. (An embedding, a convolution or a tensor of experts is not the weight
-    of a linear layer.)
+    output embeddings, routers and LoRA's factors.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     used: dict[nn.Parameter, int] = {}
@@ -48,7 +47,6 @@ _CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
 def several_optimizers(config: OffloadConfig, param_groups: Sequence[dict[str, Any]] | None) -> bool:
-    """Whether parameter groups may have different optimizers."""
     return config.optimizer == "muon" or any("optimizer" in group for group in param_groups or ())
 
 
@@ -58,12 +56,10 @@ def one_optimizer_each(
     config: OffloadConfig,
     param_groups: Sequence[dict[str, Any]] | None,
 ) -> list[dict[str, Any]]:
-    """`param_groups` with one optimizer for each group, under "optimizer".
+    """`param_groups` (None: one group of all trainable parameters) with one optimizer for each group, under
+    "optimizer".
 
     A group for Muon is divided into its matrices and a group of AdamW, unless it names its optimizer itself.
-
-    Args:
-        param_groups: None: one group of all trainable parameters.
 
     Raises:
         ConfigError: there is no matrix for Muon, a group that names Muon holds other parameters, or a group names an

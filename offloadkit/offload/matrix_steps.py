@@ -15,7 +15,8 @@ from offloadkit.optim.table import FlatState, Segment
 
 MOST_QUEUED = 4
 """Maximum number of matrices whose steps are queued but not done. A step queues some dozens of kernels, and a full
-stream (about a thousand operations) blocks every thread that queues an operation."""
+stream (about a thousand operations) blocks every thread that queues an operation.
+"""
 _PAUSE = 1e-3
 
 

@@ -70,8 +70,8 @@ class PlacedModel:
         Raises:
             OffloadkitError: not enough RAM, or the disk cannot be used.
             torch.OutOfMemoryError: the GPU is full, and no plan is leaner.
-            ConfigError: the model has no repeated blocks to checkpoint; or a layer's weights are in different places
-                on different ranks, or in RAM on several hosts.
+            ConfigError: the model has no repeated blocks to checkpoint; or a layer's weights are in different places on
+                different ranks, or in RAM on several hosts.
         """
         self.module, self._device, self._config, self._ranks = module, device, config, ranks
         self.plan, self.is_whole = plan, False
@@ -127,9 +127,8 @@ class PlacedModel:
                     raise
 
     def _lean(self) -> bool:
-        """Out of VRAM while placing: switch to a plan with less in VRAM. Returns whether such a plan exists.
-
-        Several ranks keep their plan.
+        """Out of VRAM while placing: switch to a plan with less in VRAM, if it exists. Several ranks keep their
+        plan.
         """
         leaner = with_less_vram(self.plan, self._device) if self._ranks.size == 1 else None
         self.plan = leaner or self.plan
@@ -156,7 +155,6 @@ class PlacedModel:
 
     @property
     def trained(self) -> list[LayerState]:
-        """The states of the layers that are not frozen."""
         return self.layers.trained
 
     @property
@@ -275,10 +273,8 @@ class PlacedModel:
     def start_update(
         self, order: Sequence[LayerState] | None = None
     ) -> list[tuple[LayerState, set[int], PendingUpdate]]:
-        """End the accumulation window. Returns the layers to step with their parameters' indices, in forward order;
-        forward waits for them from now on.
-
-        order: several ranks only: the order that all ranks agreed on.
+        """End the accumulation window. Returns the layers to step with their parameters' indices, in forward order
+        (several ranks: in the agreed `order`); forward waits for them from now on.
         """
         order = self.forward_order if order is None else order
         self.layers.is_stepped = True
@@ -302,10 +298,8 @@ class PlacedModel:
                 state.weights.pending.record(None)
 
     def abandon_ranks(self) -> bool:
-        """Stop waiting for other ranks, after this rank's update is done.
-
-        Returns:
-            Whether weights lack updates of other ranks.
+        """Stop waiting for other ranks, after this rank's update is done. Returns whether weights lack updates of other
+        ranks.
         """
         lacks = self.gathers is not None and self.gathers.has_any
         lacks |= not all(stepped.reached() for stepped in self.layers.memory.stepped)

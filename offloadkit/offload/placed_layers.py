@@ -76,7 +76,6 @@ class PlacedLayers:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Current placement of each layer."""
         return tuple(state.placement for state in self.states)
 
     @property
@@ -88,7 +87,6 @@ class PlacedLayers:
         )
 
     def views(self) -> Iterator[ParameterView]:
-        """Views of all trained parameters."""
         for state in self.trained:
             yield from state.layer.views
 
@@ -232,10 +230,7 @@ class PlacedLayers:
         return all(state.weights.flat.numel() for state in self.states)
 
     def check_movable(self, placements: Sequence[Placement]) -> None:
-        """
-        Raises:
-            EngineStateError: another tensor shares the memory of a parameter that would move.
-        """
+        """Raise `EngineStateError` if another tensor shares the memory of a parameter that would move."""
         leaving = [
             state.weights
             for state, placement in zip(self.states, placements, strict=True)

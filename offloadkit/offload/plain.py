@@ -1,7 +1,7 @@
 """Copies of a model with an open engine: `pickle`, `torch.save(model)` and `copy.deepcopy` get a plain model.
 
-The copy has the newest weights and none of the engine's hooks, methods and settings, so loading it does not need this
-package. While the engine is open, every module has its own `__getstate__`.
+The copy has the newest weights and nothing of the engine, so loading it does not need this package. While the engine is
+open, every module has its own `__getstate__`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """`OffloadEngine.profile`: a trace of some steps, and the resource that bounds each phase.
 
-A trace begins and ends at the end of a window. A traced step therefore has a forward, which runs concurrently with the
+A trace begins and ends at the end of a window, so a traced step has a forward, which runs concurrently with the
 preceding step's update, and a backward. One step is skipped first, because the first forward after a `synchronize` runs
-without an update.
-
-The two phases, update with forward, and backward, do not overlap, because clipping needs the whole norm before the
-first layer is stepped (docs/design.md, "The step in time order"). The bound of a phase is the time of its slowest
-resource, if that worked alone at its measured rate. The bound of the step is the sum of both.
+without an update. The bound of a phase is the time of its slowest resource, if that worked alone at its measured rate.
+The bound of the step is the sum of both phases.
 """
 
 from __future__ import annotations
@@ -41,8 +38,8 @@ class Share:
     Attributes:
         resource: "compute", "bus down" (to the GPU), "bus up" (to RAM), "cores" (the CPU's step), or "DRAM", which
             serves both the cores and the bus.
-        seconds: least possible time: bytes over the measured rate. The two directions of the bus share their rate as
-            in the plan. For "compute": the measured time without waits.
+        seconds: least possible time: bytes over the measured rate. The two directions of the bus share their rate as in
+            the plan. For "compute": the measured time without waits.
         busy_seconds: time during which the resource worked.
         num_bytes: bytes that the resource moved.
     """
@@ -62,15 +59,12 @@ class Bound:
 
     @property
     def seconds(self) -> float:
-        """Least possible seconds of a step."""
         return sum(self.limiting(phase).seconds for phase in self.shares)
 
     def limiting(self, phase: str) -> Share:
-        """The share that bounds `phase`."""
         return max(self.shares[phase], key=lambda share: share.seconds)
 
     def lines(self) -> list[str]:
-        """The bound in words, for printing."""
         reached = self.seconds / self.step_seconds
         times = f"a step takes {format_seconds(self.step_seconds)}, its bound is {format_seconds(self.seconds)}"
         found = [f"{times}: {reached:.0%} of the possible speed is reached"]
@@ -92,7 +86,6 @@ def bound(ranges: Sequence[Range], records: Sequence[StepRecord], machine: Hardw
 
     Args:
         ranges: all ranges of `len(records)` steps. The `num_bytes` of CPU steps are memory traffic.
-        records: the records of these steps.
         machine: measured rates.
     """
     number = len(records)
@@ -171,14 +164,12 @@ class Profile:
             trace.end()
 
     def step(self, settle: Callable[[], None], read_reports: Callable[[], None], telemetry: Telemetry) -> bool:
-        """Called after the start of an update. After the last traced step, writes the trace and prints the results.
+        """Called after the start of an update. After the last traced step, writes the trace, prints the results and
+        returns True.
 
         Args:
             settle: waits until the update is done.
             read_reports: adds the records of finished steps to `telemetry`.
-
-        Returns:
-            Whether this was the last traced step.
         """
         self._done += 1
         if self._done != 1 + self.num_steps:

@@ -53,7 +53,6 @@ class RateWatch:
             self._found = None
 
     def add(self, record: StepRecord) -> None:
-        """Add a step's record."""
         has_more_to_say = self._searches_left or self._found is not None
         if self._machine is None or not has_more_to_say or record.skipped or self.is_due:
             return
@@ -64,7 +63,6 @@ class RateWatch:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough records have been collected."""
         return len(self._records) == NUM_STEPS
 
     def judge(
@@ -81,7 +79,6 @@ class RateWatch:
         Args:
             placements: current placements, with the processors that step the layers now.
             room: returns the bytes of "vram" and "ram" that a plan may need.
-            ranks: the ranks that train together.
 
         Returns:
             (plan to move to, reason), or None to stay. If steps got slower after a move, the plan is the former one.

@@ -33,7 +33,7 @@ def checkpoint_activations(
     *,
     compiled: bool = False,
 ) -> Callable[[], None]:
-    """Make backward recompute the activations of the blocks in `choices`.
+    """Make backward recompute the activations of the blocks in `choices`; returns a function that undoes this.
 
     HuggingFace models use their own switch; blocks of other models get another `forward`. The recomputation uses the
     same random numbers (dropout).
@@ -42,9 +42,6 @@ def checkpoint_activations(
         weights: by block, the layers that a recomputation needs in VRAM.
         compiled: the blocks are compiled. Then HuggingFace's switch is not used, because with it compiled T5 blocks
             have other gradients.
-
-    Returns:
-        A function that undoes this.
 
     Raises:
         ConfigError: the model has no repeated blocks to recompute.
@@ -91,7 +88,7 @@ def _switch_on(model: Any) -> Callable[[], None]:
     before = {
         module: {name: vars(module)[name] for name in SWITCHES if name in vars(module)} for module in model.modules()
     }
-    # `activation_checkpointing_enable` in newer transformers, `gradient_...` in older.
+    # The name depends on the version of transformers.
     word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     getattr(model, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
     # The switch makes the embeddings' outputs require a gradient, which only reentrant recomputation needs.
@@ -167,8 +164,7 @@ def _checkpoint(
 ) -> Any:
     """Run `forward`, and make backward recompute its activations, with `weights` brought to VRAM.
 
-    Raises:
-        EngineStateError: (in backward) `weights` were updated since forward.
+    Backward raises `EngineStateError` if `weights` were updated since forward.
     """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -206,7 +202,7 @@ class Recomputation:
 
     @property
     def in_training_only(self) -> bool:
-        """Whether transformers' own checkpointing recomputes blocks, which it does in training mode only."""
+        """Whether transformers' own checkpointing recomputes blocks, only in training mode."""
         return any(getattr(block, "gradient_checkpointing", False) for block in self._choices or ())
 
     def arrange(
@@ -225,7 +221,6 @@ class Recomputation:
         self._choices = choices
 
     def end(self) -> None:
-        """Restore the blocks."""
         self._undo()
         self._undo = lambda: None
 
@@ -325,7 +320,8 @@ class OffloadedInputs:
 
     def take(self, num_bytes: int) -> _OffloadedInput:
         """The smallest free RAM buffer of at least `num_bytes`. If none exists, a new one replaces the largest free
-        buffer, so that RAM does not grow with each new sequence length."""
+        buffer, so that RAM does not grow with each new sequence length.
+        """
         fitting = [view for view in self.free if view.slab.num_bytes >= num_bytes]
         if fitting:
             view = min(fitting, key=lambda each: each.slab.num_bytes)
@@ -368,7 +364,7 @@ class OffloadedInputs:
 
 @dataclass(eq=False)
 class _Handle:
-    """Autograd's reference to an input. Its finalizer frees the input's RAM."""
+    """Autograd's reference to an input; its finalizer frees the RAM."""
 
     view: _OffloadedInput
 
@@ -400,8 +396,8 @@ def recomputed_in_backward(device: torch.device, function: Callable[..., Any], *
     The second run uses the random states of the CPU and of `device`, autocast and default device of the first.
 
     Raises:
-        ModelError: (in backward) the second run saved other tensors than the first. Or something wrote to a saved
-            tensor, or to a tensor among the arguments (also in lists and tuples).
+        ModelError: (in backward) the second run saved other tensors than the first; or a saved tensor, or a tensor
+            among the arguments (also in lists and tuples), was written.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -474,8 +470,7 @@ class _Recomputation:
 def drop_recomputed(memory: Callable[[torch.Tensor], bool]) -> None:
     """Drop tensors of recomputed blocks that an interrupted backward left in graphs that are still referenced.
 
-    Args:
-        memory: whether a tensor is in the memory in question; recomputations without such a tensor are left alone.
+    `memory`: whether a tensor is in the memory in question; recomputations without such a tensor are left alone.
     """
     for each in gc.get_objects():
         if type(each) is _Recomputation and any(memory(tensor) for tensor, _ in each._found.values()):

@@ -25,7 +25,6 @@ from offloadkit.offload.update import Update
 from offloadkit.planner import Plan
 
 LOOK = "Look at the data and the loss of that step, lower the learning rate"
-"""Advice about NaN; the message continues it."""
 
 _COPIES = ("h2d", "d2h")
 
@@ -61,15 +60,12 @@ class StepRecords:
     """Marks the phases of each step, adds finished steps to the telemetry, and reports steps that were not applied.
 
     Only `wait` blocks.
-
-    Attributes:
-        plan: the plan in use.
     """
 
     def __init__(
         self, telemetry: Telemetry, plan: Plan, device: torch.device, on_nonfinite: str, num_ranks: int = 1
     ) -> None:
-        """num_ranks: number of ranks with equally many micro-batches; multiplies this rank's loss."""
+        """`num_ranks`: number of ranks with equally many micro-batches; multiplies this rank's loss."""
         self._telemetry, self.plan, self._device, self._on_nonfinite = telemetry, plan, device, on_nonfinite
         self._num_ranks = num_ranks
         self._current = _Window(time.perf_counter())
@@ -118,12 +114,7 @@ class StepRecords:
     def end_window(
         self, update: Update, learning_rate: float, busy: list[tuple[str, BusyTime]], received: dict[str, int]
     ) -> None:
-        """End the window with `update`.
-
-        Args:
-            busy: waits and copies since the last window, by name.
-            received: bytes received from other ranks since the last window, by kind.
-        """
+        """End the window with `update`. `busy` and `received` count since the last window."""
         now = self._current
         now.update, now.learning_rate, now.busy, now.received = update, learning_rate, busy, received
         now.ended = time.perf_counter()
@@ -183,7 +174,7 @@ class StepRecords:
             allocator = torch.cuda.memory_stats_as_nested_dict(self._device)  # much faster than memory_stats
             tiers["vram"]["process peak allocated"] = allocator["allocated_bytes"]["all"]["peak"]
             reserved = allocator["reserved_bytes"]["all"]["current"]
-            if self._context_bytes is None:  # read after the first step, which has loaded the kernels
+            if self._context_bytes is None:  # after the first step, which has loaded the kernels
                 self._context_bytes = hardware.vram_context_bytes(self._device)
             tiers["vram"] |= {"process reserved": reserved, "process": reserved + self._context_bytes}
         return tiers
@@ -204,7 +195,7 @@ def _is_finished(window: _Window) -> bool:
 def _record(
     window: _Window, beside: list[tuple[str, BusyTime]], memory: dict[str, dict[str, int]], num_ranks: int
 ) -> StepRecord:
-    """beside: copies of the preceding update, which shared the bus with the window's copies."""
+    """`beside`: copies of the preceding update, which shared the bus with the window's copies."""
     update = window.update
     assert update is not None
     seconds = {

@@ -1,7 +1,7 @@
 """Communication of several ranks: gradients go to the ranks that own them, and new weights come back.
 
-All device operations of the ranks run on one stream, in an order agreed on by all ranks. The main thread issues them,
-in autograd hooks for gradients and in the waits before forward for weights.
+All device operations of the ranks run on one stream, in an agreed order. The main thread issues them, in autograd hooks
+and in the waits before forward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class GradientExchange:
 
     def receive(self, bucket: torch.Tensor, layer: FlatLayer) -> torch.Tensor:
         """Exchange a layer's gradient, 1-D [numel]. Returns all ranks' gradients of this rank's range, 1-D, in rank
-        order, valid on the exchange stream."""
+        order, valid on the exchange stream.
+        """
         self.stream.wait(record_compute(self._device))  # wait: backward before an exchange
         if self._received_until is not None:
             self.stream.wait(self._received_until)  # wait: received gradients read before the next come
@@ -193,7 +194,6 @@ class Reduction:
 
 
 def parts(flat: torch.Tensor, num: int) -> list[torch.Tensor]:
-    """`flat` in `num` equal parts."""
     length = flat.numel() // num
     return [flat[at * length : (at + 1) * length] for at in range(num)]
 
@@ -214,7 +214,6 @@ class WeightGathers:
         """The end of the newest gather."""
 
     def begin(self, coming: Sequence[LayerWeights]) -> None:
-        """Register the layers of a new update, in order."""
         self._coming.extend(coming)
 
     def bring(self, wanted: LayerWeights | None = None) -> None:
@@ -237,7 +236,6 @@ class WeightGathers:
         return any(each.pending is not None and each.pending.arrived is not None for each in self._coming)
 
     def forget(self) -> None:
-        """Drop all pending gathers."""
         self._coming.clear()
 
     def _position(self, wanted: LayerWeights) -> int:

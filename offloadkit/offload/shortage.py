@@ -97,7 +97,6 @@ class RamWatch:
         self.poll.planned, self.poll.warning = dict(planned), None
 
     def close(self) -> None:
-        """Stop watching. May be called twice."""
         self.poll.closed.set()
         if threading.current_thread() is not self._thread:  # a finalizer runs on any thread
             self._thread.join()
@@ -177,8 +176,8 @@ def _ram_to_use(plan: Plan) -> int:
 
 
 def with_less_vram_at_rest(plan: Plan, device: torch.device) -> Plan | None:
-    """The plan for OOM recovery between training steps, when there are no activations: an eighth less of everything
-    else in VRAM, or as little as possible. None if no plan takes less.
+    """The plan for OOM recovery between training steps, when there are no activations: an eighth less in VRAM, or as
+    little as possible. None if no plan takes less.
     """
     leanest, found, ram = plan, with_less_vram(plan, device), _ram_to_use(plan)
     while found is not None:
@@ -214,8 +213,7 @@ def with_less_ram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan
 def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int, ranks: Ranks = SOLO) -> Plan:
     """`plan`, or a leaner one if free VRAM has become too small for it. A collective: one rank is enough.
 
-    Args:
-        freed_bytes: VRAM that the engine will free.
+    `freed_bytes`: VRAM that the engine will free.
     """
     if device.type != "cuda":
         return plan

@@ -34,7 +34,8 @@ from offloadkit.planner import chunk_numel
 
 MOST_UNDER_WAY = 32
 """Maximum number of chunks queued but not stepped: if a stream's queue is full (about a thousand operations), the next
-thread that queues an operation blocks, on any stream."""
+thread that queues an operation blocks, on any stream.
+"""
 _PAUSE = 1e-3
 
 _Layout = tuple[tuple[str, torch.dtype, int], ...]
@@ -105,8 +106,6 @@ class StreamedStates:
 
 @dataclass(eq=False)
 class _Buffer:
-    """A VRAM buffer for one chunk."""
-
     memory: torch.Tensor
     views: dict[_Layout, dict[str, torch.Tensor]]
     free: Event | None = None
@@ -136,7 +135,6 @@ class StateRing:
     """VRAM buffers of `num_bytes` each, which chunks of states use in turn, and the streams that copy the chunks.
 
     Attributes:
-        buffers: each holds one chunk.
         ahead: chunks fetched before their step, each with its buffer.
         under_way: the ends of the queued steps.
     """
@@ -160,7 +158,8 @@ class StateRing:
 
     def fetch_ahead(self, layer: StreamedStates) -> None:
         """Prefetch the first chunks of the layer to be stepped next, as many as buffers are available, without
-        gradients, which may not have arrived in RAM yet."""
+        gradients, which may not have arrived in RAM yet.
+        """
         for chunk in layer.chunks:
             if len(self.ahead) == len(self.buffers):
                 return

@@ -48,7 +48,6 @@ class Publication(NamedTuple):
     """The end of the copy; None if this rank owns no part of the layer."""
 
     def done(self) -> bool:
-        """Whether the copy has finished."""
         return self.drained is None or self.drained.done()
 
     def post(self) -> None:
@@ -150,7 +149,7 @@ class LayerState:
     def join(self, ring: StateRing | None, matrix_steps: MatrixSteps | MatrixExchange | None = None) -> None:
         """Pass the states through `ring` when the GPU steps them. None if the GPU steps no states that are in RAM.
 
-        matrix_steps: steps the layer if its step unit is a matrix.
+        `matrix_steps`: steps the layer if its step unit is a matrix.
         """
         placement, self.ring, self._passing = self.placement, ring, None
         is_matrix = self.layer.kind.step_unit == "matrix"
@@ -239,7 +238,8 @@ class LayerState:
 
     def give_back(self, given: Mapping[nn.Parameter, tuple[torch.device, torch.dtype]]) -> None:
         """Undo `take_parameters` before any update: the parameters in `given` get separate memory on their former
-        device, with their former numbers. With several ranks, these are rounded to the working dtype."""
+        device, with their former numbers. With several ranks, these are rounded to the working dtype.
+        """
         self._wait_for_copies()
         for view in self.layer.views:
             if view.parameter in given:
@@ -262,29 +262,23 @@ class LayerState:
             split_into(part, self.flat.weights[elements], remainder[elements])
 
     def open(self) -> None:
-        """Have the newest weights where they live, for reads and writes."""
         self.weights.open()
 
     def use(self) -> None:
-        """Have the newest weights in VRAM for the compute stream."""
         self.weights.use()
 
     def for_graph(self, view: ParameterView) -> torch.Tensor:
         return self.weights.for_graph(view)
 
     def home(self, view: ParameterView) -> torch.Tensor:
-        """The tensor that holds the parameter's weights, in the parameter's shape."""
         return self.weights.home(view)
 
     def has_gradient(self, view: ParameterView) -> bool:
-        """Whether the parameter has a pending gradient."""
         return self.layer.views.index(view) in self.gradient.window
 
     def before_write(self, view: ParameterView) -> torch.Tensor | None:
-        """Called before a parameter is written from outside. All updates are done.
-
-        Returns:
-            1-D copy of the weights that this rank owns, if `after_write` needs it and no RAM copy exists.
+        """Returns a 1-D copy of the weights that this rank owns, if `after_write` needs it and no RAM copy exists. All
+        updates are done.
         """
         split = self.flat.remainder is not None and self.layer.dtype == torch.bfloat16
         if split and self._keeps_copy:
@@ -302,7 +296,6 @@ class LayerState:
         return None
 
     def after_write(self, view: ParameterView, before: torch.Tensor | None) -> None:
-        """Called after the write, with the result of `before_write`."""
         self.weights.changed()
         with unwatched():
             version = view.parameter._version
@@ -316,10 +309,8 @@ class LayerState:
         """Take weights that were written from outside as the master weights.
 
         The remainder is kept for weights whose bits did not change, if every write was seen; otherwise it is reset to
-        add nothing. With `keep_remainder` the caller sets the remainder next.
-
-        Args:
-            written: the parameters with their version counters.
+        add nothing. With `keep_remainder` the caller sets the remainder next. `written`: the parameters with their
+        version counters.
         """
         self._wait_for_copies()
         if self._streamed is not None:
@@ -341,7 +332,6 @@ class LayerState:
         return self.flat.weights is not self.weights.own
 
     def _drop_remainder(self, piece: ParameterView) -> None:
-        """Make the master weights equal the working weights."""
         assert self.flat.remainder is not None
         remainder = self.flat.remainder[piece.elements]
         if self.layer.dtype == torch.float16:
@@ -372,17 +362,13 @@ class LayerState:
         return torch.empty(0)
 
     def _shaped(self, flat: torch.Tensor, piece: ParameterView) -> torch.Tensor:
-        """`flat` in the parameter's shape at world size 1; unchanged otherwise."""
         return flat.view(piece.parameter.shape) if self.shard is self.layer else flat
 
     def step(self, views: set[int], options: Sequence[Options], grad_scale: float, stream: CopyStream) -> None:
         """One in-place optimizer step of the parameters at `views`; other parameters keep everything.
 
         A step on the CPU blocks; a step on the GPU is queued. Forward may use the layer's weights after `uploaded`.
-
-        Args:
-            stream: for the upload of weights that the CPU steps, or for the GPU's kernels. It has waited for the
-                compute stream.
+        `stream` uploads weights that the CPU steps, or runs the GPU's kernels; it has waited for the compute stream.
         """
         segments = self._segments(views, options)
         self.weights.stepped_on_gpu = self.on_gpu
@@ -407,7 +393,6 @@ class LayerState:
 
     @property
     def _stepped(self) -> Stepped | None:
-        """Several ranks with weights in RAM only: tracks which ranks have stepped the layer."""
         return None if self._streamed is None or self._streamed.shared is None else self._streamed.shared.stepped
 
     def finish_reading(self) -> None:
@@ -507,7 +492,8 @@ class LayerState:
 
     def prefetch(self) -> None:
         """Start fetching the inputs of the next `step`: states from disk, states in RAM for a step on the GPU, or
-        weights that the GPU stepped last for a step on the CPU."""
+        weights that the GPU stepped last for a step on the CPU.
+        """
         if self._region is not None:
             self._region.prefetch()
         elif self.ring is not None and self._passing is not None:
@@ -565,7 +551,6 @@ class LayerState:
 
     def state_of(self, index: int) -> dict[str, torch.Tensor]:
         """A parameter's states as torch optimizers keep them: views in the parameter's shape; block scales are 1-D.
-
         With several ranks all are 1-D and cover the part that this rank owns.
         """
         arrays = {"step": self.steps[index]}

@@ -1,8 +1,7 @@
 """Parameters on the meta device whose numbers are read from a file, or drawn, when the engine places them.
 
-`leave_unread` stores on each parameter the function that makes it real, and `make_real` calls it. Engines and Trainers
-therefore find unread parameters in any module. Until then, operations that need the numbers raise an error with advice.
-Writes raise too, because they would be lost.
+`leave_unread` stores on each parameter the function that makes it real, and `make_real` calls it. Until then,
+operations that need the numbers raise an error with advice. Writes raise too, because they would be lost.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ _HINT = (
 def leave_unread(parameters: Iterable[nn.Parameter], materialise: Materialise, source: str = "") -> None:
     """Make `make_real` call `materialise` for `parameters`, which are on the meta device.
 
-    Args:
-        source: the folder or hub name of their numbers; "" if they are drawn.
+    `source`: the folder or hub name of their numbers; "" if they are drawn.
     """
     for parameter in parameters:
         parameter.__class__ = _Unread
@@ -40,7 +38,6 @@ def leave_unread(parameters: Iterable[nn.Parameter], materialise: Materialise, s
 
 
 def is_unread(model: nn.Module) -> bool:
-    """Whether any parameter of the model is unread."""
     return any(type(parameter) is _Unread for parameter in model.parameters())
 
 
@@ -75,7 +72,7 @@ def become(parameter: nn.Parameter, value: torch.Tensor) -> None:
     real = nn.Parameter(value, requires_grad=parameter.requires_grad)
     real.__dict__.update({name: each for name, each in vars(parameter).items() if name != _FROM})
     parameter.__class__ = nn.Parameter
-    swap: Any = torch.utils.swap_tensors  # typed in some releases of torch only
+    swap: Any = torch.utils.swap_tensors  # typed only in some releases of torch
     swap(parameter, real)
 
 

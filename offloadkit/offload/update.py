@@ -1,11 +1,8 @@
 """The update: one optimizer step on separate threads, between `step()` and the next forward's use of the new weights.
 
-The stepping thread waits for the gradients and computes the norm. Then it steps the CPU's layers in forward order, and
-starts the upload of each layer's new weights right after its step. Meanwhile a second thread queues the GPU's steps,
-because that takes Python time while the C kernels release the GIL. The main thread never waits here; forward waits
-layer by layer.
-
-`StepBalancer` shifts layers between CPU and GPU between updates.
+The stepping thread waits for the gradients, computes the norm, and steps the CPU's layers in forward order; each
+layer's upload starts right after its step. Meanwhile a second thread queues the GPU's steps, because that takes Python
+time while the C kernels release the GIL. `StepBalancer` shifts layers between CPU and GPU between updates.
 """
 
 from __future__ import annotations
@@ -77,7 +74,7 @@ class Update:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step was skipped, because the norm is not finite. Valid once the norm is known."""
+        """Valid once the norm is known."""
         return not math.isfinite(self.norm)
 
     def grad_scale(self) -> float:
@@ -120,7 +117,7 @@ class StepThread:
     """
 
     def __init__(self, device: torch.device, ranks: Solo | Group = SOLO) -> None:
-        """ranks: the ranks that sum the norm."""
+        """`ranks`: the ranks that sum the norm."""
         self._device, self._ranks = device, ranks
         self.h2d = CopyStream(device, "H2D")
         self.kernels = CopyStream(device, "step on the GPU", urgent=True)  # short kernels that copies wait for
@@ -137,7 +134,6 @@ class StepThread:
         self.error = self.error or error
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` on the stepping thread, after the jobs submitted before."""
         self._worker.jobs.put(job)
 
     def close(self) -> None:
@@ -388,14 +384,12 @@ class StepBalancer:
         self._was_waited_for = self._earlier_was_waited_for = False
 
     def add(self, times: StepTimes) -> None:
-        """Add the newest update."""
         self._num_updates += 1
         self._was_waited_for, self._earlier_was_waited_for = False, self._was_waited_for
         if self._num_updates > WARM_UP:
             self.unread.append(times)
 
     def forget(self) -> None:
-        """Forget all updates, because the placement changes."""
         self.unread.clear()
         self._averaged.clear()
 
@@ -442,9 +436,7 @@ def _best_move(
 ) -> tuple[LayerState, float, float] | None:
     """The layer whose move helps most (the last one in a tie), with the CPU's and GPU's seconds after it; or None.
 
-    Args:
-        cpu, gpu: present seconds of the processors.
-        by_cpu, by_gpu: seconds per element of the processors.
+    `cpu`, `gpu`: present seconds of the processors. `by_cpu`, `by_gpu`: seconds per element.
     """
     best, least = None, max(cpu, gpu)
     for layer in layers:

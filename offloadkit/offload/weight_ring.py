@@ -2,18 +2,17 @@
 
 A block is fetched when it is used: by its forward, by a recomputation, or when backward unpacks a saved weight. Using a
 block that is in VRAM is free, so the order of hooks does not matter. The ring prefetches the block that followed last
-time, in forward and in backward. A foreign recomputation (`torch.utils.checkpoint`) may run parts of a block without
-its hooks. Therefore, in backward, parameters of unused blocks are guarded (`external_writes.Guarded`): touching one
-uses its block.
+time. `torch.utils.checkpoint` may run parts of a block without its hooks, so in backward, parameters of unused blocks
+are guarded (`external_writes.Guarded`).
 
 The ranks of a host share the RAM, and each rank fetches from it independently. A fetch waits until all ranks have
-stepped the layer. No rank can step too early, because every rank has finished its fetches before the norm all-reduce.
-Writes between steps go to a private copy (copy-on-write). All ranks must write the same; `step()` publishes the range
-that each rank owns.
+stepped the layer. No rank steps too early, because every rank finishes its fetches before the norm all-reduce. Writes
+between steps go to a private copy (copy-on-write) and must be equal on all ranks; `step()` publishes the range that
+each rank owns.
 
-Autograd never keeps a view of a buffer. A saved weight is packed as its position in the block, and looked up again in
-backward. Tensors of a recomputation are not packed: their views live until the block's backward is done. If the buffer
-goes to another block before that, as when several blocks are recomputed as one, the next gradient raises an error.
+Autograd never keeps a view of a buffer: a saved weight is packed as its position in the block. Tensors of a
+recomputation are not packed: their views live until the block's backward is done. If the buffer goes to another block
+before that, as when several blocks are recomputed as one, the next gradient raises an error.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class SharedRam(NamedTuple):
 
     slab: SharedSlab
     stepped: Stepped
-    """Tracks which ranks have stepped the layer."""
 
 
 class StreamedWeights(LayerWeights):
@@ -66,7 +64,6 @@ class StreamedWeights(LayerWeights):
         waits: Waits,
         shared: SharedRam | None = None,
     ) -> None:
-        """shared: several ranks only: the shared memory of `flat`."""
         super().__init__(layer, flat, device, waits)
         self.shared = shared
         self.flat_bytes = flat.view(torch.uint8)
@@ -85,7 +82,6 @@ class StreamedWeights(LayerWeights):
         self._views.clear()
 
     def leave_ring(self) -> None:
-        """Forget the ring's buffers and events."""
         self._views.clear()
         self.copied = self.written = None
 
@@ -103,7 +99,6 @@ class StreamedWeights(LayerWeights):
         self.bind(self._unbound)
 
     def fetched(self) -> None:
-        """Called after a fetch: record the version counters."""
         self._fetched_versions = self._present_versions()
 
     def leaves_vram(self) -> None:
@@ -197,10 +192,7 @@ class StreamedWeights(LayerWeights):
         self.block.ring.evict(self.block)
 
     def open(self) -> None:
-        """
-        Raises:
-            EngineStateError: forward or backward runs, and another block's weights are in VRAM.
-        """
+        """Raises `EngineStateError` if forward or backward runs, and another block's weights are in VRAM."""
         ring = self.block.ring
         if not (ring.in_forward or ring.in_backward):
             self.settle()
@@ -220,9 +212,8 @@ class StreamedWeights(LayerWeights):
         return super().start_update(views)
 
     def check_held(self, view: ParameterView) -> None:
-        """
-        Raises:
-            EngineStateError: the block was recomputed, and its buffer went to another block before this gradient.
+        """Raise `EngineStateError` if the block was recomputed, and its buffer went to another block before this
+        gradient.
         """
         block = self.block
         if not block.recomputed:
@@ -291,7 +282,6 @@ class StreamedBlock:
         self.ring.use(self)
 
     def is_viewed(self) -> bool:
-        """Whether a recomputation's views of the buffer still exist."""
         return self.recomputed and any(layer.is_viewed() for layer in self.layers)
 
     def check_kept(self) -> None:
@@ -313,21 +303,16 @@ class StreamedBlock:
 
 @dataclass(eq=False)
 class _Buffer:
-    """A VRAM buffer for one block's weights."""
-
     memory: torch.Tensor
     start: int
     """Offset in bytes in the ring's memory."""
     block: StreamedBlock | None = None
-    """The block whose weights the buffer holds."""
     arrived: Event | None = None
-    """The end of the copy of these weights."""
     released: Event | None = None
     """The end of the compute stream's work with the buffer; None while in use. Initially the end of its allocation."""
     reads_on: bool = False
     """The compute stream may still read the buffer after `released`."""
     last_use: int = 0
-    """The ring's use counter at the buffer's last use."""
     _parts: dict[StreamedBlock, list[tuple[StreamedWeights, torch.Tensor]]] = field(default_factory=dict)
 
     def parts(self, block: StreamedBlock) -> list[tuple[StreamedWeights, torch.Tensor]]:
@@ -414,7 +399,6 @@ class WeightRing:
         return self._current is not None and self._current.block is block
 
     def holds(self, block: StreamedBlock) -> bool:
-        """Whether the block is in VRAM."""
         current = self._current
         return (current is not None and current.block is block) or self._buffer_of(block) is not None
 
@@ -503,10 +487,8 @@ class WeightRing:
         return tensor.detach() if tensor.requires_grad else tensor, tensor._version
 
     def _unpack(self, saved: tuple[torch.Tensor, int] | _SavedWeight) -> torch.Tensor:
-        """
-        Raises:
-            ModelError, EngineStateError: the saved tensor was written after it was saved. Autograd skips this check for
-                tensors that pass through hooks.
+        """Raises `ModelError` or `EngineStateError` if the saved tensor was written after it was saved. Autograd skips
+        this check for tensors that pass through hooks.
         """
         if type(saved) is tuple:
             tensor, version = saved

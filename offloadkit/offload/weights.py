@@ -62,7 +62,7 @@ class LayerWeights:
         waits: Waits,
         bring: Callable[[LayerWeights], None] | None = None,
     ) -> None:
-        """bring: several ranks only: fetches the parts of a pending update that other ranks step."""
+        """`bring`: several ranks only: fetches the parts of a pending update that other ranks step."""
         self.layer, self.flat, self.device, self._bring = layer, flat, device, bring
         shard = layer.shard
         self.own = flat if shard is layer else flat[shard.begin : shard.begin + shard.numel]
@@ -159,18 +159,14 @@ class LayerWeights:
         """Block until other ranks have stepped their parts. Weights in VRAM are gathered instead."""
 
     def use(self) -> None:
-        """Have the newest weights in VRAM for the compute stream."""
         self.wait()
 
     def settle(self) -> None:
-        """Have the newest weights where they live, so that the parameters may be read and written."""
         self.wait()  # wait: an update before weights are read
 
     def open(self) -> None:
-        """`settle`, when a parameter is accessed outside its module.
-
-        Raises:
-            EngineStateError: the weights may not be moved now.
+        """`settle`, when a parameter is accessed outside its module. Raises `EngineStateError` if the weights may not
+        be moved now.
         """
         self.wait()  # wait: an update before weights are opened
 
@@ -190,10 +186,8 @@ class LayerWeights:
         self.num_updates += 1
 
     def check_waited(self, views: Sequence[ParameterView]) -> None:
-        """
-        Raises:
-            EngineStateError: `views` have new gradients, but forward never waited for their last update, so it may have
-                read weights while they were stepped.
+        """Raise `EngineStateError` if `views` have new gradients, but forward never waited for their last update, so it
+        may have read weights while they were stepped.
         """
         if views and self.pending is not None:
             raise EngineStateError(
@@ -203,10 +197,7 @@ class LayerWeights:
             )
 
     def check_seen(self, num_updates: int) -> None:
-        """
-        Raises:
-            EngineStateError: the weights have changed since this backward's forward.
-        """
+        """Raise `EngineStateError` if the weights have changed since this backward's forward."""
         if self.num_updates != num_updates:
             raise EngineStateError(
                 f"the weights of {self.layer.name!r} were stepped, written or moved after this loss was computed: call "
@@ -248,7 +239,6 @@ class LayerWeights:
 
 
 def forked_error(what: str) -> EngineStateError:
-    """The error for a use of the engine in a forked process."""
     return EngineStateError(
         f"{what} used in a forked process, such as a DataLoader worker: the engine exists only in the training "
         "process. Copy the worker's data before it starts (parameter.detach().clone()), or load the data with "
@@ -257,10 +247,7 @@ def forked_error(what: str) -> EngineStateError:
 
 
 def _check_not_traced() -> None:
-    """
-    Raises:
-        EngineStateError: torch.compile traces a module whose weights the engine moves, in training.
-    """
+    """Raise `EngineStateError` if torch.compile traces, in training, a module whose weights the engine moves."""
     if torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling():
         untyped: Any = torch.compiler
         untyped.disable(_refuse_compilation)()  # an error raised in a traced function would only make dynamo give up
@@ -280,8 +267,7 @@ class ForwardHooks:
     - The forward of a repeated block waits for the block's layers. In a list of modules, the members wait.
     - The forward of a module outside the blocks waits for the module's layer.
     - The forward of the whole model waits for layers that no other module waits for; without gradients, for all.
-    - `state_dict` and `load_state_dict` of any module wait for its layers. On the whole model they also call `settle`,
-      which finishes all updates.
+    - `state_dict` and `load_state_dict` of any module wait for its layers. On the whole model they also call `settle`.
     - While such a module runs, and while its weights are loaded, `external_writes` does not watch its parameters.
     """
 
@@ -387,7 +373,6 @@ class ForwardHooks:
             self._waited_at_root.add(new)
 
     def remove(self) -> None:
-        """Remove the hooks, and release the model."""
         for hook in self._hooks:
             hook.remove()
         self._layers_of.clear()
@@ -429,10 +414,9 @@ def _has_hooks(parameter: Any) -> bool:
 
 
 class TiedUses:
-    """Hooks that pass the gradient of every use of a tied weight to `sink` separately.
+    """Hooks that pass the gradient of every use of a tied weight to `sink` separately, in the parameter's shape.
 
-    While a module with a tied weight runs, its attribute is a `_Use` of the weight instead of the parameter. `sink`
-    receives each use's gradient in the parameter's shape.
+    While a module with a tied weight runs, its attribute is a `_Use` of the weight instead of the parameter.
     """
 
     def __init__(self, layers: Sequence[FlatLayer], sink: Callable[[ParameterView, torch.Tensor], None]) -> None:
@@ -460,7 +444,6 @@ class TiedUses:
         return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
     def remove(self) -> None:
-        """Remove the hooks, and restore the parameters as attributes."""
         for hook in self._hooks:
             hook.remove()
         self.end()
