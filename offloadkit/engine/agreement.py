@@ -47,9 +47,7 @@ class Agreement:
 
 def agree(placed: PlacedModel, ranks: Ranks, window: tuple[int, int], flags: RankFlags) -> Agreement:
     """A collective at the window's end: all ranks step the same parameters, in rank 0's layer order, and exchange
-    gradients in rank 0's order.
-
-    If a rank's GPU is full, the ranks agree on nothing else.
+    gradients in rank 0's order. If a rank's GPU is full, the ranks agree on nothing else.
 
     Args:
         window: (updates, micro-batches) so far; must be equal on all ranks.
@@ -92,7 +90,7 @@ def agree(placed: PlacedModel, ranks: Ranks, window: tuple[int, int], flags: Ran
 def _share_writes(placed: PlacedModel, ranks: Ranks, parted: NDArray[np.int64]) -> None:
     """Publish weights in RAM that all ranks wrote since the last boundary, each rank in its private copy.
 
-    parted: [ranks, layers], 1 where a rank has a private copy. All ranks are between backward and step.
+    `parted`: [ranks, layers], 1 where a rank has a private copy. All ranks are between backward and step.
 
     Raises:
         EngineStateError: a rank has not written weights that another rank has.

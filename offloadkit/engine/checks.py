@@ -26,7 +26,6 @@ def engine_closed(model: nn.Module) -> None:
 
 
 def is_trained(model: nn.Module) -> bool:
-    """Whether an open engine trains parameters of `model`."""
     return _other(model) is not None
 
 
@@ -107,11 +106,8 @@ def _check_not_quantised(model: nn.Module) -> None:
 
 
 def check_free(model: nn.Module, config: OffloadConfig) -> None:
-    """Check that no open engine uses the parameters of `model`.
-
-    Raises:
-        EngineStateError: an open engine trains parameters of the model, or computes with its frozen parameters, which
-            would be cast.
+    """Raise `EngineStateError` if an open engine trains parameters of the model, or computes with its frozen
+    parameters, which would be cast.
     """
     if _other(model) is not None:
         forget_last_error()  # the engine may be held only by an interrupt's frames or a reference cycle

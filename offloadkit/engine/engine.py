@@ -266,7 +266,7 @@ class OffloadEngine:
         """The model's forward. Each layer's last update is finished before the layer is used.
 
         With gradients enabled, HuggingFace models do not use their key/value cache. Without gradients, a full GPU is
-        handled as by `evaluates`.
+        handled as by `run_eval`.
 
         Raises:
             OutOfVramError: the GPU is out of memory. With gradients enabled, the gradients since the last update are
@@ -337,7 +337,7 @@ class OffloadEngine:
             EngineStateError: no `backward` since the last call.
             NonFiniteGradientError: NaN or Inf in the gradients of an earlier step (`on_nonfinite="raise"`), or of this
                 step (`on_nonfinite="rollback"`). It is a `RolledBackError`, which says where to continue, if the engine
-                has gone back to the last checkpoint. It has not without a checkpoint, or after `MAX_ROLLBACKS` times.
+                has gone back to the last checkpoint; not without a checkpoint, or after `MAX_ROLLBACKS` times.
             ModelError: parameters were added, replaced or unfrozen since the engine was built.
             OutOfRamError: RAM is running out. Either no plan takes less and nothing was done, so `step` may be called
                 again, or the update was started, but the move failed or, with several ranks, no leaner plan exists.
@@ -374,8 +374,8 @@ class OffloadEngine:
     # ---- reading and settling ----------------------------------------------------------------------------------
 
     def grad_norm(self) -> float | None:
-        """Global gradient norm of the newest update, before clipping; None before the first update. Waits for
-        the norm.
+        """Global gradient norm of the newest update, before clipping; None before the first update. Waits for the
+        norm.
         """
         self._check_open()
         if self.loop.newest_update is None:
@@ -385,11 +385,7 @@ class OffloadEngine:
         return self.loop.newest_update.norm
 
     def synchronize(self) -> None:
-        """Wait until every update is applied, on host and device.
-
-        Raises:
-            NonFiniteGradientError: as `step`.
-        """
+        """Wait until every update is applied, on host and device. Raises `NonFiniteGradientError` as `step`."""
         self._check_open()
         self.loop.synchronize()
 
@@ -422,10 +418,9 @@ class OffloadEngine:
         """Move weights, gradients, states and activations to another plan of this model. No number changes.
 
         The engine finishes its updates and moves layer by layer, with at most one layer existing twice. Tensors of
-        `optimizer.state` or `state_dict()` from before a move are no longer updated.
-
-        All ranks must call it at the same step, with equal places for weights, and move together or not at all. If a
-        move fails after layers have moved, all engines close.
+        `optimizer.state` or `state_dict()` from before a move are no longer updated. All ranks must call it at the same
+        step, with equal places for weights, and move together or not at all. If a move fails after layers have moved,
+        all engines close.
 
         Args:
             plan: made for this model and config; only its `placement` may differ from the config's.
@@ -483,8 +478,7 @@ class OffloadEngine:
 
         Returns:
             "module": the model's state_dict. "optimizer": the optimizer's `state`, by parameter name. "param_groups":
-                options
-            by group. "num_updates". "loss_scale": the state of the fp16 loss scale, else None.
+                options by group. "num_updates". "loss_scale": the state of the fp16 loss scale, else None.
 
         Raises:
             EngineStateError: an accumulation window is open, whose gradients would be lost.

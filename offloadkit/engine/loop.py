@@ -114,7 +114,6 @@ class TrainingLoop:
             )
 
     def backward(self, loss: torch.Tensor, divisor: int) -> None:
-        """Backward of `loss / divisor`."""
         given = loss
         if self.loss_scale is not None and self._config.loss_scale != 1:
             self._check_nothing_outside(loss)
@@ -142,10 +141,8 @@ class TrainingLoop:
         self._stepped = self.has_graph = False
 
     def _check_nothing_outside(self, loss: torch.Tensor) -> None:
-        """In the first backward: check that the loss reaches no foreign parameter, whose gradient would be scaled.
-
-        Raises:
-            EngineStateError: it does.
+        """In the first backward: raise `EngineStateError` if the loss reaches a foreign parameter, whose gradient would
+        be scaled.
         """
         if self.newest_update is not None or self.num_backwards:
             return
@@ -177,8 +174,7 @@ class TrainingLoop:
     def start_update(self, order: Sequence[LayerState] | None) -> Update:
         """Start the update of the present window, without waiting. Forward waits for each updated layer.
 
-        Args:
-            order: the layers in the order that several ranks have agreed on; None: forward order.
+        `order`: the layers in the order that several ranks have agreed on; None: forward order.
         """
         try:
             layers = self.placed.start_update(order)
@@ -197,7 +193,6 @@ class TrainingLoop:
         return update
 
     def end_window(self, update: Update) -> None:
-        """Count `update`, and begin a new window."""
         self.num_updates += 1
         self.newest_update, self._overflow_known, self._stepped, self.num_backwards = update, False, True, 0
         self.in_last = False
@@ -217,7 +212,6 @@ class TrainingLoop:
         self.loss_scale.update(overflow=self.newest_update.skipped)
 
     def drop_gradients(self) -> None:
-        """Drop the gradients since the last update."""
         self.placed.gradients.drop()
         self.records.drop_window()
         self.num_backwards, self._stepped, self.has_graph, self.in_last = 0, True, False, False
@@ -269,7 +263,6 @@ class TrainingLoop:
         del self.placed, self.records, self.untrained
 
     def raise_thread_error(self) -> None:
-        """Raise the error that stopped the stepping thread, if any."""
         failure = self.step_thread.error
         if failure is None:
             return

@@ -1,7 +1,7 @@
 """Plans a module in memory: the work of its micro-batch, and the placement of its layers.
 
 `Outline` is a module without memory, changed as in training. `plan_for` plans for an example micro-batch. `FirstWindow`
-is for a run without an example: it starts with little in VRAM, and plans from the micro-batches of the first window.
+starts a run without an example with little in VRAM, and plans from the micro-batches of the first window.
 """
 
 from __future__ import annotations
@@ -66,10 +66,8 @@ class Outline:
     ) -> MicroBatch | None:
         """Trace a micro-batch; None if the model cannot run on the meta device.
 
-        Args:
-            batch: as for `trace_micro_batch`.
-            rows: the shape; None: read from `input_ids` and `labels` if possible.
-            loss_of: as for `trace_micro_batch`.
+        `batch` and `loss_of` as for `trace_micro_batch`. `rows`: the shape; None: read from `input_ids` and `labels` if
+        possible.
         """
         with self._as_trained():
             try:
@@ -97,7 +95,6 @@ class Outline:
             yield
 
     def plan(self, work: MicroBatch | None, **changes: Any) -> Plan:
-        """The plan for a traced micro-batch, with `changes` in the config."""
         config = replace(self.config, **changes)
         of: Any = {"work": work, "hardware": self.machine, "assumed": self.assumed, "num_ranks": self.num_ranks}
         made = plan_of(self.model, self.layers, config, **of)
@@ -218,7 +215,6 @@ def _plan_for(outline: Outline | None, example: Any, rows_option: str, evaluatio
 
 
 def _work(outline: Outline, example: Any, evaluation_rows: int) -> MicroBatch | None:
-    """Trace a micro-batch like `example`, and one of evaluation if `evaluation_rows` are more."""
     work = outline.work(example)
     if work is None or evaluation_rows <= _num_rows(example):
         return work
@@ -271,7 +267,6 @@ def _outline_of_copy(
 
 
 def held_in_ram(model: nn.Module) -> int:
-    """Bytes of RAM of the model's parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu")
 
 
@@ -320,12 +315,8 @@ class FirstWindow:
         ranks: Solo | Group = SOLO,
         param_groups: Sequence[dict[str, Any]] | None = None,
     ) -> None:
-        """
-        Args:
-            model: it still has its weights.
-            layers: its flat layers.
-            evaluation_rows, param_groups: as for `plan_for`.
-            ranks: the ranks that train together.
+        """`model` still has its weights; `layers` are its flat layers. `evaluation_rows`, `param_groups` as for
+        `plan_for`.
         """
         self._evaluation_rows, self._ranks = evaluation_rows, ranks
         self._outline = _outline_of_copy(model, config, device, ranks, param_groups)
@@ -344,7 +335,8 @@ class FirstWindow:
     @property
     def _is_on_cpu(self) -> bool:
         """Without a GPU nothing is chosen, and a budget is checked by the plan alone, because no allocator limits
-        it."""
+        it.
+        """
         return self._outline is not None and self._outline.machine.device == "cpu"
 
     def record_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -400,8 +392,8 @@ class FirstWindow:
 
 
 def proposing_disk(plan: Plan) -> Plan:
-    """Give a plan that does not fit a disk to propose (`Basis.with_disk`): the disk of the temporary folder or of the
-    current folder. Other plans are returned unchanged.
+    """Give a plan that does not fit a disk to propose (`Basis.with_disk`): the disk of the temporary or current
+    folder.
     """
     machine = plan.basis.hardware
     if plan.fits or machine is None or machine.device == "cpu" or plan.basis.config.disk:

@@ -34,7 +34,8 @@ _ROWS = 2
 _BURST = 5
 """Repetitions of a burst, whose median is taken. The fastest burst counts, because other work on the host slows some
 bursts, and the first burst loads what the block needs. With the median of all repetitions, two models with equal blocks
-came out 23 % apart."""
+came out 23 % apart.
+"""
 _LEAST, _MOST = 2, 8
 _ENOUGH_SECONDS = 0.2
 """At least and at most this many bursts for a kind of block, and no new burst after this many seconds."""
@@ -60,13 +61,10 @@ class _Kind:
 
 
 class Blocks:
-    """The blocks that a model called, by kind."""
-
     def __init__(self) -> None:
         self._kinds: dict[Any, _Kind] = {}
 
     def called(self, name: str, block: nn.Module, arguments: Any) -> None:
-        """Record a call of a block."""
         leaves, spec = tree_flatten(arguments)
         shapes = [_described(leaf) for leaf in leaves]
         parts = (shape if isinstance(shape, _Shape) else type(shape) for shape in shapes)
@@ -77,10 +75,8 @@ class Blocks:
     def operation_seconds(self, work: MicroBatch, device: torch.device) -> tuple[float, float] | None:
         """Seconds of Python for an operation of forward and of backward, with our attention weighted as in the plan.
 
-        The mean over the most frequent kinds of blocks. None if a block could not be timed here.
-
-        Args:
-            work: the micro-batch of the recorded calls.
+        The mean over the most frequent kinds of blocks of the micro-batch `work`. None if a block could not be timed
+        here.
         """
         stages = {stage.block: stage for stage in work.stages}
         often = sorted(self._kinds.values(), key=lambda kind: -len(kind.names))[:_MOST_KINDS]

@@ -142,10 +142,7 @@ class Replanner:
         """Context for at most one micro-batch: if the GPU runs out of memory, the engine moves to a leaner plan.
 
         With several ranks, this rank computes nothing more in the window, but takes part in the collectives of the
-        other ranks until all agree to drop the window.
-
-        Raises:
-            RepeatWindowError, OutOfVramError: as `OffloadEngine.recover_from_oom`.
+        other ranks until all agree to drop the window. Raises as `OffloadEngine.recover_from_oom`.
         """
         num_backwards = self._loop.num_backwards
         alone = self._ranks.size == 1
@@ -182,10 +179,8 @@ class Replanner:
             self._check_whole()
 
     def check_memory(self) -> RamShortage | None:
-        """Check whether RAM is running out on this rank.
-
-        Raises:
-            OutOfRamError: no plan takes less, at world size 1.
+        """Check whether RAM is running out on this rank. Raises `OutOfRamError` at world size 1 if no plan takes
+        less.
         """
         self._watches.vram_cap.renew("training")
         warning = self._watches.ram.warning()
@@ -288,13 +283,13 @@ class Replanner:
         return self._ranks.size > 1 and self._config.gradient_accumulation > 1
 
     def _who_is_full(self, *, am_full: bool) -> NDArray[np.bool_]:
-        """A collective. Returns whether each rank's GPU is full: [ranks]."""
+        """A collective: whether each rank's GPU is full, [ranks]."""
         return self._ranks.agree(np.array([int(am_full)]))[:, 0].astype(bool)
 
     def _check_whole(self, loss: torch.Tensor | None = None) -> None:
         """A collective: check whether a rank is out of memory and waits in `_who_is_full`.
 
-        loss: detached if so, because no backward follows.
+        `loss` is detached if so, because no backward follows.
 
         Raises:
             OutOfVramError: a rank is; a `RepeatWindowError` if all ranks have moved to a leaner plan.
@@ -309,8 +304,7 @@ class Replanner:
     def _void_window(self, error: OutOfVramError, *, has_joined: bool) -> NDArray[np.bool_]:
         """This rank cannot finish the window: wait until all ranks know. Returns whether each rank is full: [ranks].
 
-        Args:
-            has_joined: this rank has finished the backward of this micro-batch.
+        `has_joined`: this rank has finished the backward of this micro-batch.
 
         Raises:
             OutOfVramError: the next collective of the other ranks is unknown.
@@ -366,11 +360,7 @@ class Replanner:
         )
 
     def _leave_vram_at_rest(self, error: OutOfVramError) -> None:
-        """Move to a plan with less VRAM, between windows.
-
-        Raises:
-            OutOfVramError: `error`, with the reason why the engine cannot move.
-        """
+        """Move to a plan with less VRAM, between windows. If that fails, raises `error` with the reason."""
         if self._loop.num_backwards or self._loop.has_graph or self._loop.placed.is_busy:
             raise OutOfVramError(
                 f"{error}. An accumulation window is open, so nothing can move: evaluate and generate after the step() "
@@ -504,7 +494,6 @@ class Window:
         self._buffers = Buffers()
 
     def begin(self, model: nn.Module) -> None:
-        """Start a new window and forget the last."""
         self._micro_batches.clear()
         self._buffers.keep(model)
 

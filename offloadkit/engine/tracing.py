@@ -1,7 +1,7 @@
 """Traces the operations, saved tensors and allocations of one micro-batch on the meta device, without weights or GPU.
 
-The model's forward and backward run once, without memory. Only one repeated block of each kind (class, parameter
-shapes, inputs) is traced in detail. Its result is copied for the rest, so eighty layers take as long as two.
+Only one repeated block of each kind (class, parameter shapes, inputs) is traced in detail. Its result is copied for the
+rest, so eighty layers take as long as two.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def _fused_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` by kernels that save no attention weights: flash attention, or, with a mask or in
-    fp32, memory-efficient attention."""
+    fp32, memory-efficient attention.
+    """
     if attn_mask is None and query.dtype != torch.float32:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
@@ -110,7 +111,6 @@ _ON_GPU: dict[Any, Callable[..., Any]] = {
     torch.dropout: _dropout,
     nn.functional.rms_norm: _fused_norm,
 }
-"""Replacements of functions by their GPU variants."""
 
 
 class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -172,7 +172,8 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _indices(self, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The indices. A mask becomes one index for each row if the model has asked whether it selects equally many in
-        all rows."""
+        all rows.
+        """
         found: list[torch.Tensor | None] = []
         for index in given:
             if index is not None and index.dtype == torch.bool and index.shape[:-1] == self._alike:
@@ -229,12 +230,10 @@ class Call:
         return Call(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
 
     def without_memory(self) -> Call:
-        """The same call with tensors on the meta device."""
         args, kwargs = tree_map_only(torch.Tensor, _on_meta, (self.args, dict(self.kwargs)))
         return Call(args, kwargs)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors among the arguments."""
         return _tensors(tree_flatten((self.args, dict(self.kwargs)))[0])
 
 
@@ -279,7 +278,8 @@ def trace_micro_batch(model: nn.Module, batch: Any, loss_of: Callable[[Any], tor
 
 def _loss_of(output: Any) -> torch.Tensor:
     """The output's `.loss`, or a scalar output itself. Otherwise the loss is computed outside the model, and an fp32
-    log-softmax of the output's first tensor with a gradient replaces it."""
+    log-softmax of the output's first tensor with a gradient replaces it.
+    """
     loss = getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
         loss = output
