@@ -138,7 +138,6 @@ class BusyTime:
 
     Attributes:
         first, last: the start of the first pair and the end of the newest pair.
-        num_bytes: total bytes copied.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,6 @@ class _State:
     """State of this process.
 
     Attributes:
-        progress: counter that engine threads increment.
         hung_at: `progress` when a wait timed out. Until `progress` changes, later waits time out at once.
         last_checkpoint: the newest checkpoint that any engine saved or loaded.
         ranks_seconds: the longest timeout between ranks.

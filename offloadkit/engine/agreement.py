@@ -21,8 +21,6 @@ class RankFlags:
 
     Attributes:
         is_full: the rank's GPU is out of memory, so it cannot finish the window.
-        ram_is_scarce: the rank's RAM is running out.
-        rates_are_due: the rank has measured enough steps.
     """
 
     is_full: bool = False

@@ -124,7 +124,6 @@ class _OnlyInto(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Scratch memory has a separate generator, because how much of it is drawn depends on which tensors are real.
 
     Attributes:
-        written: whether the tensor was written.
         fills: whether the first write since the caller set None overwrote every element; None: no write yet.
     """
 

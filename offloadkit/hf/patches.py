@@ -85,7 +85,6 @@ def patched(
     Args:
         config: `attention` "keep" leaves attention unchanged; `compile_blocks` leaves the norms to the compiler.
         kernels: use our kernels for attention and norms.
-        capability: as for `fuse_attention`.
     """
     changes = ExitStack()
     for whole in _pretrained(model):

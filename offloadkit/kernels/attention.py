@@ -139,7 +139,6 @@ def _attention_backward(
 
     Args:
         gradient, output: (batch, queries, heads, width), contiguous.
-        of_bias: whether to compute the bias's gradient.
 
     Returns:
         The gradients of query, key and value: (batch, queries or keys, heads, width).

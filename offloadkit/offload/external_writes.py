@@ -102,7 +102,6 @@ class ExternalWrites:
         Args:
             finish_updates: waits until no layer is being stepped; called before a write.
             got_hook: called when a post-accumulate hook is registered on a parameter.
-            device: the compute device.
         """
         self._finish_updates, self._released, self.device = finish_updates, False, device
         self.got_hook = got_hook

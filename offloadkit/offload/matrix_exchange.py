@@ -120,7 +120,6 @@ class MatrixExchange:
         return MatrixStep(layer, state, segments, scalars, route, sent, received, arrived)
 
     def orthogonalize(self, step: MatrixStep, stream: CopyStream) -> None:
-        """Queue the second part of a step."""
         stream.wait(step.arrived)  # wait: pieces of the other ranks before their matrix is orthogonalized
         for index, place in step.route.matrices:
             matrix = step.layer.views[index].matrix
@@ -131,7 +130,6 @@ class MatrixExchange:
         step.arrived = self._exchange(step.layer, step.pieces, step.matrices, route.sent, route.received, stream)
 
     def apply(self, step: MatrixStep, stream: CopyStream) -> None:
-        """Queue the third part of a step."""
         stream.wait(step.arrived)  # wait: updates of the owners before they are applied
         for index, place in step.route.pieces:
             segment = step.segments[index]
@@ -207,5 +205,4 @@ def _lengths(view: ParameterView, cuts: Sequence[int]) -> list[int]:
 
 
 def _ranges(lengths: Sequence[int]) -> list[slice]:
-    """Consecutive ranges of these lengths."""
     return [slice(first, last) for first, last in pairwise(accumulate(lengths, initial=0))]

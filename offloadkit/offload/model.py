@@ -36,8 +36,6 @@ class PlacedModel:
     """A module whose trained parameters are views of flat layers, placed by a plan.
 
     Attributes:
-        layers: the flat layers in their placements.
-        states: of the layers, in definition order.
         plan: the plan in use: the plan given, or a leaner one if the GPU was full.
         is_whole: the model can be trained on. False after a move failed and could not rebuild the shared buffers.
         gathers: with several ranks, brings the weights that other ranks stepped.

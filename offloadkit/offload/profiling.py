@@ -40,8 +40,6 @@ class Share:
             serves both the cores and the bus.
         seconds: least possible time: bytes over the measured rate. The two directions of the bus share their rate as in
             the plan. For "compute": the measured time without waits.
-        busy_seconds: time during which the resource worked.
-        num_bytes: bytes that the resource moved.
     """
 
     resource: str

@@ -37,7 +37,6 @@ class RamPoll:
 
     Attributes:
         planned: this process's planned bytes by category.
-        floor_bytes: RAM that must stay free.
         warning: the newest unread warning.
     """
 

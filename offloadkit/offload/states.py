@@ -74,7 +74,6 @@ class LayerState:
         on_gpu: the GPU does the next step. The stepping thread may change it if the layer is `switchable`.
         switchable: both processors can step the layer, and the user has not fixed the placement.
         steps: fp32 [num_views of the whole layer], number of steps of each parameter.
-        memory: the layer's RAM and disk.
         uploaded: the end of the newest step, when resident weights are up to date and a gradient in VRAM may be
             overwritten. Streamed weights have their own events.
     """

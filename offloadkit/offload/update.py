@@ -358,7 +358,6 @@ class StepTimes:
 
     Attributes:
         cpu_seconds: wall seconds of the CPU's steps, including waits.
-        cpu_numel: elements that the CPU stepped.
         gpu: the events around the GPU's steps; None if it stepped nothing.
         gpu_numel: elements with states in RAM that the GPU stepped, through VRAM.
     """

@@ -90,7 +90,6 @@ class Spread:
     """The layers of one model, with the placements that counts assign to them.
 
     Attributes:
-        blocks: the names of the repeated blocks.
         block_of: for each layer, the index of its block; -1: none.
     """
 

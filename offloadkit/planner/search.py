@@ -96,7 +96,6 @@ class Search:
         Args:
             frozen_bytes: VRAM of frozen parameters and buffers.
             all_recomputed: every block is recomputed, because the user asked for it.
-            compiled: the repeated blocks are compiled.
         """
         self._layers, self._accumulation, self._all_recomputed = layers, accumulation, all_recomputed
         self.model = StepModel(layers, work, hardware, accumulation, compiled=compiled)
