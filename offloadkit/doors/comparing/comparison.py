@@ -37,10 +37,10 @@ from offloadkit.doors.engines.baseline import forecasts_of
 from offloadkit.doors.engines.forecast import Forecast
 from offloadkit.doors.engines.runner import Row, Runs, write_whole
 from offloadkit.doors.engines.timing import BY_LEANER_PLAN
-from offloadkit.doors.engines.work import Work, config_of
+from offloadkit.doors.engines.work import Work, config_of, full_work
 from offloadkit.errors import ConfigError, shown
-from offloadkit.facts.config import OffloadConfig, Precision, check_counts
-from offloadkit.facts.units import format_bytes, parse_bytes
+from offloadkit.facts.config import Precision
+from offloadkit.facts.units import format_bytes
 
 if TYPE_CHECKING:
     from offloadkit.doors.comparing.figures import Chart
@@ -158,21 +158,15 @@ def compare(
         ModelNotFoundError, ModelAccessError, ModelError: a model's config cannot be found or read.
         OutputError: `output_dir` cannot be written.
     """
-    counts = {"num_samples": num_samples, "batch_size": batch_size, "max_input_length": max_input_length}
-    counts |= {"max_target_length": max_target_length, "gradient_accumulation": gradient_accumulation}
-    check_counts(counts | {"steps": steps}, optional=("steps",))
+    sizes = {
+        "num_samples": num_samples,
+        "batch_size": batch_size,
+        "max_input_length": max_input_length,
+        "max_target_length": max_target_length,
+        "gradient_accumulation": gradient_accumulation,
+    }
+    work = full_work("", sizes, precision, vram, ram, steps)
     _check_names(models, engines)
-    budgets = budgets_of(precision, vram, ram)
-    work = Work(
-        model="",
-        batch_size=batch_size,
-        input_length=max_input_length,
-        target_length=max_target_length,
-        accumulation=gradient_accumulation,
-        precision=precision,
-        **budgets,
-        steps=steps,
-    )
     runs = Runs(folder := writable(output_dir), timeout)
     works = [replace(work, model=model) for model in models]
     forecasts = forecasts_of(works, runs)
@@ -186,16 +180,10 @@ def compare(
         rows.append(row)
     remarks = list(_remarks(work, rows, on_cpu=runs.environment["gpu"] == "none"))
     result = Comparison(
-        rows, num_samples, counts | {"precision": precision}, work.vram, work.ram, runs.environment, folder, remarks
+        rows, num_samples, sizes | {"precision": precision}, work.vram, work.ram, runs.environment, folder, remarks
     )
     save(folder / "comparison", result.to_dict(), result.chart)
     return result
-
-
-def budgets_of(precision: Any, vram: Any, ram: Any) -> dict[str, Any]:
-    """Both limits in bytes, None for no limit. Raises `ConfigError`."""
-    OffloadConfig(precision=precision, vram=vram, ram=ram)
-    return {name: None if size is None else parse_bytes(size) for name, size in (("vram", vram), ("ram", ram))}
 
 
 def _check_names(models: Any, engines: Any) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 from offloadkit.checkpoint.folder import writable
-from offloadkit.doors.comparing.comparison import budgets_of, progress, summary
+from offloadkit.doors.comparing.comparison import progress, summary
 from offloadkit.doors.engines import forecast
 from offloadkit.doors.engines.baseline import forecasts_of, plain_row
 from offloadkit.doors.engines.runner import Row, Runs
-from offloadkit.doors.engines.work import Work, config_of
+from offloadkit.doors.engines.work import Work, config_of, full_work
 from offloadkit.errors import DoesNotFitError, OffloadkitError
-from offloadkit.facts.config import Precision, check_counts
+from offloadkit.facts.config import Precision
 
 
 @dataclass(frozen=True)
@@ -71,21 +71,14 @@ def measure_slowdown(
         DoesNotFitError: the model cannot be trained within the limits.
         OffloadkitError: offloadkit's run failed.
     """
-    counts = {"batch_size": batch_size, "max_input_length": max_input_length, "max_target_length": max_target_length}
-    check_counts(counts | {"gradient_accumulation": gradient_accumulation, "steps": steps}, optional=("steps",))
+    sizes = {
+        "batch_size": batch_size,
+        "max_input_length": max_input_length,
+        "max_target_length": max_target_length,
+        "gradient_accumulation": gradient_accumulation,
+    }
+    limited = replace(full_work(model, sizes, precision, vram, ram, steps), our_compute=True)
     config_of(model)
-    budgets = budgets_of(precision, vram, ram)
-    limited = Work(
-        model=model,
-        batch_size=batch_size,
-        input_length=max_input_length,
-        target_length=max_target_length,
-        accumulation=gradient_accumulation,
-        precision=precision,
-        **budgets,
-        our_compute=True,
-        steps=steps,
-    )
     with tempfile.TemporaryDirectory() as scratch:
         return _slowdown(limited, Runs(Path(scratch) if output_dir is None else writable(output_dir), timeout))
 

@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from offloadkit import errors
 from offloadkit.checkpoint.folder import writable
 from offloadkit.doors.comparing import learning, words
-from offloadkit.doors.comparing.comparison import budgets_of, progress, save, summary
+from offloadkit.doors.comparing.comparison import progress, save, summary
 from offloadkit.doors.comparing.knee import Knee, fixed_seconds, measured_knee, predicted_knee, reads_weights
 from offloadkit.doors.engines.baseline import config_folder, forecasts_of
 from offloadkit.doors.engines.forecast import Forecast
 from offloadkit.doors.engines.runner import Row, Runs
-from offloadkit.doors.engines.work import Work
+from offloadkit.doors.engines.work import Work, limits_of
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts.config import Precision, check_counts
 from offloadkit.facts.units import format_bytes
@@ -197,7 +197,7 @@ def sweep(
     _check_sizes(batch_sizes, gradient_accumulation)
     _check_learning(train_dataset, eval_dataset, scale_learning_rate, learning_rate, tokenizer, finetune_arguments)
     check_counts({"steps": steps, "num_samples": num_samples}, optional=("steps", "num_samples"))
-    budgets = budgets_of(precision, vram, ram)
+    limits = limits_of(precision, vram, ram)
     runs = Runs(folder := writable(output_dir), timeout)
     grid = [(size, times) for times in gradient_accumulation for size in batch_sizes]
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "") or type(model).__name__
@@ -205,7 +205,7 @@ def sweep(
     forecasts: dict[int, dict[int, Forecast]] = {}
     largest: Row = {}
     if train_dataset is not None:
-        given = {**lengths, "precision": precision, **budgets, **finetune_arguments}
+        given = {**lengths, **limits, **finetune_arguments}
         told, number = _written_down(model, train_dataset, eval_dataset, tokenizer, given, folder)
         num_samples = num_samples or number
         base = learning.base_rate(learning_rate, given.get("init", "pretrained"))
@@ -219,16 +219,15 @@ def sweep(
             batch_size=1,
             input_length=max_input_length or 512,
             target_length=max_target_length or DEFAULT_TARGET_LENGTH,
-            precision=precision,
             steps=steps,
-            **budgets,
+            **limits,
         )
         works = [replace(work, batch_size=size, accumulation=times) for size, times in grid]
         rows, forecasts = _timed(name, works, num_samples, runs)
         most = replace(works[0], batch_size=max(batch_sizes))
         largest = _largest(most, forecasts.get(most.accumulation, {}).get(most.batch_size), rows, runs)
-    shared: dict[str, Any] = {**budgets, "environment": runs.environment, "output_dir": folder, "largest": largest}
-    result = Sweep(name, rows, forecasts, num_samples, **shared)
+    budgets = limits["vram"], limits["ram"]
+    result = Sweep(name, rows, forecasts, num_samples, *budgets, runs.environment, folder, largest)
     save(folder / "sweep", result.to_dict(), result.chart)
     return result
 

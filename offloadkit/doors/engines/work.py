@@ -11,7 +11,8 @@ import torch
 from offloadkit.doors.planning import default_dtype
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts import hardware
-from offloadkit.facts.config import Precision
+from offloadkit.facts.config import OffloadConfig, Precision, check_counts
+from offloadkit.facts.units import parse_bytes
 from offloadkit.hf.load import auto_class_of, build, completed, draw_lazily, infer_task
 from offloadkit.hf.patches import choose_attention, fuse
 from offloadkit.hf.ragged import rounded_up, width_step
@@ -93,6 +94,25 @@ class Work:
     @property
     def rows(self) -> int:
         return self.batch_size * self.accumulation
+
+
+def full_work(model: str, sizes: dict[str, int], precision: Any, vram: Any, ram: Any, steps: int | None) -> Work:
+    """Work with full rows, from options of `compare` and `measure_slowdown`. `sizes` are the options that count.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
+    check_counts(sizes | {"steps": steps}, optional=("steps",))
+    lengths = sizes["max_input_length"], sizes["max_target_length"]
+    limits = limits_of(precision, vram, ram)
+    return Work(model, sizes["batch_size"], *lengths, sizes["gradient_accumulation"], steps=steps, **limits)
+
+
+def limits_of(precision: Any, vram: Any, ram: Any) -> dict[str, Any]:
+    """`precision`, and both limits in bytes, None for no limit. Raises `ConfigError`."""
+    OffloadConfig(precision=precision, vram=vram, ram=ram)
+    limits = {name: None if size is None else parse_bytes(size) for name, size in (("vram", vram), ("ram", ram))}
+    return {"precision": precision, **limits}
 
 
 def config_of(model: str) -> PreTrainedConfig:
