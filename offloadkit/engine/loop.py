@@ -63,7 +63,6 @@ class TrainingLoop:
         self._stepped = self._overflow_known = True
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's output. Each layer's last update is finished before the layer is used."""
         if kwargs.get("use_cache") and self.placed.caching:
             raise ModelError(
                 "use_cache=True in training: cached keys and values are only useful in generation. Leave it out, or "

@@ -139,10 +139,10 @@ class Replanner:
 
     @contextmanager
     def recover_from_oom(self) -> Iterator[None]:
-        """Context for at most one micro-batch: if the GPU runs out of memory, the engine moves to a leaner plan.
+        """See `OffloadEngine.recover_from_oom`.
 
         With several ranks, this rank computes nothing more in the window, but takes part in the collectives of the
-        other ranks until all agree to drop the window. Raises as `OffloadEngine.recover_from_oom`.
+        other ranks until all agree to drop the window.
         """
         num_backwards = self._loop.num_backwards
         alone = self._ranks.size == 1

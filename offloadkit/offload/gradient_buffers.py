@@ -43,7 +43,6 @@ class BucketPool:
         return buffer
 
     def give_back(self, buffer: torch.Tensor, busy: Event | None) -> None:
-        """Return a buffer that copies read until `busy`."""
         self.free.append((buffer, busy))
 
 

@@ -95,12 +95,10 @@ class LayerGradient:
 
     @property
     def bucket_bytes(self) -> int:
-        """Size of one micro-batch's gradient."""
         return self.layer.numel * self.bucket_dtype.itemsize
 
     @property
     def bucket(self) -> torch.Tensor:
-        """1-D view of the bucket buffer, in `bucket_dtype`."""
         assert self.buffer is not None
         return self.buffer[: self.bucket_bytes].view(self.bucket_dtype)
 
@@ -117,12 +115,10 @@ class LayerGradient:
 
     @property
     def window_numel(self) -> int:
-        """Elements accumulated during a window."""
         return self.layer.numel if self.exchanges_sums else self.shard.numel
 
     @property
     def window_in_ram(self) -> torch.Tensor:
-        """The tensor that accumulates micro-batches in RAM."""
         assert self.host is not None
         return self.all_sums[self.layer.rank] if self.all_sums else self.host
 
@@ -141,7 +137,6 @@ class LayerGradient:
             cpu.accumulate(self.window_in_ram[self._own], first, add=False)
 
     def places(self) -> list[torch.Tensor]:
-        """Views of the bucket in the parameters' shapes."""
         assert self.buffer is not None
         address = self.buffer.data_ptr()
         if address not in self._places:

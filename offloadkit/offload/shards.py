@@ -150,14 +150,10 @@ class Reduction:
         self._adds_to_sums = False
 
     def drop(self) -> None:
-        """Drop the gradients of this window."""
         self._completing, self._num_exchanged, self._adds_to_sums = [], 0, False
 
     def _exchange_sum(self, layer: LayerGradient, missing: Iterable[int]) -> None:
-        """Exchange this rank's sum in VRAM, and add all ranks' sums of the range that this rank owns.
-
-        missing: indices of views without a gradient in this window, which hold values of an older window.
-        """
+        """`missing`: indices of views without a gradient in this window, which hold values of an older window."""
         assert layer.accumulated is not None
         for index in missing:
             layer.accumulated[layer.layer.views[index].elements].fill_(-0.0)
@@ -165,7 +161,6 @@ class Reduction:
         layer.stage = Stage.REDUCED
 
     def _exchange_layer(self, layer: LayerGradient) -> None:
-        """Exchange a micro-batch's gradient, and add all ranks' gradients of the range that this rank owns."""
         if not layer.received:
             self._buckets.open(layer, set())
         for index, place in enumerate(layer.places()):

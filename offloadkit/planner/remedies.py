@@ -43,7 +43,7 @@ _DRAM_BOUND = 0.6
 
 
 def explain(plan: Prediction) -> str:
-    """Sentences with numbers: the bottleneck of the step and remedies, or plans that would fit if this one does not."""
+    """See `Plan.explain`."""
     return "\n".join([*_limit(plan), *_help(plan)] if plan.fits else _would_fit(plan))
 
 

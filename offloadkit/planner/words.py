@@ -42,9 +42,7 @@ def _needs(lacking: Mapping[str, tuple[int, int]], *, at_least: bool = False) ->
 
 
 def verdict(plan: Prediction) -> str:
-    """One line: whether the plan fits, on which assumed card or on the CPU; needed and available memory of the worst
-    phase, seconds of a step, tokens/s.
-    """
+    """See `Plan.verdict`."""
     if not plan.fits:
         fits, rest = "DOES NOT FIT", _lacks(plan)
     else:
@@ -64,7 +62,7 @@ def one_line(plan: Prediction) -> str:
 
 
 def details(plan: Prediction) -> str:
-    """Lines of at most 80 columns: all placements, a table of bytes, the seconds and each phase's peak."""
+    """See `Plan.details`."""
     table = [f"{cells[0]:22}" + "".join(f"{cell:>12}" for cell in cells[1:]) for cells in _rows(plan)]
     return "\n".join(f"  {line}" for line in [*_placed(plan), *table, *_times(plan), *_by_phase(plan)])
 
