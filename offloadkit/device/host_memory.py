@@ -158,6 +158,33 @@ class SharedSlab(HostSlab):
         self.is_private = True
 
 
+class _Mapped:
+    """Presents pinned host memory as the device's, with which it shares one address space."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self._host = host
+        self.__cuda_array_interface__ = {
+            "shape": (host.nbytes,), "typestr": "|u1", "data": (host.data_ptr(), False), "version": 3,
+        }  # fmt: skip
+
+
+def on_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on `device` over the same RAM as `host`, 1-D and pinned: kernels read and write it across the bus.
+
+    Raises:
+        OffloadkitError: the RAM could not be pinned.
+    """
+    if device.type != "cuda":
+        return host
+    try:
+        return torch.as_tensor(_Mapped(host), device=device).view(host.dtype)
+    except ValueError as error:
+        raise OffloadkitError(
+            f"the GPU cannot read {format_bytes(host.nbytes)} of RAM that could not be pinned (see `ulimit -l`): raise "
+            "the limit, or keep weights in VRAM"
+        ) from error
+
+
 def file_in_ram(num_bytes: int) -> int:
     """Create an unnamed file for a `SharedSlab` of `num_bytes`. Writing to it takes RAM."""
     file = os.memfd_create("offloadkit")

@@ -121,9 +121,9 @@ class OffloadEngine:
         the weights alone. Writes to weights must be made on all ranks.
 
         Args:
-            model: any module. The plan places its trainable parameters, and its repeated blocks' frozen ones; other
-                frozen parameters move to `device`. Parameters that `offloadkit.from_pretrained` left unread are read
-                now, one flat layer at a time.
+            model: any module. The plan places its trainable parameters, frozen ones of repeated blocks and frozen
+                embeddings; other frozen parameters move to `device`. Parameters that `offloadkit.from_pretrained` left
+                unread are read now, one flat layer at a time.
             param_groups: as for a torch optimizer. A group's lr, betas, eps and weight_decay override the config's;
                 `optimizer` names its optimizer. Groups of `optimizer="muon"` have Muon's options instead of betas.
                 Other options of torch's optimizers are refused if they would change the step.

@@ -2,8 +2,8 @@
 
 A flat layer is the unit of placement, optimizer steps and waits. It holds the trainable parameters of one repeated
 block (a T5Block, a LlamaDecoderLayer), or some of the parameters outside the blocks (embeddings, final norms, head). A
-model without repeated blocks is cut by size. The frozen parameters of a block are a flat layer of their own; frozen
-parameters outside the blocks are in none.
+model without repeated blocks is cut by size. The frozen parameters of a block are a flat layer of their own, and so are
+frozen embeddings; other frozen parameters outside the blocks are in no layer.
 """
 
 from __future__ import annotations
@@ -141,8 +141,14 @@ class FlatLayer:
             num_ranks=max(len(self.cuts) - 1, 1),
             exchanges_sums=self.exchange == "step",
             norm_blocks_of_all=self.num_norm_blocks if is_cut else None,
+            looked_up=self.looked_up,
             matrices=tuple(sorted(view.matrix for view in self.views if view.matrix is not None)),
         )
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether the layer holds frozen embeddings, whose rows the device can read from RAM."""
+        return self.block is None and not self.kind.is_trained
 
     @property
     def num_norm_blocks(self) -> int:
@@ -193,7 +199,7 @@ def flat_layers(
         parameter: LayerKind(DTYPE_NAMES[dtype], optimizers[groups[parameter]], config.precision)
         for parameter, dtype in dtypes.items()
     }
-    frozen = frozen_dtypes(model, _frozen_in_blocks(model, groups, apart), config.working_dtype)
+    frozen = frozen_dtypes(model, _frozen_in_layers(model, groups, apart), config.working_dtype)
     for parameter, dtype in frozen.items():
         if dtype in DTYPE_NAMES:
             kinds[parameter] = LayerKind(DTYPE_NAMES[dtype], precision=config.precision, trains="frozen")
@@ -208,10 +214,10 @@ def flat_layers(
     return layers
 
 
-def _frozen_in_blocks(
+def _frozen_in_layers(
     model: nn.Module, groups: Mapping[nn.Parameter, int], apart: Collection[nn.Parameter]
 ) -> list[nn.Parameter]:
-    """The frozen parameters that can be views of a flat layer.
+    """The frozen parameters of blocks and embeddings that can be views of a flat layer.
 
     Left out are tied, quantised and non-contiguous weights, and weights of scripted and compiled modules.
     """
@@ -222,15 +228,16 @@ def _frozen_in_blocks(
         if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
         for inner in module.modules()
     }
+    in_blocks = (module for _, block in repeated_blocks(model) for module in block.modules())
+    embeddings = (each for each in model.modules() if isinstance(each, nn.Embedding) and each.max_norm is None)
     found = []
-    for _, block in repeated_blocks(model):
-        for module in block.modules():
-            for parameter in module._parameters.values():
-                if parameter is None or parameter in groups or parameter in apart or used[parameter] > 1:
-                    continue
-                is_plain = type(parameter).__module__.partition(".")[0] in ("torch", "offloadkit")
-                if is_plain and not is_lazy(parameter) and parameter.is_contiguous() and module not in without_hooks:
-                    found.append(parameter)
+    for module in dict.fromkeys(chain(in_blocks, embeddings)):
+        for parameter in module._parameters.values():
+            if parameter is None or parameter in groups or parameter in apart or used[parameter] > 1:
+                continue
+            is_plain = type(parameter).__module__.partition(".")[0] in ("torch", "offloadkit")
+            if is_plain and not is_lazy(parameter) and parameter.is_contiguous() and module not in without_hooks:
+                found.append(parameter)
     return found
 
 

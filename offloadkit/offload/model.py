@@ -314,7 +314,7 @@ class PlacedModel:
     def frozen_weights(self) -> dict[str, tuple[torch.Tensor, int]]:
         """Frozen weights where they live, with their version counters, by name. Call `settle` first."""
         homes = {
-            view.parameter: state.weights.home(view)
+            view.parameter: state.weights.flat[view.elements].view(view.parameter.shape)
             for state in self.states
             if not state.layer.kind.is_trained
             for view in state.layer.views

@@ -283,8 +283,7 @@ class PlacedLayers:
     def bind_to_ram(self) -> None:
         """Bind the parameters whose weights live in RAM to that RAM."""
         for state in self.states:
-            if isinstance(state.weights, StreamedWeights):
-                state.weights.bind_to_ram()
+            state.weights.bind_to_ram()
 
     def settle(self) -> None:
         """Finish updates, including copies, so that the newest weights are in the tensors they live in."""

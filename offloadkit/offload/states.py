@@ -23,7 +23,7 @@ from offloadkit.offload.matrix_exchange import MatrixExchange, MatrixStep
 from offloadkit.offload.matrix_steps import MatrixSteps
 from offloadkit.offload.state_ring import Loaded, StateRing, StreamedStates
 from offloadkit.offload.weight_ring import SharedRam, StreamedWeights
-from offloadkit.offload.weights import LayerWeights
+from offloadkit.offload.weights import LayerWeights, LookedUpWeights
 from offloadkit.optim.moments import random_key
 from offloadkit.optim.reference import join_master, split_master
 from offloadkit.optim.table import FlatState, Optimizer, Options, Segment
@@ -113,7 +113,10 @@ class LayerState:
             if isinstance(memory.weights, SharedSlab) and memory.stepped is not None:
                 shared = SharedRam(memory.weights, memory.stepped)
             flat = memory.weights.cut(layer.numel, layer.dtype)
-            self.weights = self._streamed = StreamedWeights(layer, flat, device, waits, shared)
+            if layer.looked_up:
+                self.weights = LookedUpWeights(layer, flat, device, waits, is_shared=shared is not None)
+            else:
+                self.weights = self._streamed = StreamedWeights(layer, flat, device, waits, shared)
             weights = self.weights.own
         else:
             self.weights = resident or LayerWeights(layer, in_vram(layer.numel, layer.dtype), device, waits, bring)
@@ -182,7 +185,7 @@ class LayerState:
         Args:
             memory: may have this layer's present slabs for weights and sums.
         """
-        resident = self.weights if self._streamed is None and placement.weights == "vram" else None
+        resident = self.weights if self.memory.weights is None and placement.weights == "vram" else None
         args = self.layer, placement, memory, self._config, self._device, self._waits
         new = LayerState(*args, resident=resident, bring=self._bring)
         stays = memory.weights is not None and memory.weights is self.memory.weights

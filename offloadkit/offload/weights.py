@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils import dlpack
 
 from offloadkit.device import trace, watchdog
-from offloadkit.device.streams import Event, Waits
+from offloadkit.device.host_memory import on_device
+from offloadkit.device.streams import Event, Waits, record_compute
 from offloadkit.errors import EngineStateError
 from offloadkit.facts.hardware import trim_heap
 from offloadkit.offload.external_writes import ExternalWrites, moved_or_cast, set_data, unwatched
@@ -178,6 +179,9 @@ class LayerWeights:
         """
         return view.parameter
 
+    def bind_to_ram(self) -> None:
+        """Bind the parameters to RAM if the weights live there, before the RAM becomes ordinary memory."""
+
     def begin_write(self) -> None:
         """Called before a write from outside, after the layer's update is done."""
 
@@ -236,6 +240,35 @@ class LayerWeights:
                     written[view] = view.parameter._version
             self._versions = self._present_versions()
         return written
+
+
+class LookedUpWeights(LayerWeights):
+    """Frozen embeddings in pinned RAM. The parameters are tensors of the device over it, which kernels read."""
+
+    def __init__(
+        self, layer: FlatLayer, flat: torch.Tensor, device: torch.device, waits: Waits, *, is_shared: bool
+    ) -> None:
+        """is_shared: several ranks have the same memory."""
+        super().__init__(layer, flat, device, waits)
+        self._is_shared = is_shared
+
+    def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return super().tensors(on_device(flat, self.device))
+
+    def bind_to_ram(self) -> None:
+        record_compute(self.device).synchronize()  # lookups may still run
+        self.bind(super().tensors(self.flat))
+
+    def begin_write(self) -> None:
+        """
+        Raises:
+            EngineStateError: several ranks share the memory, so that each of them would write it.
+        """
+        if self._is_shared:
+            raise EngineStateError(
+                f"the frozen embeddings {self.layer.name!r} are in RAM that several ranks share, and cannot be "
+                "written: close the engine before, or train with Placement(weights='vram')"
+            )
 
 
 def forked_error(what: str) -> EngineStateError:

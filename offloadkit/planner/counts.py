@@ -44,7 +44,8 @@ class Counts(NamedTuple):
     - The last layers have their states on disk.
     - GPU steps are spread evenly over layers with states in RAM, so that CPU and GPU both advance with forward.
     - The GPU steps all layers of matrices. Small layers beside them (norms) stay in VRAM.
-    - Frozen layers have no states. Weights of small layers beside them (adapters) stay in VRAM.
+    - Frozen layers have no states. Weights of small layers beside them (adapters) stay in VRAM. Frozen embeddings are
+      in RAM if any block is streamed.
     """
 
     recomputed: int
@@ -61,6 +62,8 @@ class Counts(NamedTuple):
 
 
 _STREAMED, _KEEPS, _ON_GPU, _ON_DISK, _IN_VRAM = 1, 2, 4, 8, 16
+_LOOKED_UP = _IN_VRAM | _KEEPS
+"""Frozen embeddings in RAM, which are not fetched."""
 PLACEMENTS: tuple[Placement, ...] = (
     *(
         Placement(
@@ -72,7 +75,8 @@ PLACEMENTS: tuple[Placement, ...] = (
         for code in range(_IN_VRAM)
     ),
     IN_VRAM,
-    WeightsAlone(weights="ram"),
+    WeightsAlone(weights="ram"),  # streamed
+    WeightsAlone(weights="ram"),  # looked up
 )
 
 
@@ -121,6 +125,7 @@ class Spread:
         self._must_keep = ~np.array([is_built(in_ram, layer, accumulation, one_host=one_host) for layer in layers])
         self._columns = np.arange(len(layers))
         self._matrices = np.array([bool(layer.matrices) for layer in layers])
+        self._looked_up = np.array([layer.looked_up and not layer.shared for layer in layers])
         self._stay = _beside(layers, self._matrices) & ~self._frozen
         self._fixed_vram = frozen_bytes + context_bytes + ALLOCATOR_BYTES
         self._frozen_bytes = frozen_bytes
@@ -156,7 +161,8 @@ class Spread:
         kept = np.array([counts.gradients_in_vram for counts in some])[:, None]
         keeps = (kept == "all") | (on_gpu & (kept == "gpu")) | self._must_keep
         codes = streamed * _STREAMED + keeps * _KEEPS + on_gpu * _ON_GPU + on_disk * _ON_DISK
-        return np.where(in_vram, _IN_VRAM, np.where(self._frozen, streamed * _STREAMED + _IN_VRAM, codes))
+        codes = np.where(in_vram, _IN_VRAM, np.where(self._frozen, streamed * _STREAMED + _IN_VRAM, codes))
+        return np.where(self._looked_up & (column("streamed") > 0), _LOOKED_UP, codes)
 
     # -- bytes
 

@@ -90,7 +90,9 @@ class LayerShape:
     shared: bool
     """Whether the layer holds a tied weight, whose gradient is fp32."""
     in_block: bool = False
-    """Whether the layer belongs to a repeated block. Only then may its weights leave VRAM."""
+    """Whether the layer belongs to a repeated block. Only then may its weights stream."""
+    looked_up: bool = False
+    """Whether the layer holds frozen embeddings, which may be in RAM and do not stream."""
     own: int | None = None
     """Elements that this rank steps; None: all."""
     num_ranks: int = 1
@@ -284,12 +286,13 @@ def chunk_numel(numel: int) -> int:
 
 
 def possible(placement: Placement, layer: LayerShape) -> Placement:
-    """`placement`, with weights in VRAM unless the layer is a repeated block without tied weights, and with activations
-    kept outside blocks. Frozen layers have weights alone.
+    """`placement`, with weights in VRAM unless the layer is a repeated block, or looked up, without tied weights, and
+    with activations kept outside blocks. Frozen layers have weights alone.
     """
-    if not (layer.in_block and not layer.shared):
-        activations = placement.activations if layer.in_block else "keep"
-        placement = replace(placement, weights="vram", activations=activations)
+    if not layer.in_block:
+        placement = replace(placement, weights=placement.weights if layer.looked_up else "vram", activations="keep")
+    if layer.shared:
+        placement = replace(placement, weights="vram")
     return of_kind(placement, layer)
 
 
@@ -368,6 +371,7 @@ class LayerBytes:
         self._columns = np.arange(len(layers))
         self._workspace = workspace_bytes(layers)
         self._shared = np.array([layer.shared for layer in layers])
+        self._looked_up = np.array([layer.looked_up for layer in layers])
         self._sums_whole = np.array([layer.sums_whole(accumulation) for layer in layers])
         names = {name: number for number, name in enumerate(dict.fromkeys(layer.name for layer in layers))}
         of_layer = np.array([names[layer.name] for layer in layers])
@@ -448,7 +452,8 @@ class LayerBytes:
         received = np.where(through_ram & self._sums_whole, 0, self._received).max(1)
         summed = np.where(through_ram, self._summed, 0).max(1)
         buckets = autograds + pooled * largest + own + np.where(small, sizes, 0).sum(1) + received + summed
-        streamed = np.where(self.each(codes, lambda where: where.weights == "ram"), self._weights, 0)
+        in_ram = self.each(codes, lambda where: where.weights == "ram")
+        streamed = np.where(in_ram & ~self._looked_up, self._weights, 0)
         of_block = np.add.reduceat(streamed[:, self._by_name], self._first_of_name, axis=1)  # one layer for each dtype
         return {
             "vram": {

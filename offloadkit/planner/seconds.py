@@ -251,7 +251,7 @@ class StepModel:
                     on_gpu += layer.gpu_step
                     resident += layer.gpu_step
                     on_device = resident  # these steps precede all other work on the GPU
-                in_ram, free = where.weights == "ram", 0.0
+                in_ram, free = layer.is_streamed(where), 0.0
                 fetched = (layer.weight_bytes if in_ram else layer.stepped_bytes) / bus.h2d
                 if in_ram:
                     num_streamed += 1
@@ -337,7 +337,7 @@ class StepModel:
                 elif where.states == "ram":
                     there, back = layer.transfer_bytes(where)
                     h2d_bytes, d2h_bytes = h2d_bytes + there, d2h_bytes + back
-                if where.weights == "ram":
+                if layer.is_streamed(where):
                     h2d_bytes += layer.weight_bytes
                 else:
                     h2d_bytes += layer.stepped_bytes if where.step == "cpu" else 0
@@ -366,7 +366,7 @@ class StepModel:
             fetched, num_layers, recomputes, offloads, seconds = 0, 0, False, False, unit.backward
             for layer in unit.layers:
                 where = placements[layer.index]
-                if where.weights == "ram":
+                if layer.is_streamed(where):
                     fetched, num_layers = fetched + layer.weight_bytes, num_layers + 1
                 if where.activations != "keep":
                     recomputes, offloads = True, where.activations == "offload"
@@ -421,7 +421,8 @@ class StepModel:
     def _bus(self, placements: Sequence[Placement], *, is_last: bool) -> _Bus:
         machine = self._hardware
         h2d, d2h = machine.h2d_bytes_per_second, machine.d2h_bytes_per_second
-        fetches = any(where.weights == "ram" or where.activations == "offload" for where in placements)
+        fetches = any(layer.is_streamed(placements[layer.index]) for layer in self.layers)
+        fetches |= any(where.activations == "offload" for where in placements)
         sends = any(where.gradients == "ram" for where in placements)
         share = min(1.0, machine.both_bytes_per_second / (h2d + d2h)) if fetches and sends else 1.0
         bus = _Bus(h2d * share, d2h * share)
@@ -431,7 +432,7 @@ class StepModel:
         for unit in self.stages:
             for layer in unit.layers:
                 where = placements[layer.index]
-                fetched += layer.weight_bytes if where.weights == "ram" else 0
+                fetched += layer.weight_bytes if layer.is_streamed(where) else 0
                 sent += layer.sent_bytes if where.gradients == "ram" else 0
                 linked += layer.exchange + (layer.sums_exchange if is_last and where.gradients == "vram" else 0.0)
             if any(placements[layer.index].activations == "offload" for layer in unit.layers):
@@ -521,8 +522,14 @@ class LayerCost:
     """Receiving all ranks' sums of a window in VRAM; 0 if each micro-batch is exchanged."""
     summing_in_vram: float
     """Adding up all ranks' sums in VRAM."""
+    looked_up: bool
+    """Whether the layer holds frozen embeddings, which do not stream."""
     gather: float
     """Receiving the new weights that the other ranks have stepped."""
+
+    def is_streamed(self, where: Placement) -> bool:
+        """Whether the weights are fetched for each pass. The rows that are looked up in RAM are too few to count."""
+        return where.weights == "ram" and not self.looked_up
 
     def transfer_bytes(self, where: Placement) -> tuple[int, int]:
         """Bytes to VRAM and back if the GPU steps the layer and its states are in RAM.
@@ -537,7 +544,8 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
     """The costs of a layer, which are the same for every placement."""
     if not layer.kind.is_trained:
         no_cost: dict[str, Any] = dict.fromkeys((field.name for field in fields(LayerCost)), 0)
-        return LayerCost(**no_cost | {"index": index, "weight_bytes": layer.weight_bytes(), "num_chunks": 1})
+        no_cost |= {"index": index, "weight_bytes": layer.weight_bytes(), "num_chunks": 1}
+        return LayerCost(**no_cost | {"looked_up": layer.looked_up})
     vram, dram = hardware.vram_bytes_per_second * STEP_EFFICIENCY, hardware.cpu_adamw_bytes_per_second
     gradient, bucket, received = (
         layer.gradient_bytes(accumulation),
@@ -577,6 +585,7 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
         exchange=0.0 if sums else exchange,
         sums_exchange=exchange if sums else 0.0,
         summing_in_vram=(8 * own * ranks + of_all) / vram if sums else 0.0,
+        looked_up=False,
         gather=gathered / link_rate(hardware, ranks) + EXCHANGE_SECONDS if ranks > 1 else 0.0,
     )
 

@@ -214,6 +214,8 @@ def _placed(plan: Prediction) -> list[str]:
         of = [where for layer, where in placed if layer.in_block and layer.kind.is_trained == is_trained]
         if streamed := sum(where.weights == "ram" for where in of):
             lines.append(f"{what}{share(streamed, len(of))} in RAM, copied {TO_GPU} for each pass")
+    if any(where.weights == "ram" for layer, where in placed if layer.looked_up):
+        lines.append("frozen embeddings looked up in RAM")
     frozen = {layer.name for layer in plan.layers if not layer.kind.is_trained}
     in_blocks = [  # a block with a frozen part counts once
         where for layer, where in placed if layer.in_block and not (layer.kind.is_trained and layer.name in frozen)

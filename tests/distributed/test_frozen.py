@@ -28,7 +28,8 @@ RECOMPUTED = replace(STREAMED, activations="checkpoint")
 @pytest.mark.parametrize(
     ("micro_batches", "options"),
     [
-        (1, {"placement": STREAMED, "working_dtype": "bf16", "halves": True}),
+        (1, {"placement": STREAMED, "working_dtype": "bf16"}),
+        (1, {"placement": STREAMED, "model_options": {"adapters": True, "tied": True}, "halves": True}),
         (2, {"placement": RECOMPUTED, "exchange": "micro_batch"}),
         (1, {"placement": RESIDENT}),
         pytest.param(1, {"placement": RESIDENT, "move_to": RECOMPUTED}, marks=pytest.mark.slow),
@@ -36,9 +37,10 @@ RECOMPUTED = replace(STREAMED, activations="checkpoint")
     ],
 )
 def test_two_ranks_equal_one(ranks: RankPool, micro_batches: int, options: dict[str, Any]) -> None:
-    found = ranks.run(2, train, micro_batches=micro_batches, **ADAPTED, **options)
+    options = ADAPTED | options
+    found = ranks.run(2, train, micro_batches=micro_batches, **options)
     alone = options | {"placement": RESIDENT, "move_to": None, "late": None}
-    assert_equal(found, train(micro_batches=2 * micro_batches, **ADAPTED, **alone))
+    assert_equal(found, train(micro_batches=2 * micro_batches, **alone))
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_on_one(ranks: RankPool, tmp_path: Path) -> None:
@@ -78,17 +80,14 @@ def shared(placement: Placement) -> tuple[list[bool], list[int], int, int]:
 
 def test_frozen_weights_in_ram_are_there_once(ranks: RankPool) -> None:
     in_ram, in_vram = (ranks.run(2, shared, placement=where) for where in (STREAMED, RESIDENT))
-    assert [seen for seen, _, _, _ in in_ram] == [[True, True]] * 2
-    whole = sum(
-        parameter.nbytes
-        for block in model(adapters=True).blocks
-        for parameter in block.parameters()
-        if not parameter.requires_grad
-    )
+    assert [seen for seen, _, _, _ in in_ram] == [[True, True, True]] * 2, "two blocks and the embeddings"
+    made = model(adapters=True, tied=False)
+    frozen = [made.embed.weight, *made.blocks.parameters()]
+    whole = sum(parameter.nbytes for parameter in frozen if not parameter.requires_grad)
     planned = sum(sizes[0] for _, sizes, _, _ in in_ram)
     assert whole <= planned <= 1.1 * whole, "each rank counts its share, padding included"
     for seen, _, gathered, others in in_vram:
-        assert seen == [False, False]
+        assert seen == [False] * 3
         assert 0 < gathered <= 2 * others
     trained = sum(p.nbytes for p in model(adapters=True, tied=False).parameters() if p.requires_grad)
     assert 0 < sum(others for _, _, _, others in in_vram) <= 1.2 * trained
@@ -107,6 +106,22 @@ def written_alone() -> str:
             engine.drop_gradients()
             return str(error)
     return ""
+
+
+def written_together() -> str:
+    made = model(adapters=True, tied=False)
+    with OffloadEngine(made, OffloadConfig(placement=STREAMED), device="cpu"):
+        try:
+            with torch.no_grad():
+                made.embed.weight.mul_(2)
+        except EngineStateError as error:
+            return str(error)
+    return ""
+
+
+def test_frozen_embeddings_that_ranks_share_cannot_be_written(ranks: RankPool) -> None:
+    for error in ranks.run(2, written_together):
+        assert "the frozen embeddings 'embed' are in RAM that several ranks share, and cannot be written" in error
 
 
 def test_a_frozen_weight_written_on_one_rank_is_an_error(ranks: RankPool) -> None:

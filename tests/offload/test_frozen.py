@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.weight_ring import StreamedWeights, WeightRing
+from offloadkit.offload.weights import LookedUpWeights
 from offloadkit.optim.adamw import adamw_scalars, adamw_update
 from offloadkit.planner import placed
 from offloadkit.planner.layout import WeightsAlone, possible
@@ -185,7 +187,7 @@ def test_a_frozen_layer_has_weights_alone(device: str) -> None:
         train(engine, tokens(2, device))
         assert streamed_layers(engine) == {f"blocks.{at}" for at in range(4)}
         frozen = [state for state in engine.placed.states if not state.layer.kind.is_trained]
-        assert [len(state.layer.views) for state in frozen] == [4] * 4, "two weights, two biases"
+        assert [len(state.layer.views) for state in frozen] == [1, 4, 4, 4, 4], "embeddings; two weights, two biases"
         for state in frozen:
             assert not state.flat.arrays
             assert state.gradient.host is None
@@ -250,6 +252,47 @@ def test_adapters_can_be_disabled_and_merged(device: str) -> None:
         assert_equal(merged, runs[0][1])
         assert_equal(after, runs[0][2])
     assert found[3] != found[2], "merging rounds to bf16"
+
+
+def test_frozen_embeddings_are_looked_up_in_ram(device: str, tmp_path: Path) -> None:
+    """Reading, writing, moving, saving and closing, as if they were in VRAM."""
+    model, other, some = adapted(), adapted().to(device), tokens(3, device)
+    with OffloadEngine(model, config(None), device=device) as engine:
+        train(engine, some)
+        in_vram = weights_of(model)
+    model = adapted()
+    with OffloadEngine(model, config(None), device=device) as engine:
+        for weights in ("ram", "vram", "ram"):
+            where = [Placement(weights=weights) for _ in engine.plan.layers]
+            pairs = zip(where, engine.plan.layers, strict=True)
+            engine.move(placed(engine.plan, [possible(each, of) for each, of in pairs]))
+            embeddings = next(state for state in engine.placed.states if state.layer.looked_up)
+            assert isinstance(embeddings.weights, LookedUpWeights) == (weights == "ram")
+            assert embeddings.weights.flat.device.type == ("cpu" if weights == "ram" else torch.device(device).type)
+            assert model.embed.weight.device == engine.device
+            train(engine, some[:1])
+            some = [*some[1:], some[0]]
+        assert_equal(weights_of(model), in_vram)
+        engine.save_checkpoint(tmp_path / "saved")
+        with torch.no_grad():
+            model.embed.weight[3] += 1
+            other.load_state_dict({name: value.to(device) for name, value in in_vram.items()})
+            other.embed.weight[3] += 1
+            ids = torch.full((1, 3), 3, device=device)
+            assert engine(ids).item() == other(ids).item()
+        with pytest.raises(ModelError, match=r"1 frozen weights differ .*'embed\.weight'"):
+            engine.load_checkpoint(tmp_path / "saved")
+        written = weights_of(model)
+    assert model.embed.weight.device.type == "cpu"
+    assert_equal(weights_of(model), written)
+
+
+def test_embeddings_that_write_their_weights_stay_in_vram(device: str) -> None:
+    model = adapted()
+    model.embed.max_norm = 1.0
+    with OffloadEngine(model, config(), device=device) as engine:
+        assert not any(state.layer.looked_up for state in engine.placed.states)
+        train(engine, tokens(1, device))
 
 
 def test_a_penalty_may_use_frozen_weights(device: str) -> None:

@@ -45,7 +45,8 @@ def adapted_layers() -> tuple[list[LayerShape], MicroBatch]:
     for index in range(9):
         layers += [shape(f"block.{index}", 2**23, **frozen), shape(f"block.{index}", 2**12, dtype="fp32")]
     layers += [shape("block.8", 2**20, dtype="fp32", **frozen), shape("block.7", 2**22)]
-    return [*layers, shape("block.9", 2**24, **frozen), shape("head", 2**25, in_block=False)], work
+    layers += [shape("block.9", 2**24, **frozen), shape("embedding", 2**26, in_block=False, looked_up=True, **frozen)]
+    return [*layers, shape("head", 2**25, in_block=False)], work
 
 
 def some_counts(number: int) -> list[Counts]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.planner import make_plan
+from offloadkit.planner import make_plan, placed
 from offloadkit.planner.layout import LayerShape, WeightsAlone, possible, tier_bytes
 from offloadkit.planner.leaner import leaner
 from offloadkit.planner.search import Search
@@ -22,6 +22,8 @@ FROZEN = next(layer for layer in LAYERS if not layer.kind.is_trained)
 @pytest.mark.parametrize(("accumulation", "num_ranks"), [(1, 1), (4, 1), (1, 2), (4, 2)])
 def test_a_frozen_layer_takes_its_weights_and_nothing_else(accumulation: int, num_ranks: int) -> None:
     layer = replace(FROZEN, exchanges_sums=True).shared_by(num_ranks)
+    in_table = tier_bytes([replace(layer, in_block=False, looked_up=True)], [WeightsAlone(weights="ram")], accumulation)
+    assert in_table == {"vram": {}, "ram": {"frozen weights": 2 * 2**23 // num_ranks}, "disk": {}}
     of_all = {where: tier_bytes([layer], [WeightsAlone(weights=where)], accumulation) for where in ("vram", "ram")}
     assert of_all["vram"] == {"vram": {"frozen weights": 2 * 2**23}, "ram": {}, "disk": {}}
     in_ram = {"vram": {"weight buffers": 3 * 2 * 2**23}, "ram": {"frozen weights": 2 * 2**23 // num_ranks}, "disk": {}}
@@ -61,7 +63,8 @@ def test_a_plan_streams_frozen_blocks_when_vram_is_short_and_small_trained_layer
     search = Search(tuple(tight.layers), WORK, machine, 1)
     least = search.best(1, 12 * GIB)
     kept = {where.weights for layer, where in zip(LAYERS, least, strict=True) if not layer.kind.is_trained}
-    assert kept == {"ram"}
+    assert kept == {"ram"}, "embeddings too"
+    assert "frozen embeddings looked up in RAM" in placed(roomy, least).details()
 
 
 def test_the_plan_counts_frozen_parameters_and_their_bytes() -> None:
@@ -88,8 +91,11 @@ def test_a_leaner_plan_moves_frozen_weights_to_ram() -> None:
     assert found[-1] == {"ram"}
 
 
-def test_only_blocks_may_leave_vram() -> None:
+def test_only_blocks_and_embeddings_may_leave_vram() -> None:
     outside: LayerShape = replace(FROZEN, in_block=False)
+    looked_up = replace(outside, looked_up=True)
+    assert possible(Placement(weights="ram", activations="checkpoint"), looked_up) == WeightsAlone(weights="ram")
+    assert possible(Placement(weights="ram"), replace(looked_up, shared=True)) == WeightsAlone()
     assert possible(Placement(weights="ram", activations="checkpoint"), outside) == WeightsAlone()
     kept = possible(Placement(weights="ram", activations="checkpoint"), FROZEN)
     assert kept == WeightsAlone(weights="ram", activations="checkpoint")
