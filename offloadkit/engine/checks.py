@@ -106,8 +106,8 @@ def _check_not_quantised(model: nn.Module) -> None:
 
 
 def check_free(model: nn.Module, config: OffloadConfig) -> None:
-    """Raise `EngineStateError` if an open engine trains parameters of the model, or computes with its frozen
-    parameters, which would be cast.
+    """Raise `EngineStateError` if an open engine trains parameters of the model, has its frozen parameters in RAM, or
+    computes with frozen parameters that would be cast.
     """
     if _other(model) is not None:
         forget_last_error()  # the engine may be held only by an interrupt's frames or a reference cycle
@@ -116,6 +116,15 @@ def check_free(model: nn.Module, config: OffloadConfig) -> None:
         raise EngineStateError(
             f"{which} already has an open engine: call close() of that engine or of its Trainer first"
         )
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    for engine in filter(None, (each() for each in list(_open_engines.values()))):
+        for state in engine.placed.states:
+            name = next((own[id(view.parameter)] for view in state.layer.views if id(view.parameter) in own), None)
+            if name is not None and state.placement.weights == "ram":
+                raise EngineStateError(
+                    f"the frozen parameter {name!r} is in RAM, where the open engine of another model has it: close "
+                    "that engine first, or open it with OffloadConfig(placement=Placement(weights='vram'))"
+                )
     if config.working_dtype == "auto":
         return
     dtype, theirs = DTYPES[config.working_dtype], used_elsewhere(model)

@@ -353,8 +353,22 @@ def test_two_engines_may_share_frozen_weights() -> None:
         OffloadEngine(other, config(), device="cpu") as second,
     ):
         for engine in (first, second, first):
-            engine.backward(engine(torch.ones(1, 65)).sum())
-            engine.step()
+            train_on_ones(engine)
+
+
+def test_frozen_weights_in_the_ram_of_an_engine_are_refused_to_another() -> None:
+    trunk = adapted().blocks[0].up.base_layer
+    one, other = (nn.Sequential(trunk, nn.Linear(1027, 65)) for _ in range(2))
+    said = r"'0\.weight' is in RAM.*weights='vram'"
+    with OffloadEngine(one, config(), device="cpu"), pytest.raises(EngineStateError, match=said):
+        OffloadEngine(other, config(), device="cpu")
+    with OffloadEngine(other, config(), device="cpu") as engine:
+        train_on_ones(engine)
+
+
+def train_on_ones(engine: OffloadEngine) -> None:
+    engine.backward(engine(torch.ones(1, 65)).sum())
+    engine.step()
 
 
 def recomputed_as_one(model: Any) -> None:
