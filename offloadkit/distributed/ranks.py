@@ -43,6 +43,7 @@ from offloadkit.distributed.watch import Watch
 from offloadkit.errors import ConfigError, RankError
 from offloadkit.facts import hardware
 from offloadkit.facts.fitted import NCCL_BYTES
+from offloadkit.facts.threads import Thread
 
 _T = TypeVar("_T")
 
@@ -452,13 +453,19 @@ class Group:
             raise RankError(f"an operation with the other ranks failed: rank {lost} has {_ENDED}") from error
 
     def _abort(self) -> None:
-        """Abort device operations that wait for a dead rank. gloo's operations fail by themselves."""
+        """Abort device operations that wait for a dead rank. gloo's operations fail by themselves.
+
+        Every group is aborted by a thread of its own: NCCL frees a group's memory when the GPU is idle, and the GPU is
+        not idle before the group of the waiting operation is aborted.
+        """
         if self._device.type == "cuda":
             made = () if self._between_devices is None else (self._between_devices,)
-            groups: list[Any] = [*made, dist.group.WORLD]  # a Trainer uses the default group too
-            for group in groups:
-                with suppress(RuntimeError, AttributeError):  # the group is closed or has no GPU backend
-                    group._get_backend(self._device).abort()
+            for group in (*made, dist.group.WORLD):  # a Trainer uses the default group too
+                Thread(target=self._abort_group, args=(group,), name="offloadkit-abort", daemon=True).start()
+
+    def _abort_group(self, group: Any) -> None:
+        with suppress(RuntimeError, AttributeError):  # the group is closed or has no GPU backend
+            group._get_backend(self._device).abort()
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:

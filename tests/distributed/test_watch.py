@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from offloadkit.distributed import watch as watch_module
 from offloadkit.distributed import world
+from offloadkit.distributed.ranks import Group
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import RankError
 from offloadkit.facts.config import OffloadConfig
@@ -136,3 +137,29 @@ def threads_after(engines: int) -> list[int]:
 def test_engines_one_after_the_other_leave_no_threads(ranks: RankPool) -> None:
     for found in ranks.run(2, threads_after, engines=3):
         assert found[1] == found[2], found
+
+
+class Aborting:
+    """A process group of a GPU. NCCL aborts it when no operation of `waiting` keeps the GPU busy."""
+
+    def __init__(self, waiting: Aborting | None = None) -> None:
+        self.waiting, self.is_aborted = waiting, threading.Event()
+
+    def _get_backend(self, device: torch.device) -> Aborting:
+        return self
+
+    def abort(self) -> None:
+        if self.waiting is None or self.waiting.is_aborted.wait(20):
+            self.is_aborted.set()
+
+
+def test_the_default_group_is_aborted_while_the_engines_group_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = Aborting()
+    own = Aborting(default)
+    group = Group.__new__(Group)
+    group._device, group._between_devices = torch.device("cuda"), own
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", default)  # what dist.group.WORLD returns
+    abort = threading.Thread(target=group._abort, daemon=True)
+    abort.start()
+    assert default.is_aborted.wait(5)
+    assert own.is_aborted.wait(5)
