@@ -36,7 +36,17 @@ import offloadkit
 from offloadkit.device import host_memory, streams
 from offloadkit.device.streams import Event, Pairs, Stream
 from offloadkit.kernels import cpu
-from offloadkit.offload import gradients, matrix_exchange, matrix_steps, shards, state_ring, states, update
+from offloadkit.offload import (
+    gradient_buffers,
+    gradients,
+    layer_gradient,
+    matrix_exchange,
+    matrix_steps,
+    shards,
+    state_ring,
+    states,
+    update,
+)
 from tests.distributed.mirrored import MirroredRanks
 
 PACKAGE = Path(offloadkit.__file__).parent
@@ -332,7 +342,7 @@ class Watched:
                 patch.setattr(matrix_exchange, name, self._kernel(getattr(matrix_exchange, name), split))
             exchange = self._kernel(MirroredRanks.exchange_parts, lambda ranks, into, sent, *_: (sent, into))
             patch.setattr(MirroredRanks, "exchange_parts", exchange)
-            for module in (gradients, shards):
+            for module in (gradient_buffers, gradients, layer_gradient, shards):
                 sums = self._kernel(module.block_sums, lambda gradient, blocks, out: (gradient, out))
                 patch.setattr(module, "block_sums", sums)
             patch.setattr(cpu, "accumulate", self._kernel(cpu.accumulate, lambda into, source: (source, into)))
