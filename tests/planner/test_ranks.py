@@ -36,7 +36,6 @@ from offloadkit.planner.counts import Counts
 from offloadkit.planner.layout import communicated_bytes, of_one
 from offloadkit.planner.make import replanned, with_layers
 from offloadkit.planner.ranks import NETWORK_BYTES_PER_SECOND, for_ranks
-from offloadkit.planner.scaling import scaled_plans, scaling_table
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import IN_VRAM, Seconds, StepModel, exchange_rate, link_rate
 from tests.messages import has_facts
@@ -455,22 +454,3 @@ def test_a_rank_has_its_own_part_of_the_plan_of_all() -> None:
     assert list(found.layers) == own
     assert (found.placements, found.budgets, found.basis) == (made.placements, made.budgets, made.basis)
     assert found.total_bytes("vram") > made.total_bytes("vram")
-
-
-def test_a_run_grows_with_its_gpus() -> None:
-    made = plan(vram="14GiB", ram="100GiB")
-    found = list(scaled_plans(made, (1, 2, 16), (1, 4), network=1e8))
-    assert [(each.plan.num_gpus, each.plan.accumulation) for each in found] == [
-        (number, accumulation) for accumulation in (1, 4) for number in (1, 2, 16)
-    ]
-    assert [each.efficiency for each in found if each.plan.num_gpus == 1] == [1.0, 1.0]
-    assert found[1].efficiency > 1, "fewer inputs must be offloaded"
-    assert found[2].efficiency < 0.5, "the network must bound the step"
-    assert found[5].received_bytes < found[2].received_bytes
-    assert [each.otherwise is None for each in found] == [True, True, True, True, False, False]
-    assert found[5].otherwise is not None
-    assert found[5].otherwise.basis.config.exchange == "micro_batch"
-    table = scaling_table(made, (1, 2), (1, 4)).splitlines()
-    assert table[0].startswith("| GPUs | micro-batches |")
-    assert table[2].startswith("| 1 | 1 | ")
-    assert len({line.count("|") for line in table}) == 1
