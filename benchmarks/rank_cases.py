@@ -10,6 +10,7 @@ from benchmarks.cases import Case, EngineSetup
 RANK_ENGINES = {
     "ours": EngineSetup("offloadkit", "offloadkit"),
     "ours-compiled": EngineSetup("offloadkit, compiled", "offloadkit", (("compiled", True),)),
+    "ours-muon": EngineSetup("offloadkit, Muon", "offloadkit", (("optimizer", "muon"),)),
     "ours-hashed": EngineSetup("offloadkit, deterministic kernels", "hashed"),
     "fsdp2": EngineSetup("FSDP2, HF (bf16 compute and reduce, fp32 master weights)", "fsdp2"),
     "fsdp2-our-compute": EngineSetup("FSDP2, our compute", "fsdp2", (("our_compute", True),)),
@@ -83,6 +84,7 @@ def _llama_7b(accumulation: int, engines: tuple[str, ...], **more: Any) -> RankC
 
 
 _DDP = ("ddp", "ddp-recomputed")
+_MUON = ("ours", "ours-muon")
 
 RANK_CASES: dict[str, RankCase] = {
     "t5-3b-1x24": _t5(8, 24, num_gpus=1),
@@ -106,6 +108,8 @@ RANK_CASES: dict[str, RankCase] = {
     "llama-8b-4": _decoder(4, None, 4, engines=("fsdp2-recomputed",)),
     "t5-11b-4x80": _t5(1, 80, 4, model="t5-11b", limit=240),
     "qwen3-32b-4x80": _decoder(4, 80, 4, model="qwen3-32b", slow=True, limit=420),
+    "muon-t5-3b-1x24": _t5(8, 24, 1, engines=_MUON),
+    "muon-t5-3b-2x24": _t5(8, 24, engines=_MUON),
     "t5-3b-2x24-strong": _t5(4, 24),
     "llama-8b-2x24-strong": _decoder(2, 24, limit=240),
     "t5-11b-2x24": _t5(1, 24, model="t5-11b", limit=240),

@@ -6,7 +6,7 @@ any order of summation.
 | operations | calling thread | process group |
 |---|---|---|
 | `exchange`, `gather`, `broadcast` | main thread, or autograd's while that waits in backward | the device's |
-| `exchange_parts` | the GPU's stepping thread, from `lend` until it sets the event | the device's |
+| `exchange_parts` | the GPU's stepping thread, during a loan | the device's |
 | `agree`, `broadcast_from` | main thread | gloo |
 | `sum`, `meet` | stepping thread | gloo |
 | detecting ranks that ended | a thread of `Watch` | gloo |
@@ -147,6 +147,15 @@ _HANDLED = "_offloadkit_handled"
 """Set on an error that was already being handled when the group was created."""
 
 
+class Loan:
+    """The device's group in the hands of an update, which sets `returned`. If `failed`, ranks may have stopped at
+    different operations.
+    """
+
+    def __init__(self) -> None:
+        self.returned, self.failed = threading.Event(), False
+
+
 class Group:
     """World size 2 or more: the ranks of torch.distributed's default group.
 
@@ -156,8 +165,8 @@ class Group:
     """
 
     _watch: Watch | None = None
-    _returned: threading.Event | None = None
-    """Set when an update returns the device's group; None if it was never lent."""
+    _loan: Loan | None = None
+    """The newest loan of the device's group."""
     _stepped: SteppedLayers | None = None
     _library_bytes = 0
     _most_ctas: int | None = None
@@ -254,17 +263,22 @@ class Group:
 
     # ---- between devices: operations on raw bytes (gloo has no bf16), on the current stream -------------------------
 
-    def lend(self) -> threading.Event:
-        """Lend the device's group to an update, until the update sets the event. Waits until the last update has
-        returned the group.
-        """
-        self._wait_for_group()
-        self._returned = threading.Event()
-        return self._returned
+    def lend(self) -> Loan:
+        """Lend the device's group to an update. Waits until the last update has returned the group.
 
-    def _wait_for_group(self) -> None:
-        if self._returned is not None:
-            watchdog.wait(self._returned, "the update's operations with the other ranks")
+        After an update that failed, `exchange`, `gather` and `broadcast` do nothing: the engine raises the update's
+        error before it uses their results.
+        """
+        self._has_group()
+        self._loan = Loan()
+        return self._loan
+
+    def _has_group(self) -> bool:
+        """Wait until the last update has returned the device's group; False if that update failed."""
+        if self._loan is None:
+            return True
+        watchdog.wait(self._loan.returned, "the update's operations with the other ranks")
+        return not self._loan.failed
 
     def exchange_parts(
         self,
@@ -292,14 +306,16 @@ class Group:
         size = sent.element_size()
         lengths = [(end - start) * size for start, end in pairwise(cuts)]
         own = [lengths[self.rank]] * self.size
-        self._wait_for_group()
+        if not self._has_group():
+            return
         self._received["exchange"] += (self.size - 1) * lengths[self.rank]
         with self._explained("exchanging gradients"):
             dist.all_to_all_single(_bytes(received), _bytes(sent), own, lengths, group=self._between_devices)
 
     def gather(self, flat: torch.Tensor, cuts: Sequence[int]) -> None:
         """All-gather the ranks' ranges of `flat`, in place. `cuts` as for `exchange`."""
-        self._wait_for_group()
+        if not self._has_group():
+            return
         self._received["gather"] += flat.nbytes - (cuts[self.rank + 1] - cuts[self.rank]) * flat.element_size()
         pieces = [_bytes(flat[start:end]) for start, end in pairwise(cuts)]
         sizes = {piece.numel() for piece in pieces}
@@ -317,9 +333,8 @@ class Group:
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Broadcast from rank 0, in place. Any device and dtype; shapes must be equal on all ranks."""
-        if tensor.numel() == 0:
+        if tensor.numel() == 0 or not self._has_group():
             return
-        self._wait_for_group()
         flat = tensor.detach().reshape(-1)
         memory = _bytes(flat)
         with self._explained("taking rank 0's weights"):

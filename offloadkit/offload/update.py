@@ -21,7 +21,7 @@ import torch
 
 from offloadkit.device import trace, watchdog
 from offloadkit.device.streams import BusyTime, CopyStream, Event
-from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
+from offloadkit.distributed.ranks import SOLO, Group, Loan, Ranks, Solo
 from offloadkit.errors import ThreadLimitError
 from offloadkit.facts.threads import Thread
 from offloadkit.offload.layer_gradient import LayerGradient
@@ -50,7 +50,7 @@ class Update:
         gpu: the events around the GPU's steps.
         cpu_bytes: memory traffic of the CPU's steps.
         received: several ranks: bytes of the "norm" all-reduce and of the updates of "matrices".
-        group_returned: several ranks with matrices: set when all operations with the other ranks are queued.
+        loan: several ranks with matrices: the device's group, returned when all operations on matrices are queued.
         nonfinite: names of the parameters whose gradients were not finite.
     """
 
@@ -69,7 +69,7 @@ class Update:
     gpu: tuple[Event, Event] | None = None
     cpu_bytes: int = 0
     received: dict[str, int] = field(default_factory=dict)
-    group_returned: threading.Event | None = None
+    loan: Loan | None = None
     nonfinite: list[str] = field(default_factory=list)
 
     @property
@@ -157,7 +157,7 @@ class StepThread:
     def start(self, update: Update) -> None:
         """Queue an optimizer step."""
         if isinstance(self._ranks, Group) and any(state.exchanges_matrices for state, _, _ in update.layers):
-            update.group_returned = self._ranks.lend()
+            update.loan = self._ranks.lend()
         self.submit(partial(self._run_and_release, update))
 
     def finish(self, update: Update) -> None:
@@ -175,8 +175,9 @@ class StepThread:
             self._failed(error)
         finally:
             update.norm_known.set()
-            if update.group_returned is not None:
-                update.group_returned.set()
+            if update.loan is not None and not update.loan.returned.is_set():
+                update.loan.failed = self.error is not None or not update.skipped
+                update.loan.returned.set()
             for _, _, pending in update.layers:
                 if not pending.recorded.is_set():
                     pending.record(None)
@@ -311,9 +312,9 @@ class StepThread:
                     apply(at - 1)
             if at >= 2 and not layers[at - 2][0].is_streamed:
                 apply(at - 2)
-        if update.group_returned is not None:
+        if update.loan is not None:
             update.received["matrices"] = received
-            update.group_returned.set()
+            update.loan.returned.set()
 
 
 def gradient_norm(update: Update, ranks: Ranks) -> float:

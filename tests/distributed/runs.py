@@ -59,19 +59,28 @@ STEPS = 3
 
 
 def model(
-    rank: int = 0, *, frozen: bool = False, adapters: bool = False, conv1d: bool = False, **options: Any
+    rank: int = 0,
+    *,
+    frozen: bool = False,
+    adapters: bool = False,
+    conv1d: bool = False,
+    spare: bool = False,
+    **options: Any,
 ) -> Choosy:
     """Weights differ between ranks at first; the engine gives all ranks those from rank 0.
 
     Args:
         frozen: freezes the first block.
         adapters: freezes everything but adapters in the blocks, the norm and the scale.
-        conv1d: whether the blocks' first layers are transformers' Conv1D.
+        conv1d: makes the blocks' first layers transformers' Conv1D.
+        spare: adds a matrix to each block that forward does not use. Two ranks then cut the block's second matrix.
     """
     torch.manual_seed(rank)
     made = Choosy(**{"tied": True, "depth": 2, "hidden": 1100, **options})
     for block in made.blocks if conv1d else ():
         block.up = Conv1D(block.up.out_features, block.up.in_features)
+    for block in made.blocks if spare else ():
+        block.spare = nn.Linear(65, 1100, bias=False)
     if frozen:
         for parameter in made.blocks[0].parameters():
             parameter.requires_grad_(False)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import offloadkit
 from offloadkit import OffloadConfig, OffloadEngine, Placement
-from offloadkit.errors import ConfigError
+from offloadkit.errors import ConfigError, EngineStateError, RankError
 from offloadkit.facts.telemetry import Telemetry
+from offloadkit.offload import matrix_exchange
 from offloadkit.optim.muon import newton_schulz_flops
 from offloadkit.optim.table import Matrix
 from offloadkit.planner.owners import matrix_owners
+from tests.distributed.doors import finetuned
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import GPU_ALONE, GPU_STEP, RESIDENT, STREAMED_TO_GPU, joined, model, train
+from tests.distributed.test_doors import assert_same
 from tests.distributed.test_equal import assert_equal
 from tests.models import tokens
 
@@ -27,14 +33,15 @@ QUICK: list[tuple[int, int, dict[str, Any]]] = [
     (3, 2, {**EACH, "placement": GPU_STEP, "working_dtype": "bf16", "steps": 2}),
 ]
 SLOW: list[tuple[int, int, dict[str, Any]]] = [
-    (2, 1, {"placement": IN_RAM, "working_dtype": "bf16", "late": 1, "steps": 4}),
+    (2, 1, {"placement": IN_RAM, "working_dtype": "bf16", "late": 1, "steps": 4, "model_options": {"spare": True}}),
     (3, 1, {"placement": RESIDENT, "working_dtype": "bf16", "late": 2, "steps": 4}),
     (3, 2, {**EACH, "placement": IN_RAM, "groups": True, "model_options": {"conv1d": True}}),
     (2, 2, {**EACH, "placement": GPU_ALONE, "working_dtype": "fp16", "loss_scale": 2.0**10}),
-    (2, 1, {"placement": GPU_STEP, "move_to": RESIDENT, "working_dtype": "bf16", "halves": True}),
+    (2, 1, {"placement": GPU_STEP, "move_to": RESIDENT, "working_dtype": "bf16", "model_options": {"spare": True}}),
     (3, 1, {"placement": RESIDENT, "move_to": STREAMED_TO_GPU, "working_dtype": "bf16", "halves": True}),
     (2, 1, {"placement": RESIDENT, "hosts": True, "model_options": {"frozen": True, "tied": False, "depth": 4}}),
     (3, 1, {"placements": [STREAMED_TO_GPU, IN_RAM, STREAMED_TO_GPU], "activation_checkpointing": True}),
+    (3, 1, {"placement": GPU_STEP, "working_dtype": "bf16", "nan_in": 4, "on_nonfinite": "skip"}),
     (4, 1, {"placement": IN_RAM, "late": 4, "working_dtype": "bf16", "model_options": {"depth": 5, "hidden": 300}}),
 ]
 
@@ -71,6 +78,37 @@ def test_a_checkpoint_goes_on_with_other_numbers_of_ranks(
     assert all(torch.equal(found[0]["weights"][name], weights) for name, weights in whole["weights"].items())
     states = joined([whole])
     assert all(torch.equal(values, states[name]) for name, values in joined(found).items())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_finetune_on_two_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path) -> None:
+    for name in ("t5", "llama"):
+        options: dict[str, Any] = {"accumulation": 4, "offload": OffloadConfig(optimizer="muon", **EACH)}
+        found = ranks.run(2, finetuned, name=name, folder=tmp_path / f"{name} two", **options)
+        assert_same(found, finetuned(name, tmp_path / f"{name} one", **options))
+
+
+def fails_in_an_update() -> float:
+    """The last rank fails when it orthogonalizes its second matrix. Returns the seconds until a rank has an error."""
+    calls, orthogonalize = count(1), matrix_exchange.orthogonalize
+
+    def fail(*args: Any) -> None:
+        if next(calls) == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            raise ZeroDivisionError
+        orthogonalize(*args)
+
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix_exchange, "orthogonalize", fail)
+        with pytest.raises((EngineStateError, RankError)):
+            train(optimizer="muon", placement=RESIDENT, steps=6)
+    return time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_in_an_update_ends_the_others(ranks: RankPool) -> None:
+    assert max(ranks.run(3, fails_in_an_update)) < 20
 
 
 def received() -> tuple[int, set[int]]:

@@ -56,6 +56,11 @@ def test_sums_that_are_exchanged_once_a_step_are_added_rank_by_rank() -> None:
     two_equal_one(2, [{"placement": place} for place in places], simulate_ranks=2)
 
 
+def test_muon_on_two_ranks_is_that_on_one() -> None:
+    run: dict[str, Any] = {"optimizer": "muon", "exchange": "micro_batch", "model_options": {"spare": True}}
+    two_equal_one(1, [{"placement": place, **run} for place in (RESIDENT, GPU_STEP, STREAMED_TO_GPU)])
+
+
 def test_shared_weights_are_written_between_steps_and_move() -> None:
     """A layer that was written stays unpinned until the next step."""
     runs: list[dict[str, Any]] = [{"placement": STREAMED, "halves": True}]
