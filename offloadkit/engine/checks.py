@@ -137,7 +137,7 @@ def check_free(model: nn.Module, config: OffloadConfig) -> None:
 
 
 def used_elsewhere(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of `model` that are in another model with an open engine too."""
+    """The parameters of `model` that another model with an open engine has too."""
     others = [other for other, engine in list(_open_engines.items()) if engine() is not None and other is not model]
     theirs = {id(parameter) for other in others for parameter in other.parameters()}
     return {parameter for parameter in model.parameters() if id(parameter) in theirs}

@@ -42,7 +42,6 @@ def is_unread(model: nn.Module) -> bool:
 
 
 def sources(model: nn.Module) -> set[str]:
-    """The sources of the model's unread parameters."""
     return {vars(parameter)[_FROM][1] for parameter in model.parameters() if type(parameter) is _Unread}
 
 

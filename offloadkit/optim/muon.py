@@ -78,7 +78,7 @@ def adjusted_lr(scalars: MuonScalars, rows: int, columns: int) -> float:
 
 
 def muon_update(weights: Tensor, gradient: Tensor, moments: Sequence[Tensor], scalars: Sequence[float]) -> None:
-    """One step in place on fp32 matrices of one shape; moments: momentum_buffer; scalars: `MuonScalars`."""
+    """One Muon step in place on fp32 matrices of one shape; moments: momentum_buffer; scalars: `MuonScalars`."""
     s = MuonScalars(*scalars)  # type: ignore[arg-type]
     (buffer,) = moments
     buffer.lerp_(gradient, 1 - s.momentum)

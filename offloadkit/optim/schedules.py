@@ -20,7 +20,7 @@ Rates = Callable[[int], list[float]]
 
 
 class Schedule:
-    """Sets the learning rates of an optimizer's groups, and the first betas if they are cycled."""
+    """A schedule of DeepSpeed: `step()`, after every update, sets learning rates, and first betas if cycled."""
 
     def __init__(self, optimizer: Optimizer, rates: Rates, momenta: Rates | None = None) -> None:
         """`momenta`: schedule of the first betas. The second betas are then 0.99, as in DeepSpeed."""

@@ -364,7 +364,7 @@ class FlatState:
 
 
 class Matrix(NamedTuple):
-    """The shape in which a parameter is stepped as a matrix."""
+    """The shape in which Muon steps a parameter, and the memory and FLOPs of the step."""
 
     rows: int
     columns: int

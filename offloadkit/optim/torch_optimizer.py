@@ -27,7 +27,7 @@ class Run(Protocol):
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """An optimizer with offloaded states, stepped by the engine.
+    """`OffloadEngine.optimizer`: a torch optimizer, for schedulers and training loops, whose `step` is the engine's.
 
     `state[parameter]` holds "step" (fp32 scalar) and the arrays of `table.state_table`, such as "exp_avg" and
     "exp_avg_sq", in the parameter's shape; block scales are 1-D. With several ranks all arrays are 1-D: this rank's
