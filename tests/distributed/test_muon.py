@@ -16,8 +16,10 @@ from offloadkit import OffloadConfig, OffloadEngine, Placement
 from offloadkit.errors import ConfigError, EngineStateError, RankError
 from offloadkit.facts.telemetry import Telemetry
 from offloadkit.offload import matrix_exchange
+from offloadkit.offload.layers import flat_layers
 from offloadkit.optim.muon import newton_schulz_flops
 from offloadkit.optim.table import Matrix
+from offloadkit.planner.layout import exchange_sizes, workspace_bytes
 from offloadkit.planner.owners import matrix_owners
 from tests.distributed.doors import finetuned
 from tests.distributed.pool import RankPool
@@ -150,6 +152,21 @@ def test_owners_are_balanced_over_all_layers() -> None:
         for owner in (each for layer in owners for each in zip(layer, block, strict=True)):
             flops[owner[0]] += owner[1].flops
         assert max(flops) <= 1.02 * sum(flops) / num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_the_planned_buffers_fit_every_layer_of_every_rank(num_ranks: int) -> None:
+    layers = flat_layers(model(tied=False, depth=3, spare=True), OffloadConfig(optimizer="muon"))
+    whole = [layer.shape().shared_by(num_ranks) for layer in layers]
+    pieces, matrices = exchange_sizes(whole)
+    for rank in range(num_ranks):
+        for layer in layers:
+            layer.cut_for(rank, num_ranks)
+        assert exchange_sizes([layer.shape() for layer in layers]) == (pieces, matrices)
+        assert max(2 * layer.shard.numel for layer in layers if layer.kind.step_unit == "matrix") <= pieces
+    own = max(matrix.workspace_bytes for shape in whole for matrix in shape.matrices)
+    assert workspace_bytes(whole) == own + 3 * pieces + 2 * matrices
+    assert matrices >= 2 * 65 * 1100 * -(-3 // num_ranks)
 
 
 def test_the_plan_divides_flops_and_counts_the_exchange() -> None:
