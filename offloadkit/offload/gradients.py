@@ -114,7 +114,7 @@ class Gradients:
         """Release all buffers before layers move. No gradient may be pending, and no job may be running."""
         self.d2h.synchronize()  # wait: copies before their buffers go
         if self.reduction is not None:
-            self.reduction.synchronize()
+            self.reduction.finish_exchanges()
         for layer in self.layers:
             layer.forget_buffers()
         self._layer_of.clear()

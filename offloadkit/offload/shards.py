@@ -109,7 +109,7 @@ class Reduction:
         received_bytes, summed_bytes = max(received, default=0), max(leaving, default=0)
         self._exchange = GradientExchange(self._ranks, self._device, received_bytes, summed_bytes)
 
-    def synchronize(self) -> None:
+    def finish_exchanges(self) -> None:
         self._ranks.stream.synchronize()  # wait: exchanges before their buffers go
 
     def in_order(self) -> list[LayerGradient]:
