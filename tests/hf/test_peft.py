@@ -58,6 +58,7 @@ def logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_base_may_live_anywhere(device: str, options: dict[str, Any], tmp_path: Path) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from offloadkit.engine.outline import outlined
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.planner import make_plan, placed
 from offloadkit.planner.layout import LayerShape, WeightsAlone, possible, tier_bytes
 from offloadkit.planner.leaner import leaner
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import IN_VRAM, StepModel
-from tests.planner.machines import GIB, T4
+from tests.offload.test_frozen import Adapted
+from tests.planner.machines import GIB, H200, LLAMA_8B, T4
 from tests.planner.test_counts import adapted_layers
 
 LAYERS, WORK = adapted_layers()
@@ -99,3 +102,29 @@ def test_only_blocks_and_embeddings_may_leave_vram() -> None:
     assert possible(Placement(weights="ram", activations="checkpoint"), outside) == WeightsAlone()
     kept = possible(Placement(weights="ram", activations="checkpoint"), FROZEN)
     assert kept == WeightsAlone(weights="ram", activations="checkpoint")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "vram"), [(4, 6), (8, 10)])
+def test_lora_of_a_llama_of_8_billion_fits_a_small_card(rows: int, vram: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=8192, use_cache=False, **LLAMA_8B)).bfloat16()
+        model.requires_grad_(False)
+        for block in model.model.layers:
+            for owner, names in ((block.self_attn, "qkvo"), (block.mlp, ("gate", "up", "down"))):
+                for name in (f"{each}_proj" for each in names):
+                    setattr(owner, name, Adapted(getattr(owner, name), rank=16))
+        ids = torch.zeros((rows, 1024), dtype=torch.long)
+    machine = replace(H200, ram_available_bytes=20 * GIB)
+    outline = outlined(model, OffloadConfig(vram=vram * GIB, ram=20 * GIB), machine)
+    plan = outline.plan(outline.work({"input_ids": ids, "labels": ids}))
+    assert plan.fits, plan
+    assert plan.num_trainable_parameters == 41_943_040
+    placed = list(zip(plan.layers, plan.placements, strict=True))
+    assert {where.weights for layer, where in placed if layer.looked_up} == {"ram"}
+    assert {where.weights for layer, where in placed if layer.kind.is_trained} == {"vram"}
+    assert plan.tiers["ram"]["frozen weights"] > 12 * GIB
+    assert plan.slowdown is not None
+    assert plan.slowdown < 2
