@@ -52,8 +52,13 @@ def _searched(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan | None
 
 
 def _down_the_rungs(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan | None:
-    where, now = list(plan.placements), _totals(plan, plan.placements)
+    where, now = list(plan.placements), {tier: plan.total_bytes(tier) for tier in TIERS}
+    planned = tier_bytes(plan.layers, plan.placements, plan.accumulation)
     one_host = plan.num_gpus == plan.num_on_host
+
+    def totals(placements: Sequence[Placement]) -> dict[str, int]:
+        tiers = tier_bytes(plan.layers, placements, plan.accumulation)
+        return {tier: now[tier] + sum(tiers[tier].values()) - sum(planned[tier].values()) for tier in TIERS}
 
     def too_much(found: Mapping[str, int]) -> bool:
         others = (tier for tier in TIERS if tier != short)
@@ -64,22 +69,16 @@ def _down_the_rungs(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan 
         for at in reversed(range(len(where))):
             old, new = where[at], for_matrices(possible(rung(where[at]), plan.layers[at]), plan.layers[at])
             where[at] = new if is_built(new, plan.layers[at], plan.accumulation, one_host=one_host) else old
-            found = _totals(plan, where)
+            found = totals(where)
             if too_much(found):
                 where[at] = old
             elif rung not in _OF_ACTIVATIONS and found[short] <= budgets[short]:
                 return placed(plan, where)
         if rung in _OF_ACTIVATIONS and where != before:  # the saving is unknown
             return placed(plan, where)
-        if _totals(plan, where)[short] >= _totals(plan, before)[short]:
+        if totals(where)[short] >= totals(before)[short]:
             where = before
-    return placed(plan, where) if _totals(plan, where)[short] < now[short] else None
-
-
-def _totals(plan: Plan, placements: Sequence[Placement]) -> dict[str, int]:
-    tiers = tier_bytes(plan.layers, placements, plan.accumulation)
-    now = tier_bytes(plan.layers, plan.placements, plan.accumulation)
-    return {tier: plan.total_bytes(tier) + sum(tiers[tier].values()) - sum(now[tier].values()) for tier in TIERS}
+    return placed(plan, where) if totals(where)[short] < now[short] else None
 
 
 def _states_to_ram(where: Placement) -> Placement:
