@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+
+for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # nohup and shells ignore them for jobs in the background
+        signal.signal(number, default)
 
 if IS_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the other core belongs to the other worker
@@ -40,7 +45,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything under tests/gpu as `gpu`, and skip `gpu` tests if torch sees no CUDA device."""
+    """Run the longest tests first, so that no worker is left with one at the end. Mark everything under tests/gpu as
+    `gpu`, and skip `gpu` tests if torch sees no CUDA device."""
+    items.sort(key=_seconds, reverse=True)
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker("gpu")
@@ -52,6 +59,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _seconds(item: pytest.Item) -> float:
+    """The seconds that the test's mark `slow` says; 0 if it says none."""
+    return next((mark.args[0] for mark in item.iter_markers("slow") if mark.args), 0)
 
 
 @pytest.hookimpl(wrapper=True)

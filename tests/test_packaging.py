@@ -139,7 +139,7 @@ def test_the_wheel_holds_the_package_alone(installed: Path, tmp_path: Path) -> N
     assert not [path for path in package.rglob("*") if "roundpipe" in path.name or "torchao" in path.name]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(40)
 def test_an_installed_wheel_compares_and_sweeps(installed: Path, tmp_path: Path) -> None:
     sizes = ("--max-input-length", "8", "--max-target-length", "4", "--steps", "1")
     compare = ("compare", "t5-tiny", "--engine", "baseline", "--batch-size", "2")

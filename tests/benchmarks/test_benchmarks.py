@@ -61,7 +61,7 @@ def measured(seconds: float, **changes: Any) -> dict[str, Any]:
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_an_engine_in_a_fresh_process_makes_a_whole_row(tmp_path: Path) -> None:
     out = tmp_path / "results.csv"
     (row,) = run.run(["tiny-ragged"], engines=["offloadkit"], steps=2, out=out, commit="abc", device="cpu")
@@ -445,7 +445,7 @@ def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "w1: W1, t5-3b, 8 x (512+128), full" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 def test_a_door_reads_the_model_from_a_folder_and_makes_a_row(tmp_path: Path) -> None:
     (row,) = run.run(["tiny-doors"], engines=["offloadkit-trainer"], steps=2, out=tmp_path / "t.csv", device="cpu")
     assert row["status"] == "measured", row["reason"]

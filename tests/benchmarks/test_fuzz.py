@@ -58,7 +58,7 @@ def test_an_input_that_hangs_or_ends_its_process_is_counted(monkeypatch: pytest.
     assert {each.verdict for each in found} == {"slow", "died", "accepted"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 def test_a_sample_of_inputs_is_refused_by_name() -> None:
     fuzz_rooms.import_all()
     found = fuzz.run(share=0.02, seed=1, say=lambda text: None)

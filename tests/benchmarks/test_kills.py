@@ -10,7 +10,7 @@ import pytest
 from benchmarks.run import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 def test_killed_trainings_end_as_undisturbed_ones_and_a_second_one_is_refused() -> None:
     doors = ["finetune", "loop on 2 ranks"]
     command = [sys.executable, "-m", "benchmarks.kills", "--doors", *doors, "--kills=2", "--pairs=2", "--seed=1"]

@@ -102,7 +102,7 @@ def test_the_demo_task_counts_dates_that_are_right() -> None:
     assert found["held_out_loss"] < found["first_loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_the_command_trains_side_by_side_and_writes_a_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

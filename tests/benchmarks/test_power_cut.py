@@ -9,7 +9,7 @@ import pytest
 from benchmarks import power_cut
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_a_power_cut_loses_nothing_that_was_reported_saved() -> None:
     power_cut.start(times=4, seed=1)

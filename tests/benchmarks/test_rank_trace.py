@@ -49,7 +49,7 @@ def test_a_trace_without_kernels_says_nothing() -> None:
     assert by_kind([event("cuda_runtime", "cudaLaunchKernel", 0, 1)]) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_killed_ranks_resume_to_the_same_weights(tmp_path: Path) -> None:
     row = killed_ranks.run(kills=1, ranks=2, device="cpu", out=tmp_path / "a.csv", say=lambda text: None)
     assert row["figures"]["resumed on ranks"] == [1, 2]

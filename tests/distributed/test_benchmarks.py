@@ -106,7 +106,7 @@ def test_peers_on_two_ranks_are_measured_and_what_they_receive_is_counted(
         assert row["batch_size"] == 32 * 2, "no memory was full"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_the_hashed_cases_train_the_same_weights_on_one_rank_and_on_two(tmp_path: Path) -> None:
     cases = ["tiny-1-hashed", "tiny-2-hashed"]
     rows = benchmark.run(cases, steps=1, out=tmp_path / "a.csv", commit="abc", device="cpu")

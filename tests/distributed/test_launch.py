@@ -163,7 +163,7 @@ def test_the_first_error_ends_all_ranks(tmp_path: Path) -> None:
     assert are_gone(processes)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_killed_ranks_lose_nothing_that_was_saved(ranks: RankPool, one_thread: None, tmp_path: Path) -> None:
     """Ranks are killed twice and resumed on other numbers of ranks: the weights equal an undisturbed run."""
     num_steps, draw = 5, random.Random(7)

@@ -54,7 +54,7 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 @pytest.mark.usefixtures("one_thread")
 def test_torchrun_starts_finetune(tmp_path: Path) -> None:
     found = run([TORCHRUN], "finetune", tmp_path)
@@ -65,7 +65,7 @@ def test_torchrun_starts_finetune(tmp_path: Path) -> None:
     assert printed.count("the model is in") == printed.count("loading transformers and datasets") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 @pytest.mark.usefixtures("one_thread")
 def test_accelerate_launch_starts_a_loop_with_its_loader_and_finetune(tmp_path: Path) -> None:
     found = run([ACCELERATE], "accelerate", tmp_path)

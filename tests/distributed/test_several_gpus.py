@@ -138,7 +138,7 @@ def test_a_row_for_each_gpu() -> None:
     assert all(row in drawn for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 def test_finetune_on_two_ranks_is_stopped_and_hands_the_model_back(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -123,7 +123,7 @@ def test_what_does_not_fit_without_offloading_is_predicted_and_says_what_it_need
     assert monitors[0].baseline_seconds is None
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 def test_a_fresh_process_measures_a_model_that_was_handed_over(monitors: list[Monitor]) -> None:
     finetune(t5(), baseline="measure")
     assert 0 < (monitors[0].baseline_seconds or 0) < 5

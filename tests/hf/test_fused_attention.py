@@ -343,7 +343,7 @@ PLACEMENTS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 @pytest.mark.usefixtures("emulated", "one_thread")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_no_placement_changes_a_number_and_dropped_weights_are_found_again(compiled: bool) -> None:

@@ -283,7 +283,7 @@ except offloadkit.errors.TrainingStoppedError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_two_ranks_agree_on_the_step_that_they_save(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -71,7 +71,7 @@ def test_finetune_is_planned_watched_tried_and_saved(execute: Execute) -> None:
     assert "writes the same: True" in ran.text("save")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_the_blog_chart_has_a_row_for_each_engine(execute: Execute) -> None:
     ran = execute("02_the_blog_chart")
     rows = re.findall(r"<tr>(.*?)</tr>", ran.data("table", "text/html"))
@@ -88,7 +88,7 @@ def test_the_blog_chart_has_a_row_for_each_engine(execute: Execute) -> None:
         assert f"<!-- {shown}" in chart or f", {shown} -->" in chart, shown
 
 
-@pytest.mark.slow
+@pytest.mark.slow(60)
 def test_the_sweep_names_the_knee_and_what_bounds_each_side(execute: Execute) -> None:
     ran = execute("03_batch_size")
     words = ran.text("table")

@@ -66,7 +66,7 @@ def printed(*arguments: str) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and trims glibc's heap")
 def test_a_run_takes_the_ram_that_its_plan_says(tmp_path: Path) -> None:
     """The committed table shows it for half a billion parameters, within 5 %; this model has 0.14 billion.
@@ -82,7 +82,7 @@ def test_a_run_takes_the_ram_that_its_plan_says(tmp_path: Path) -> None:
         assert abs(expected - took) < 0.05 * took + 200 * MIB, name
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_head_and_loss_in_chunks_add_less_ram() -> None:
     """256 rows of logits are 125 MiB in fp32; the model's own loss holds three such arrays."""

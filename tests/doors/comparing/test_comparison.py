@@ -32,7 +32,7 @@ def never(task: dict[str, Any]) -> dict[str, Any]:
     raise AssertionError(f"run again: {task}")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 def test_each_engine_runs_in_a_process_of_its_own_and_its_row_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: Answers, capsys: pytest.CaptureFixture[str]
 ) -> None:
