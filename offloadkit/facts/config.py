@@ -26,7 +26,8 @@ class Placement:
 
     weights: Literal["vram", "ram"] = "vram"
     """Working weights, which forward and backward compute with. "ram" prefetches a repeated block's weights into one of
-    a few reusable VRAM buffers before its forward and backward; weights outside the blocks stay in VRAM."""
+    a few reusable VRAM buffers before its forward and backward; weights outside the blocks stay in VRAM, but for frozen
+    embeddings, whose rows are read from RAM."""
 
     gradients: Literal["vram", "ram"] = "ram"
     """Gradients between backward and the step. "ram" sends each layer's gradients to pinned RAM right after its
