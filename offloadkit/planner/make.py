@@ -40,13 +40,9 @@ def make(kind: type[P], layers: Sequence[LayerShape], basis: Basis) -> P:
     chooses between few and NCCL's own choice (`Hardware.most_ctas`).
     """
     config, work, hardware = basis.config, basis.work, basis.hardware
+    sums, precision = config.exchange == "step", config.precision
     layers = tuple(
-        replace(
-            layer,
-            kind=replace(layer.kind, precision=config.precision),
-            exchanges_sums=config.exchange == "step",
-        )
-        for layer in layers
+        replace(layer, kind=replace(layer.kind, precision=precision), exchanges_sums=sums) for layer in layers
     )
     budgets = _budgets(config, hardware, layers[0].num_ranks)
     if work is None or hardware is None or not hardware.few_ctas_link_bytes_per_second:
@@ -87,19 +83,9 @@ def replanned(
     if num_gpus is not None:
         layers = tuple(layer.shared_by(num_gpus) for layer in layers)
         hardware = basis.hardware and for_ranks(basis.hardware, num_gpus)
-    return make(
-        type(plan),
-        layers,
-        Basis(
-            config,
-            basis.frozen,
-            basis.frozen_bytes,
-            work or basis.work,
-            hardware or basis.hardware,
-            basis.assumed,
-            unsaved_bytes=basis.unsaved_bytes,
-        ),
-    )
+    work, hardware = work or basis.work, hardware or basis.hardware
+    fresh = Basis(config, basis.frozen, basis.frozen_bytes, work, hardware, basis.assumed)
+    return make(type(plan), layers, replace(fresh, unsaved_bytes=basis.unsaved_bytes))
 
 
 def with_other_exchange(plan: P) -> P:
@@ -130,13 +116,7 @@ def _plan(
     placements: tuple[Placement, ...],
 ) -> P:
     placements = tuple(of_kind(where, layer) for where, layer in zip(placements, layers, strict=True))
-    config, work, hardware, frozen, frozen_bytes = (
-        basis.config,
-        basis.work,
-        basis.hardware,
-        basis.frozen,
-        basis.frozen_bytes,
-    )
+    config, work, hardware, frozen_bytes = basis.config, basis.work, basis.hardware, basis.frozen_bytes
     held = activations(work, choices(layers, placements, work)) if work else None
     tiers = run_bytes(
         layers,
@@ -158,7 +138,7 @@ def _plan(
         layers,
         placements,
         config.gradient_accumulation,
-        frozen + sum(layer.num_parameters for layer in layers),
+        basis.frozen + sum(layer.num_parameters for layer in layers),
         num_trainable,
         tiers,
         checkpoint,
