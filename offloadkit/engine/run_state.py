@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,11 +75,7 @@ class RunState:
             self._optimizer.load_parameter_state(parameter, saved[name])
         if (warning := changed_options(groups, state["param_groups"])) is not None:
             warnings.warn(warning, RuntimeWarning, stacklevel=3)
-        for group, options in zip(groups, state["param_groups"], strict=True):
-            group.update(options)
-        self._loop.num_updates = state["num_updates"]
-        if self._loop.loss_scale is not None and state.get("loss_scale"):
-            self._loop.loss_scale.load_state_dict(state["loss_scale"])
+        self._take(state["param_groups"], state)
 
     def _check_state(self, state: Any) -> None:
         """Raise `ModelError` if `state` is not a `state_dict()` of an engine of this model."""
@@ -143,12 +139,15 @@ class RunState:
         for warning in (SummationOrder(**values["adding"]).order_warning(self._summation_order), options):
             if warning is not None and self._ranks.rank == 0:
                 warnings.warn(warning, RuntimeWarning, stacklevel=4)
-        for group, saved in zip(self._optimizer.param_groups, values["groups"], strict=True):
-            group.update(saved["options"])
-        self._loop.num_updates = values["counts"]["num_updates"]
-        if self._loop.loss_scale is not None and values["counts"]["loss_scale"]:
-            self._loop.loss_scale.load_state_dict(values["counts"]["loss_scale"])
+        self._take(saved_groups, values["counts"])
         self._origin = self._ranks.broadcast_from(origin)
+
+    def _take(self, options: Sequence[Mapping[str, Any]], counts: Mapping[str, Any]) -> None:
+        for group, saved in zip(self._optimizer.param_groups, options, strict=True):
+            group.update(saved)
+        self._loop.num_updates = counts["num_updates"]
+        if self._loop.loss_scale is not None and counts.get("loss_scale"):
+            self._loop.loss_scale.load_state_dict(counts["loss_scale"])
 
     def master_weights(self) -> dict[str, torch.Tensor]:
         self._loop.synchronize()
