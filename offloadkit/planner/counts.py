@@ -80,14 +80,9 @@ PLACEMENTS: tuple[Placement, ...] = (
 )
 
 
-def where_of(code: int, recomputation: Literal["keep", "checkpoint", "offload"]) -> Placement:
-    return _with_activations()[recomputation][code]
-
-
 @cache
-def _with_activations() -> dict[str, list[Placement]]:
-    options: tuple[Literal["keep", "checkpoint", "offload"], ...] = ("keep", "checkpoint", "offload")
-    return {how: [replace(where, activations=how) for where in PLACEMENTS] for how in options}
+def where_of(code: int, recomputation: Literal["keep", "checkpoint", "offload"]) -> Placement:
+    return replace(PLACEMENTS[code], activations=recomputation)
 
 
 class Spread:
@@ -113,12 +108,11 @@ class Spread:
             frozen_bytes: VRAM of frozen parameters and buffers.
             context_bytes: VRAM of the process outside torch's allocator.
         """
-        self._layers, self._work, self._accumulation = layers, work, accumulation
+        self._layers, self._work = layers, work
         self.blocks = list(dict.fromkeys(layer.name for layer in layers if layer.in_block))
         self._number = {name: index for index, name in enumerate(self.blocks)}
         self.block_of = np.array([self._number.get(layer.name, -1) for layer in layers])
         self._shared = np.array([layer.shared for layer in layers])
-        self._exchanges = layers[0].num_ranks > 1
         self._frozen = np.array([not layer.kind.is_trained for layer in layers])
         self._may_stream = (self.block_of >= 0) & ~self._shared & ~_beside(layers, self._frozen) & one_host
         in_ram = Placement(gradients="ram")
