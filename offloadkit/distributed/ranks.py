@@ -42,15 +42,14 @@ from offloadkit.distributed.stepped import Stepped, SteppedLayers
 from offloadkit.distributed.watch import Watch
 from offloadkit.errors import ConfigError, RankError
 from offloadkit.facts import hardware
-from offloadkit.facts.fitted import NCCL_BYTES
+from offloadkit.facts.fitted import NCCL_BYTES, NCCL_BYTES_EACH
 from offloadkit.facts.threads import Thread
+from offloadkit.planner.ranks import GPUS_PER_HOST
 
 _T = TypeVar("_T")
 
 CONNECTING_BYTES = 32 << 20
 """Size of the warm-up all-gather: about a large layer, because NCCL chooses its algorithm by size."""
-_MOST_LIBRARY_BYTES = 2 * NCCL_BYTES
-"""Upper bound of NCCL's VRAM. Growth beyond it comes from another process."""
 BROADCAST_BYTES = 64 * 2**20
 """Chunk size of broadcasts of tensors that are not on the device."""
 
@@ -241,7 +240,7 @@ class Group:
         del sent, received
         torch.cuda.empty_cache()
         took = hardware.vram_outside_bytes(self._device) - before
-        self._took_vram(min(took, _MOST_LIBRARY_BYTES))
+        self._took_vram(min(took, _most_library_bytes(self.size)))
         self._received, self._most_ctas = counted, most_ctas
 
     def _took_vram(self, num_bytes: int) -> None:
@@ -507,6 +506,11 @@ class Group:
 
 
 _ENDED = "died or raised an error: look at that, and resume from a checkpoint"
+
+
+def _most_library_bytes(num_ranks: int) -> int:
+    """Upper bound of NCCL's VRAM: twice the planned bytes. Growth beyond it comes from another process."""
+    return 2 * (NCCL_BYTES + (min(num_ranks, GPUS_PER_HOST) - 2) * NCCL_BYTES_EACH)
 
 
 def host() -> int:

@@ -14,6 +14,7 @@ from offloadkit.device import streams
 from offloadkit.distributed import ranks as ranks_module
 from offloadkit.distributed.ranks import Group
 from offloadkit.facts import hardware
+from offloadkit.facts.fitted import NCCL_BYTES, NCCL_BYTES_EACH
 from tests.distributed.pool import RankPool
 
 MIB = 1 << 20
@@ -104,6 +105,17 @@ def again(taken: int) -> Any:
     return with_library(taken, connects_again)
 
 
+def connects_once(ranks: Group, library: Library) -> int:
+    ranks.connect()
+    found = hardware.library_bytes[0]
+    ranks.close()
+    return found
+
+
+def once(taken: int) -> Any:
+    return with_library(taken, connects_once)
+
+
 def apart() -> Any:
     return with_library(0, wants_another_number)
 
@@ -118,7 +130,12 @@ def test_ranks_connect_once_for_a_number_of_thread_blocks(ranks: RankPool) -> No
 
 def test_what_another_process_takes_meanwhile_is_not_the_ranks(ranks: RankPool) -> None:
     (first, *_), _ = ranks.run(2, again, taken=10_000 * MIB)
-    assert first[2] == 2 * ranks_module.NCCL_BYTES
+    assert first[2] == 2 * NCCL_BYTES
+
+
+def test_more_ranks_of_a_host_may_take_more(ranks: RankPool) -> None:
+    taken = 2 * (NCCL_BYTES + 2 * NCCL_BYTES_EACH)
+    assert ranks.run(4, once, taken=taken) == [taken] * 4
 
 
 def test_ranks_with_plans_for_other_numbers_are_told_so(ranks: RankPool) -> None:
