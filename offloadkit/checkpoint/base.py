@@ -1,9 +1,9 @@
-"""Frozen weights: no checkpoint has them. It has their checksums, which a resumed run must share."""
+"""Frozen weights. A checkpoint has a checksum of each, which a resumed run must share, and the written weights."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,16 @@ class Checksums:
     """One xxh3 for each frozen weight, computed again only after a write."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[int, str]] = {}
+        self._known: dict[str, tuple[int | None, str]] = {}
 
-    def of(self, weights: Mapping[str, tuple[torch.Tensor, int]]) -> dict[str, str]:
+    def of(self, weights: Mapping[str, tuple[torch.Tensor, int | None]]) -> dict[str, str]:
         """Checksums over dtype, shape and bytes, by name.
 
         Args:
-            weights: (tensor, number that every write changes) by name.
+            weights: (tensor, number that every write changes) by name. None: compute the checksum again.
         """
-        new = {name: each for name, each in weights.items() if self._known.get(name, (-1, ""))[0] != each[1]}
+        known = {name: version for name, (version, _) in self._known.items() if version is not None}
+        new = {name: each for name, each in weights.items() if name not in known or known[name] != each[1]}
         if new:
             with ThreadPool(min(_NUM_THREADS, os.cpu_count() or 1), "offloadkit-checksums") as pool:
                 found = pool.map(_checksum, [tensor for tensor, _ in new.values()])
@@ -56,16 +57,18 @@ class Base:
     Attributes:
         model: the model's name or folder; "" if unknown.
         checksums: returns the checksums by name.
+        weights: the entries of the module's `state_dict()`.
     """
 
     model: str
     checksums: Callable[[], dict[str, str]]
+    weights: Mapping[str, torch.Tensor]
 
     def to_dict(self) -> dict[str, Any]:
         return {"model": self.model, "xxh3": self.checksums()}
 
-    def check(self, path: Path, saved: Any) -> None:
-        """Compare with the entry in `path`, the saved run's.
+    def check(self, path: Path, saved: Any, loaded: Collection[str] = ()) -> None:
+        """Compare with the entry in `path`, the saved run's, except for weights that will be `loaded`.
 
         Raises:
             ModelError: the frozen weights differ, or the entry is corrupt.
@@ -74,10 +77,12 @@ class Base:
         if why is not None:
             raise ModelError(f"{path} cannot be read ({why}): it is truncated or corrupt")
         own, theirs = self.checksums(), saved["xxh3"]
-        differing = [name for name in sorted({*own, *theirs}) if own.get(name) != theirs.get(name)]
+        memory = {self.weights[name].data_ptr() for name in loaded if name in self.weights}
+        tied = {name for name, weight in self.weights.items() if weight.data_ptr() in memory}
+        differing = [name for name in sorted({*own, *theirs} - tied) if own.get(name) != theirs.get(name)]
         if differing:
             of = f" of {saved['model']!r}" if saved["model"] else ""
             raise ModelError(
                 f"{path}: {len(differing)} frozen weights differ from those{of} that the run was saved with, such as "
-                f"{differing[0]!r}. No checkpoint has frozen weights: resume with the same base model, frozen alike"
+                f"{differing[0]!r}. The checkpoint does not have them: resume with the same base model, frozen alike"
             )

@@ -6,7 +6,7 @@
 | `run.json` | options by group, counts, summation, scheduler, position in the data, checksums of frozen weights |
 | `random.json` | random states of rank 0; later ranks write `random-RANK.json` |
 | `order.json` | Trainer only: the random state that an epoch's order by length was drawn from |
-| `weights.safetensors` | trained weights and buffers; the Trainer writes HuggingFace's files instead |
+| `weights.safetensors` | trained and written weights, buffers; the Trainer writes HuggingFace's files instead |
 | `manifest.json` | run, attempt and update; all files, their sizes and checksums; written last |
 
 Every file but the manifest records the run, attempt, update and its own name under `origin`.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class RunSnapshot:
     """All numbers of a run by name, for saving and resuming. The tensors are live: use them between updates."""
 
     weights: Mapping[str, Any]
-    """The module's `state_dict()`, without frozen weights."""
+    """The module's `state_dict()`, without frozen weights that the program has not written."""
     states: States
     ranges: Ranges
     """Ranges of `states`; with several ranks, this rank's part."""
@@ -129,8 +129,18 @@ class RunSnapshot:
         write_states(folder, self.states, self.ranges, self.shapes, between, self.origin, rank, num_ranks)
         between.finish()
 
-    def check(self, folder: Path, saved: SavedStates) -> dict[str, Any]:
+    def weights_among(self, names: Collection[str]) -> dict[str, Any]:
+        """The weights to load from a file with `names`: all but the frozen ones that it lacks."""
+        frozen = {} if self.base is None else self.base.weights
+        return {
+            name: weight for name, weight in {**self.weights, **frozen}.items() if name in names or name not in frozen
+        }
+
+    def check(self, folder: Path, saved: SavedStates, loaded: Collection[str] = ()) -> dict[str, Any]:
         """Check that this run can resume from the saved values; returns the values in `run.json`. Changes nothing.
+
+        Args:
+            loaded: names of weights that will be loaded.
 
         Raises:
             ModelError: parameters, shapes, groups or frozen weights differ, or a file is truncated or broken.
@@ -170,7 +180,7 @@ class RunSnapshot:
                 other = sorted(set(theirs) ^ set(group["parameters"]))[0]
                 raise ModelError(f"{path}: parameter group {at} of the saved run and of this run differ in {other!r}")
         if self.base is not None:
-            self.base.check(path, values.get("base"))
+            self.base.check(path, values.get("base"), loaded)
         return values
 
     def load_states(self, saved: SavedStates) -> None:
@@ -267,12 +277,12 @@ def load_run(
             f"{folder} has no {WEIGHT_FILE}: a Trainer wrote it. Resume it with the Trainer, or with finetune"
         )
     with SavedStates(folder) as saved, ArrayFile(folder / WEIGHT_FILE) as weights:
-        values = numbers.check(folder, saved)
-        check_weights(weights, numbers.weights)
+        values, own = numbers.check(folder, saved, weights.arrays), numbers.weights_among(weights.arrays)
+        check_weights(weights, own)
         states = _random_of(folder, ranks.rank)
         if scheduler is not None:
             check_scheduler(folder, values, scheduler)
-        load_weights(weights, numbers.weights)
+        load_weights(weights, own)
         took_weights()
         numbers.load_states(saved)
     set_random_states(states)

@@ -486,7 +486,7 @@ class DeepSpeedEngine:
             tag: None: "global_step" and the number of updates.
             client_state: numbers, strings, lists, dicts and tensors, which `load_checkpoint` returns.
             save_latest: record the tag, so that `load_checkpoint` finds it without a tag.
-            exclude_frozen_parameters: ignored; no checkpoint has frozen weights.
+            exclude_frozen_parameters: ignored; a checkpoint has only the frozen weights that the program wrote.
 
         Returns:
             True.

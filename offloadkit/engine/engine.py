@@ -513,8 +513,8 @@ class OffloadEngine:
         return self.checkpoints.state.origin
 
     def save_checkpoint(self, folder: str | Path, *, scheduler: Any = None, position: Any = None) -> None:
-        """Write everything that an exact continuation needs: weights, states, counts and random states. Of frozen
-        weights it has checksums alone, because the base model has their numbers.
+        """Write everything that an exact continuation needs: weights, states, counts and random states. Frozen
+        weights are included if the program wrote them after the engine was built; the base model has the others.
 
         An older checkpoint in `folder` stays until the new one is complete. All ranks save together, into a shared
         folder. Any number of ranks may continue from it; new ranks take rank 0's random states. If the continued run

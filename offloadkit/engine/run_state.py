@@ -112,12 +112,13 @@ class RunState:
             names[view.group].append(view.name)
         groups = [{"options": group, "parameters": of} for group, of in zip(state["param_groups"], names, strict=True)]
         frozen, config = self._loop.placed.frozen_weights(), getattr(self._loop.placed.module, "config", None)
-        model = str(getattr(config, "_name_or_path", ""))
+        model, written = str(getattr(config, "_name_or_path", "")), self._loop.placed.written_frozen()
+        of_base = {name: value for name, value in state["module"].items() if name in frozen}
         facts: dict[str, Any] = {"optimizer": self._config.optimizer, "precision": self._config.precision}
         if self._config.precision != "exact":
             facts["seed"] = self._config.seed
         return RunSnapshot(
-            {name: value for name, value in state["module"].items() if name not in frozen},
+            {name: value for name, value in state["module"].items() if name not in frozen or name in written},
             state["optimizer"],
             {view.name: each.ranges_of(at) for each in layers.trained for at, view in enumerate(each.layer.views)},
             {view.name: tuple(view.parameter.shape) for view in views},
@@ -127,7 +128,7 @@ class RunState:
             self._summation_order,
             self.origin,
             layers.forget_pages,
-            Base(model, lambda: self._checksums.of(frozen)) if frozen else None,
+            Base(model, lambda: self._checksums.of(frozen), of_base) if frozen else None,
         )
 
     def go_on(self, values: dict[str, Any], origin: Callable[[], Origin]) -> None:

@@ -219,16 +219,18 @@ def _frozen_in_layers(
 ) -> list[nn.Parameter]:
     """The frozen parameters of blocks and embeddings that can be views of a flat layer.
 
-    Left out are tied, quantised and non-contiguous weights, and weights of scripted and compiled modules.
+    Left out are tied, quantised and non-contiguous weights, and weights of scripted and compiled modules and of modules
+    in several blocks.
     """
     used = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
+    places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     without_hooks = {
         inner
         for module in model.modules()
         if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
         for inner in module.modules()
     }
-    in_blocks = (module for _, block in repeated_blocks(model) for module in block.modules())
+    in_blocks = (each for _, block in repeated_blocks(model) for each in block.modules() if places[each] == 1)
     embeddings = (each for each in model.modules() if isinstance(each, nn.Embedding) and each.max_norm is None)
     found = []
     for module in dict.fromkeys(chain(in_blocks, embeddings)):

@@ -80,6 +80,8 @@ class PlacedModel:
         self.states = self.layers.states
         undo.callback(self.layers.give_back)
         buffers = self._read(layers, ram_watch)
+        placed = {view.parameter for layer in layers for view in layer.views}
+        self._rest = {each: _memory_and_version(each) for each in module.parameters() if each not in placed}
         for buffer in module.buffers():
             ranks.broadcast(buffer)
         # The model must keep the weights that live in RAM, however the engine ends.
@@ -311,21 +313,43 @@ class PlacedModel:
             copies.append(("h2d", self.layers.weight_ring.h2d))
         return [*self._waits.take().items(), *((name, stream.take_busy()) for name, stream in copies)]
 
-    def frozen_weights(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """Frozen weights where they live, with their version counters, by name. Call `settle` first."""
+    def frozen_weights(self) -> dict[str, tuple[torch.Tensor, int | None]]:
+        """Frozen weights where they live, with their version counters, by name. Call `settle` first.
+
+        The counter is None for floating-point weights in no layer: nothing watches them, and `.data` hides writes.
+        """
         homes = {
             view.parameter: state.weights.flat[view.elements].view(view.parameter.shape)
             for state in self.states
             if not state.layer.kind.is_trained
             for view in state.layer.views
         }
-        trained = {view.parameter for view in self.layers.views()}
         with unwatched():
             return {
-                name: (homes.get(parameter, parameter.data), parameter._version)
-                for name, parameter in self.module.named_parameters(remove_duplicate=False)
-                if parameter not in trained
+                name: (
+                    homes.get(parameter, parameter.data),
+                    None if parameter not in homes and parameter.is_floating_point() else parameter._version,
+                )
+                for name, parameter in self._frozen()
             }
+
+    def written_frozen(self) -> set[str]:
+        """Names of the frozen weights that the program has written since the model was placed. Call `settle` first.
+
+        In-place writes to `.data` of a weight in no layer are not seen.
+        """
+        written = self.layers.written
+        with unwatched():
+            return {
+                name
+                for name, parameter in self._frozen()
+                if parameter in written or self._rest.get(parameter) not in (None, _memory_and_version(parameter))
+            }
+
+    def _frozen(self) -> list[tuple[str, nn.Parameter]]:
+        trained = {view.parameter for view in self.layers.views()}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return [(name, parameter) for name, parameter in named if parameter not in trained]
 
     def release(self) -> None:
         """Free memory and disk after all steps and copies are done. The model keeps its weights.
@@ -341,3 +365,8 @@ class PlacedModel:
             slab.make_ordinary()
         if slabs:
             self.module.to("cpu")
+
+
+def _memory_and_version(parameter: nn.Parameter) -> tuple[int, int]:
+    """Assigning `.data` changes the memory; other writes change the version."""
+    return parameter.data_ptr(), parameter._version

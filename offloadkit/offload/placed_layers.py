@@ -43,6 +43,7 @@ class PlacedLayers:
     Attributes:
         states: in definition order.
         is_stepped: an update was started that `finish_updates` has not waited for.
+        written: the frozen parameters that the program has written since they were placed.
         weight_ring: None if no layer is streamed, and between `leave_rings` and `join_rings`.
         pinning_seconds: seconds spent populating and pinning RAM.
     """
@@ -62,6 +63,7 @@ class PlacedLayers:
         self._bring = None if gathers is None else gathers.bring
         self.states: list[LayerState] = []
         self.is_stepped = False
+        self.written = set[nn.Parameter]()
         self.weight_ring: WeightRing | None = None
         self.pinning_seconds = 0.0
         self.memory = LayerAllocator(plan.layers, self._accumulation, config.disk, device, ranks)
@@ -302,12 +304,14 @@ class PlacedLayers:
             self.memory.disk.synchronize()  # wait: the disk before parameters are written
 
     def take_over_external_writes(self, *, keep_remainder: bool = False) -> None:
-        """Copy weights that the program wrote in place into the master weights."""
+        """Copy weights that the program wrote in place into the master weights, and note frozen ones."""
         for state in self.states:
             written = state.weights.external_writes_since()
             if written:
                 self.finish_updates()
                 state.take_over(written, keep_remainder=keep_remainder)
+                if not state.layer.kind.is_trained:
+                    self.written.update(view.parameter for view in written)
 
     def forget_pages(self) -> None:
         """Drop the page cache of states on disk, which were mapped to be read or written between steps."""

@@ -1,4 +1,4 @@
-"""Frozen weights are in no checkpoint; their checksums are, and a resumed run must share them."""
+"""Frozen weights: a resumed run must share their checksums, and a checkpoint contains the written ones."""
 
 from __future__ import annotations
 
@@ -69,6 +69,65 @@ def test_another_base_is_refused_and_nothing_is_changed(tmp_path: Path, name: st
         assert_equal(weights_of(model), before)
 
 
+WRITTEN = ("blocks.2.up.base_layer.weight", "embed.weight", "head.weight")
+
+
+@pytest.mark.parametrize("placement", [STREAMED, RESIDENT], ids=str)
+def test_frozen_weights_that_were_written_are_saved(tmp_path: Path, placement: Placement) -> None:
+    """A momentum teacher is frozen and written after each step."""
+    model = adapted(torch.bfloat16)
+    with OffloadEngine(model, config(placement), device="cpu") as engine:
+        train(engine, tokens(4)[:2])
+        for name in WRITTEN:
+            write(model, name)
+        engine.save_checkpoint(tmp_path / "saved")
+        then = weights_of(model)
+        train(engine, tokens(1))
+        for name in WRITTEN:
+            write(model, name)
+        engine.load_checkpoint(tmp_path / "saved")
+        assert_equal(weights_of(model), then)
+        train(engine, tokens(4)[2:])
+    with safe_open(tmp_path / "saved" / "weights.safetensors", framework="pt") as file:
+        assert {name for name in file.keys() if "lora" not in name} == set(WRITTEN)  # noqa: SIM118
+    resumed = adapted(torch.bfloat16)
+    with OffloadEngine(resumed, config(placement), device="cpu") as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert_equal(weights_of(resumed), then)
+        train(engine, tokens(4)[2:])
+        engine.save_checkpoint(tmp_path / "later")
+    assert_equal(weights_of(resumed), weights_of(model))
+    with safe_open(tmp_path / "later" / "weights.safetensors", framework="pt") as file:
+        assert set(WRITTEN) <= set(file.keys()), "written by loading"
+
+
+def test_a_tied_frozen_weight_is_saved_once_under_its_first_name(tmp_path: Path) -> None:
+    def tied() -> Any:
+        model = adapted()
+        model.head.weight = model.embed.weight
+        return model
+
+    model, resumed = tied(), tied()
+    with OffloadEngine(model, config(), device="cpu") as engine:
+        train(engine, tokens(1))
+        write(model, "embed.weight")
+        engine.save_checkpoint(tmp_path / "saved")
+    with OffloadEngine(resumed, config(), device="cpu") as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+    assert_equal(weights_of(resumed), weights_of(model))
+
+
+def test_a_write_through_data_changes_the_checksum(tmp_path: Path) -> None:
+    """`.data` of a parameter in no layer has a version counter of its own."""
+    model = adapted()
+    with OffloadEngine(model, config(), device="cpu") as engine:
+        train(engine, tokens(1))
+        engine.save_checkpoint(tmp_path / "saved")
+        model.head.weight.data.view(-1)[0] += 1
+        with pytest.raises(ModelError, match="1 frozen weights differ"):
+            engine.load_checkpoint(tmp_path / "saved")
+
+
 def test_the_error_names_the_base(tmp_path: Path) -> None:
     model = adapted()
     model.config = type("Config", (), {"_name_or_path": "some/model"})()
@@ -112,6 +171,8 @@ def test_checksums_are_of_dtype_shape_and_bytes_and_are_kept_until_a_write(monke
     other = some + 1
     assert checksums.of({"a": (other, 0)}) == first
     assert checksums.of({"a": (other, 1)}) != first
+    unwatched = checksums.of({"b": (some, None)})
+    assert checksums.of({"b": (other, None)}) != unwatched
 
 
 def test_the_plan_counts_no_frozen_weight_in_a_checkpoint(tmp_path: Path) -> None:

@@ -198,6 +198,17 @@ def test_a_frozen_layer_has_weights_alone(device: str) -> None:
         assert planned == sum(state.weights.flat.nbytes for state in frozen)
 
 
+def test_a_frozen_module_in_two_blocks_does_not_keep_their_other_weights_in_vram() -> None:
+    model, one = adapted(), nn.Linear(65, 65).requires_grad_(False)
+    for block in model.blocks[:2]:
+        block.one = one
+    found = flat_layers(model, config())
+    layers = [layer for layer in found if layer.block is not None and not layer.kind.is_trained]
+    assert [layer.name for layer in layers] == [f"blocks.{at}" for at in range(4)]
+    assert not any(layer.shared for layer in layers)
+    assert all(view.parameter is not one.weight for layer in layers for view in layer.views)
+
+
 def test_a_move_carries_frozen_weights_between_ram_and_vram(device: str) -> None:
     expected, model, batches = adapted(torch.bfloat16), adapted(torch.bfloat16), tokens(6, device)
     losses = by_engine(expected, batches, None, device)
