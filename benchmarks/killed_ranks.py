@@ -9,6 +9,7 @@ python -m benchmarks.killed_ranks --device cpu --kills 2        # without a GPU
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import random
 import shutil
@@ -29,7 +30,6 @@ from torch import nn
 from benchmarks import table
 from benchmarks.ranks import take_gpu
 from benchmarks.run import ended_by_signals, git_commit
-from benchmarks.same_numbers import sha256
 from benchmarks.table import Row
 from offloadkit import OffloadConfig, OffloadEngine
 from offloadkit.checkpoint.folder import newest_checkpoint
@@ -128,7 +128,10 @@ def train(folder: Path, last_step: int | None) -> tuple[str, str]:
                 shutil.rmtree(folder / f"checkpoint-{step - 3}", ignore_errors=True)
             send_to_parent((os.getpid(), step))
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
-    return gpu, sha256(dict(engine.module.named_parameters()))
+    weights = hashlib.sha256()
+    for parameter in engine.module.parameters():
+        weights.update(parameter.detach().cpu().view(torch.uint8).numpy().tobytes())
+    return gpu, weights.hexdigest()
 
 
 def newest_step(folder: Path) -> int:

@@ -21,7 +21,7 @@ SHAPE = {
     "pad_token_id": 0,
 }
 """A Llama of 0.14 billion parameters."""
-NUM_STEPS, NUM_TOKENS = 3, 64
+NUM_STEPS, NUM_TOKENS = 2, 64
 VOCABULARY, WIDTH, NUM_ROWS = 128_256, 64, 256
 
 

@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from offloadkit.errors import EngineStateError
 from offloadkit.hf.tokenize import IGNORED
@@ -49,6 +47,9 @@ def targets_in(batch: Any, *, shifted: bool) -> torch.Tensor | int:
 
 def shifts_labels(model: Any) -> bool:
     """Whether the model's loss compares position i with label i + 1, as transformers' causal language models do."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     loss_type = getattr(model, "loss_type", None)
