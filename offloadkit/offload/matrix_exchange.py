@@ -33,7 +33,8 @@ from offloadkit.optim.table import FlatState, Segment
 from offloadkit.planner.layout import MATRIX_BYTES, NUM_MATRIX_BUFFERS, NUM_PIECE_BUFFERS, LayerShape, exchange_sizes
 from offloadkit.planner.owners import matrix_owners
 
-_PAUSE = 1e-3
+_PAUSE = 1e-4
+"""Seconds between looks at the oldest queued work. Four queued pieces keep the GPU busy for about 0.2 ms."""
 
 
 @dataclass(frozen=True)

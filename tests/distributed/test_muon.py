@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +145,37 @@ def test_the_cpu_steps_no_matrices_of_several_ranks(ranks: RankPool) -> None:
     for answer in ranks.answers(2, train, optimizer="muon", placement=Placement()):
         assert isinstance(answer, ConfigError)
         assert "whose matrices Muon steps" in str(answer)
+
+
+def test_the_gpu_is_busy_while_pieces_are_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assumed durations: 60 and 80 us for the first and the last part of a piece, 400 us for a matrix."""
+    now = ends = busy = 0.0
+
+    class Done:
+        def __init__(self) -> None:
+            self.at = ends
+
+        def done(self) -> bool:
+            return now >= self.at
+
+    class Stream:
+        record = staticmethod(Done)
+
+        @staticmethod
+        def run(work: Callable[[], float]) -> None:
+            nonlocal ends, busy
+            ends, busy = max(now, ends) + work(), busy + work()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(matrix_exchange, "time", SimpleNamespace(sleep=sleep))
+    exchange = matrix_exchange.MatrixExchange.__new__(matrix_exchange.MatrixExchange)
+    exchange._queued = deque()
+    for seconds in [*[60e-6] * 5, *[400e-6] * 5, *[80e-6] * 5] * 24:
+        exchange._queue(lambda seconds=seconds: seconds, Stream)  # type: ignore[misc, arg-type]
+    assert ends < 1.1 * busy
 
 
 def test_owners_are_balanced_over_all_layers() -> None:
