@@ -256,7 +256,7 @@ class LookedUpWeights(LayerWeights):
         return super().tensors(on_device(flat, self.device))
 
     def bind_to_ram(self) -> None:
-        record_compute(self.device).synchronize()  # lookups may still run
+        record_compute(self.device).synchronize()  # wait: lookups before a write
         self.bind(super().tensors(self.flat))
 
     def begin_write(self) -> None:

@@ -499,6 +499,7 @@ NEVER_MISSED = {
     "backward before the CPU's weights are uploaded": "so did the norm's sums, after all of backward",
     "backward before a step on the GPU": "as on the CPU",
     "the GPU before the thread ends": "with a GPU only",
+    "lookups before a write": "with a GPU only: the CPU's lookups have read the embeddings when they return",
 }
 """Names of waits, and why no run misses them."""
 
