@@ -18,8 +18,7 @@ from transformers import PreTrainedModel, T5ForConditionalGeneration
 
 from offloadkit import OffloadConfig, OffloadEngine, finetune
 from offloadkit.doors import planning
-from offloadkit.engine import engine as engine_module
-from offloadkit.engine import outline
+from offloadkit.engine import outline, start
 from offloadkit.errors import DoesNotFitError
 from offloadkit.facts.config import Placement
 from offloadkit.facts.fitted import LOADED_LATER_BYTES
@@ -272,7 +271,7 @@ def test_the_trainer_and_the_engine_propose_the_disk_as_finetune_does(
         proposed = plan.basis.with_disk
         raise PlannedError(proposed and (proposed.disk_folder, proposed.disk_read_bytes_per_second))
 
-    for module in (engine_module, trainer_plan):
+    for module in (start, trainer_plan):
         monkeypatch.setattr(module, "check_fits", refused)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     for vram, proposed in (("64KiB", (str(tmp_path), ASSUMED_DISK)), ("64GiB", None)):
