@@ -7,9 +7,11 @@ a failure tells the previous rank. There are no heartbeats.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -23,6 +25,8 @@ from offloadkit.facts.threads import Thread
 _FOREVER = timedelta(days=365)
 GRACE_SECONDS = 5.0
 """Time that a rank has to notice by itself that another rank has ended."""
+EXIT_SECONDS = 5.0
+"""Longest wait of a process that exits for its watching threads."""
 _NEWS_SECONDS = 0.3
 """Time that a failed operation waits to learn which rank was lost."""
 _IN_ORDER = -1
@@ -56,6 +60,7 @@ class Watch:
                 faulthandler.enable()  # NCCL's watchdog aborts the process: the dump then shows all threads
         self._thread = Thread(target=self._wait, name="offloadkit-watch", daemon=True)
         self._thread.start()
+        _open.add(self)
         _forget_groups()
 
     def who_is_lost(self) -> int | None:
@@ -71,6 +76,13 @@ class Watch:
         """Announce that this rank closes its engine without failure, unless it has sent a message already."""
         self._left.set()
         self._tell(_IN_ORDER)
+        _open.discard(self)
+        _closed.append((self._thread, self._group))
+
+    def exit(self) -> None:
+        """Tell the previous rank that this process exits with its engine open, and ignore the next rank's end."""
+        self._left.set()
+        self._tell(self._rank)
         _closed.append((self._thread, self._group))
 
     def _tell(self, word: int) -> None:
@@ -111,6 +123,7 @@ class Watch:
         self._give_up()
 
 
+_open: set[Watch] = set()
 _closed: list[tuple[Thread, Any]] = []
 """Threads and groups of closed engines. A thread ends when the next rank has closed its engine too."""
 
@@ -121,3 +134,13 @@ def _forget_groups() -> None:
         _closed.remove((thread, group))
         with suppress(ValueError):  # the program has destroyed all groups
             dist.destroy_process_group(group)
+
+
+@atexit.register
+def _end() -> None:
+    """End the watching threads. A thread that returns from gloo while the interpreter shuts down aborts the process."""
+    while _open:
+        _open.pop().exit()
+    ends = time.monotonic() + EXIT_SECONDS
+    for thread, _ in _closed:
+        thread.join(max(0.0, ends - time.monotonic()))

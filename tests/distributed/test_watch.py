@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -163,3 +164,43 @@ def test_the_default_group_is_aborted_while_the_engines_group_waits_for_it(monke
     abort.start()
     assert default.is_aborted.wait(5)
     assert own.is_aborted.wait(5)
+
+
+EXITS = """
+import sys, threading, time
+import offloadkit.distributed.watch as watch
+closes = sys.argv[1] == "close"
+
+
+class Group:
+    \"\"\"gloo's group of two ranks, of which the other one ends half a second later.\"\"\"
+
+    def send(self, words, rank, tag):
+        print("told", int(words[0][0]), flush=True)
+        return self
+
+    def wait(self, *timeout):
+        pass
+
+
+class Receiving:
+    def wait(self, timeout):
+        time.sleep(0.5)
+        print("thread ends", flush=True)
+        raise RuntimeError("connection closed")
+
+
+watch.dist.irecv = lambda word, rank, group: Receiving()
+watching = watch.Watch(1, 2, Group(), lambda: print("gives up"))
+if closes:
+    watching.leave()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "told"), [("close", "told -1"), ("leave open", "told 1")])
+def test_a_process_that_exits_waits_for_its_watching_thread(how: str, told: str) -> None:
+    """Otherwise the thread may return from gloo while the interpreter shuts down, which aborts the process."""
+    done = subprocess.run([sys.executable, "-c", EXITS, how], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [told, "thread ends"]
