@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,9 @@ from typing import Any
 import torch
 import xxhash
 
+from offloadkit.checkpoint.folder import PIECE_BYTES, checksum_threads
 from offloadkit.checkpoint.values import why_unlike
 from offloadkit.errors import ModelError
-from offloadkit.facts.threads import ThreadPool
-
-_PIECE_BYTES = 64 << 20
-_NUM_THREADS = 8
 
 
 class Checksums:
@@ -34,7 +30,7 @@ class Checksums:
         known = {name: version for name, (version, _) in self._known.items() if version is not None}
         new = {name: each for name, each in weights.items() if name not in known or known[name] != each[1]}
         if new:
-            with ThreadPool(min(_NUM_THREADS, os.cpu_count() or 1), "offloadkit-checksums") as pool:
+            with checksum_threads() as pool:
                 found = pool.map(_checksum, [tensor for tensor, _ in new.values()])
                 for (name, (_, version)), checksum in zip(new.items(), found, strict=True):
                     self._known[name] = version, checksum
@@ -45,8 +41,8 @@ class Checksums:
 def _checksum(tensor: torch.Tensor) -> str:
     found = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     flat = tensor.detach().reshape(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), _PIECE_BYTES):
-        found.update(flat[start : start + _PIECE_BYTES].cpu().numpy().data)
+    for start in range(0, flat.numel(), PIECE_BYTES):
+        found.update(flat[start : start + PIECE_BYTES].cpu().numpy().data)
     return found.hexdigest()
 
 

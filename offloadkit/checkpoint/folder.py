@@ -311,8 +311,12 @@ def checksums(path: Path, name: str) -> list[str]:
         starts = range(0, max(size, 1), PIECE_BYTES)
         if len(starts) == 1:
             return [of_piece(0)]
-        with ThreadPool(min(_CHECKSUM_THREADS, os.cpu_count() or 1), "offloadkit-checksums") as pool:
+        with checksum_threads() as pool:
             return list(pool.map(of_piece, starts))
+
+
+def checksum_threads() -> ThreadPool:
+    return ThreadPool(min(_CHECKSUM_THREADS, os.cpu_count() or 1), "offloadkit-checksums")
 
 
 def _checksum_of(manifest: dict[str, Any]) -> str:

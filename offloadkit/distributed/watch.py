@@ -74,15 +74,16 @@ class Watch:
 
     def leave(self) -> None:
         """Announce that this rank closes its engine without failure, unless it has sent a message already."""
-        self._left.set()
-        self._tell(_IN_ORDER)
-        _open.discard(self)
-        _closed.append((self._thread, self._group))
+        self._end(_IN_ORDER)
 
     def exit(self) -> None:
         """Tell the previous rank that this process exits with its engine open, and ignore the next rank's end."""
+        self._end(self._rank)
+
+    def _end(self, word: int) -> None:
         self._left.set()
-        self._tell(self._rank)
+        self._tell(word)
+        _open.discard(self)
         _closed.append((self._thread, self._group))
 
     def _tell(self, word: int) -> None:
@@ -137,10 +138,10 @@ def _forget_groups() -> None:
 
 
 @atexit.register
-def _end() -> None:
+def _end_threads() -> None:
     """End the watching threads. A thread that returns from gloo while the interpreter shuts down aborts the process."""
-    while _open:
-        _open.pop().exit()
+    for watch in tuple(_open):
+        watch.exit()
     ends = time.monotonic() + EXIT_SECONDS
     for thread, _ in _closed:
         thread.join(max(0.0, ends - time.monotonic()))

@@ -159,7 +159,7 @@ def test_a_model_without_frozen_weights_has_no_entry(tmp_path: Path) -> None:
 
 
 def test_checksums_are_of_dtype_shape_and_bytes_and_are_kept_until_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(base, "PIECE_BYTES", 64)
     some = torch.arange(100, dtype=torch.float32)
     tensors = [some, some.view(10, 10), some.view(torch.int32), torch.zeros(100), some.bfloat16(), torch.tensor(1.0)]
     found = Checksums().of({str(at): (tensor, 0) for at, tensor in enumerate(tensors)})
