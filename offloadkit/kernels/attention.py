@@ -88,11 +88,11 @@ def attend(
 ) -> Tensor:
     """The first output of `attention`; same arguments.
 
-    Bypasses torch's dispatcher, which takes as much Python time as launching the kernels, unless a compiler or the meta
-    device must see the operation.
+    Bypasses torch's dispatcher, which takes as much Python time as launching the kernels, unless a compiler, a dispatch
+    mode or the meta device must see the operation.
     """
     given = (query, key, value, bias, mask, scaling, dropout)
-    seen = torch.compiler.is_compiling() or query.is_meta
+    seen = torch.compiler.is_compiling() or query.is_meta or torch._C._len_torch_dispatch_stack() > 0
     output: Tensor = attention(*given)[0] if seen else _Eager.apply(*given)  # type: ignore[no-untyped-call]
     return output
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from offloadkit.device import host_memory
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.errors import ConfigError, ModelError
+from offloadkit.offload.kept_results import KeptResults
 from offloadkit.offload.layers import repeated_blocks, replace_forwards
 from offloadkit.offload.weights import LayerWeights
 
@@ -406,6 +407,17 @@ def recomputed_in_backward(device: torch.device, function: Callable[..., Any], *
         return function(*args, **kwargs)
 
 
+def cheaply_recomputed_in_backward(
+    device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """`recomputed_in_backward`, with the results of matmuls and attention kept until backward too (`KeptResults`)."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    again = _Recomputation(device, function, args, kwargs)
+    with saved_tensors_hooks(again.pack, again.unpack), again.keeping_results():
+        return function(*args, **kwargs)
+
+
 class _Recomputation:
     """Inputs of the second run, and the tensors it has found. Autograd's nodes keep it until backward is done."""
 
@@ -413,6 +425,7 @@ class _Recomputation:
         self, device: torch.device, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._function, self._kwargs = function, kwargs
+        self._results: KeptResults | None = None
         self._versions = [(tensor, tensor._version) for tensor in _tensors_in(kwargs.values())]
         # Tensors among the positional arguments are saved like an operation's inputs, so that hooks on saved tensors
         # see them, and in-place changes before backward raise.
@@ -422,6 +435,11 @@ class _Recomputation:
         self._environment = _Environment(device)
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def keeping_results(self) -> AbstractContextManager[None]:
+        """Context for the first run that keeps results of matmuls and attention."""
+        self._results = KeptResults(self._environment.present_random_states)
+        return self._results.keeping(self._saved)
 
     def pack(self, tensor: torch.Tensor) -> int:
         """Saves the tensor's index, in the order of saving, instead of the tensor."""
@@ -459,8 +477,10 @@ class _Recomputation:
         for tensor, version in self._versions:
             if tensor._version != version:
                 raise changed_in_place(tensor)
+        reusing = nullcontext() if self._results is None else self._results.reusing()
+        hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
         try:
-            with self._environment.restored(), saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
+            with self._environment.restored(), hooks, torch.enable_grad(), reusing:
                 self._function(*args, **self._kwargs)
         except _FoundAllError:
             return found
@@ -529,18 +549,21 @@ class _Environment:
 
     def __init__(self, device: torch.device) -> None:
         self._device_types: tuple[str, ...] = ("cpu",)
-        generators = [torch.default_generator]
+        self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._device_types = ("cpu", "cuda")
-            generators.append(torch.cuda.default_generators[device.index])
-        self._random_states = [(generator, generator.get_state()) for generator in generators]
+            self._generators.append(torch.cuda.default_generators[device.index])
+        self._random_states = self.present_random_states()
         self._autocast = self._present_autocast()
         self._default_device = _default_device()
+
+    def present_random_states(self) -> list[tuple[torch.Generator, torch.Tensor]]:
+        return [(generator, generator.get_state()) for generator in self._generators]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context with the recorded environment; restores the present random states afterwards."""
-        now = [(generator, generator.get_state()) for generator, _ in self._random_states]
+        now = self.present_random_states()
         for generator, state in self._random_states:
             generator.set_state(state)
         try:
