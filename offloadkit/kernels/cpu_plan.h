@@ -42,9 +42,9 @@ struct plan_model {
     int64_t num_stages, num_layers;
 };
 
-/* Room for what one simulation remembers: num_stages + 2 * num_layers numbers, and num_layers copies. */
+/* Room for what one simulation remembers: num_stages + 3 * num_layers numbers, and num_layers copies. */
 struct plan_memory {
-    double *ends, *sent, *added;
+    double *ends, *sent, *added, *staged;
     double *starts, *seconds; /* copies to VRAM that the ring has not met yet */
 };
 
@@ -346,6 +346,22 @@ static struct plan_bus plan_bus_in_backward(const struct plan_model *model, cons
     return plan_beside_link(m, bus, linked * m->link_in_backward, fetched, sent);
 }
 
+/* seconds.Staging */
+struct plan_staging {
+    double free;
+    int64_t oldest, number;
+};
+
+static double plan_stage(struct plan_staging *staging, const struct plan_memory *memory, double num_bytes) {
+    double is_free = 0.0;
+    while (staging->free < num_bytes) {
+        is_free = memory->added[staging->oldest];
+        staging->free += memory->staged[staging->oldest++];
+    }
+    staging->free -= num_bytes;
+    return is_free;
+}
+
 static struct queues plan_backward(const struct plan_model *model, const struct candidate *of,
                                    struct plan_memory *memory, int is_last) {
     const struct plan_machine *m = model->machine;
@@ -354,7 +370,11 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
     struct plan_bus bus = plan_bus_in_backward(model, of, is_last);
     double h2d = bus.h2d, d2h = bus.d2h, before = 0.0, drained = 0.0;
     int64_t num_buffers = (int64_t)m->num_weight_buffers, num_buckets = (int64_t)m->num_gradient_buckets;
-    int64_t num_staging = (int64_t)m->num_staging, num_streamed = 0, num_ends = 0, num_sent = 0, num_added = 0;
+    int64_t num_streamed = 0, num_ends = 0, num_sent = 0;
+    struct plan_staging staging = {0.0, 0, 0};
+    for (int64_t at = 0; at < model->num_layers; at++)
+        if (gradients_in_ram(of->codes[at])) staging.free = larger(staging.free, model->layers[at].sent_bytes);
+    staging.free *= m->num_staging;
     for (int64_t stage = model->num_stages - 1; stage >= 0; stage--) {
         const struct stage_cost *unit = &model->stages[stage];
         int64_t first = stage ? model->ends[stage - 1] : 0;
@@ -406,10 +426,12 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
             }
             if (!in_ram) continue;
             double *python = plan_python(&q);
-            if (num_added >= num_staging) *python = larger(*python, memory->added[num_added - num_staging]);
+            if (adds) *python = larger(*python, plan_stage(&staging, memory, layer->sent_bytes));
             drained = plan_take(&q.d2h, layer->sent_bytes / d2h, larger(complete, *python));
             if (layer->exchange == 0.0) memory->sent[num_sent++] = drained;
-            if (adds) memory->added[num_added++] = plan_cores(&q, layer->adding_in_ram, drained);
+            if (!adds) continue;
+            memory->staged[staging.number] = layer->sent_bytes;
+            memory->added[staging.number++] = plan_cores(&q, layer->adding_in_ram, drained);
         }
     }
     if (is_last) {

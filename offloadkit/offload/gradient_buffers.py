@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import queue
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
 from itertools import accumulate, pairwise
 
 import torch
 
-from offloadkit.device import host_memory
+from offloadkit.device import host_memory, watchdog
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.kernels import cpu
 from offloadkit.kernels.dispatch import block_sums
@@ -94,63 +94,93 @@ Ranges = Sequence[tuple[int, int, int, bool]]
 """(start in the source, start in the sum, length, True to add or False to overwrite)."""
 
 
+class Staging:
+    """A ring of bytes in pinned RAM for gradients that wait to be added.
+
+    Gradients leave the ring in the order in which they entered it. A gradient may cross the ring's end, so it fits
+    whenever enough bytes are free.
+    """
+
+    def __init__(self, memory: torch.Tensor, waits: Waits) -> None:
+        """memory: 1-D pinned uint8."""
+        self._memory, self._waits = memory, waits
+        self._taken: deque[tuple[int, int, threading.Event]] = deque()
+        """(first byte, bytes, set once the bytes may be overwritten) of the gradients in the ring, oldest first."""
+
+    def take(self, num_bytes: int, is_free: threading.Event) -> list[torch.Tensor]:
+        """Reserve bytes until `is_free` is set. Returns one uint8 tensor, or two if the bytes cross the ring's end.
+
+        Blocks until the stepping thread has added the gradients that are in the way.
+        """
+        size = self._memory.numel()
+        if not num_bytes:  # a rank may own no part of a layer
+            return []
+        while size - sum(taken for _, taken, _ in self._taken) < num_bytes:
+            oldest = self._taken[0][2]
+            if not oldest.is_set():
+                with self._waits.blocking():
+                    watchdog.wait(oldest, "gradients to be added in RAM")  # wait: a sum before its staging is reused
+            self._taken.popleft()
+        first = sum(self._taken[-1][:2]) % size if self._taken else 0
+        self._taken.append((first, num_bytes, is_free))
+        parts = [self._memory[first : first + num_bytes], self._memory[: max(0, first + num_bytes - size)]]
+        return [part for part in parts if part.numel()]
+
+
 class RamSums:
-    """Accumulates micro-batches in RAM. A gradient passes through a staging buffer; the stepping thread adds it."""
+    """Accumulates micro-batches in RAM. A gradient passes through the staging ring; the stepping thread adds it."""
 
     def __init__(
-        self,
-        d2h: CopyStream,
-        waits: Waits,
-        submit: Callable[[Callable[[], None]], None],
-        staging: Sequence[torch.Tensor],
+        self, d2h: CopyStream, waits: Waits, submit: Callable[[Callable[[], None]], None], staging: torch.Tensor
     ) -> None:
         """
         Args:
             submit: queues a job for the stepping thread.
-            staging: pinned uint8 buffers, each as large as the largest bucket.
+            staging: memory of the ring.
         """
-        self._d2h, self._waits, self._submit = d2h, waits, submit
-        self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for buffer in staging:
-            self._staging.put(buffer)
+        self._d2h, self._submit, self._staging = d2h, submit, Staging(staging, waits)
 
     def add(self, layer: LayerGradient, source: torch.Tensor, ranges: Ranges) -> Event:
         """Copy `source` to RAM, and have its `ranges` added to the layer's sum. Returns the end of the copy.
 
         source: 1-D, in the bucket's dtype; the D2H stream has waited for it.
         """
-        staged: list[torch.Tensor] = []  # the staging buffer, until it is returned
+        is_free = threading.Event()
         try:
-            # If all are in use, this waits until the stepping thread returns a buffer.
-            with self._waits.blocking() if self._staging.empty() else nullcontext():
-                staged.append(self._staging.get())
-            return self._add_through(staged, layer, source, ranges)
-        except BaseException:  # including an interrupt; otherwise later micro-batches would wait for the buffer forever
-            self._give_back(staged)
+            return self._add_through(self._staging.take(source.nbytes, is_free), is_free, layer, source, ranges)
+        except BaseException:  # including an interrupt; otherwise later micro-batches would wait for the bytes forever
+            is_free.set()
             raise
 
     def _add_through(
-        self, staged: list[torch.Tensor], layer: LayerGradient, source: torch.Tensor, ranges: Ranges
+        self,
+        staged: Sequence[torch.Tensor],
+        is_free: threading.Event,
+        layer: LayerGradient,
+        source: torch.Tensor,
+        ranges: Ranges,
     ) -> Event:
-        host, piece = layer.window_in_ram, staged[0][: source.nbytes].view(source.dtype)
-        arrived = self._d2h.copy_all([(piece, source)], layer.layer.name)
+        host, pieces = layer.window_in_ram, [part.view(source.dtype) for part in staged]
+        starts = list(accumulate((piece.numel() for piece in pieces), initial=0))
+        copies = [(piece, source[begin:end]) for piece, (begin, end) in zip(pieces, pairwise(starts), strict=True)]
+        arrived = self._d2h.copy_all(copies, layer.layer.name)
         layer.sums_on_host = True
 
         def add_to_window() -> None:
             try:
                 arrived.synchronize()  # wait: a copy before it is accumulated
                 for at, start, length, add in ranges:
-                    cpu.accumulate(host[start : start + length], piece[at : at + length], add=add)
+                    for piece, begin in zip(pieces, starts, strict=False):
+                        low, high = max(at, begin), min(at + length, begin + piece.numel())
+                        if low < high:
+                            into = host[start + low - at : start + high - at]
+                            cpu.accumulate(into, piece[low - begin : high - begin], add=add)
             finally:
-                self._give_back(staged)
+                is_free.set()
 
         self._submit(add_to_window)
         layer.sent = arrived
         return arrived
-
-    def _give_back(self, staged: list[torch.Tensor]) -> None:
-        with suppress(IndexError):  # the other thread has already returned it
-            self._staging.put(staged.pop())
 
 
 class NormSums:

@@ -74,7 +74,7 @@ class Gradients:
         if isinstance(ranks, Group):
             self.reduction = Reduction(ranks, device, accumulation, self.d2h, waits)
         self._norm_sums: NormSums | None = None
-        self._use((), ())
+        self._use((), torch.empty(0))
         self._layer_of: dict[ParameterView, tuple[LayerGradient, int]] = {}
         self._hooks: list[Any] = []
         self._hook_of: dict[int, int] = {}
@@ -90,12 +90,12 @@ class Gradients:
         if own in hooks:
             hooks[own] = hooks.pop(own)  # autograd follows the dict's order, which `move_to_end` does not change
 
-    def arrange(self, layers: Sequence[LayerGradient], staging: Sequence[torch.Tensor]) -> None:
+    def arrange(self, layers: Sequence[LayerGradient], staging: torch.Tensor) -> None:
         """Set the layers, after placing or a move, and allocate their buffers.
 
         Args:
-            staging: pinned uint8 buffers, each as large as the largest bucket. A micro-batch's gradient passes through
-                a staging buffer before it is added in RAM. Empty if nothing accumulates in RAM.
+            staging: pinned uint8 memory that a micro-batch's gradient passes through before it is added in RAM. Empty
+                if nothing accumulates in RAM.
         """
         self._use(layers, staging)
         self._norm_sums = NormSums(layers, self._device, is_sum=self._is_sum)
@@ -103,7 +103,7 @@ class Gradients:
             for index, view in enumerate(gradient.layer.views):
                 self._layer_of[view] = (gradient, index)
 
-    def _use(self, layers: Sequence[LayerGradient], staging: Sequence[torch.Tensor]) -> None:
+    def _use(self, layers: Sequence[LayerGradient], staging: torch.Tensor) -> None:
         self.layers, self._norm_sums = layers, None
         self.buckets = Buckets(layers, self._device, self._waits, is_sum=self._is_sum)
         self._ram_sums = RamSums(self.d2h, self._waits, self._submit, staging)
@@ -118,7 +118,7 @@ class Gradients:
         for layer in self.layers:
             layer.forget_buffers()
         self._layer_of.clear()
-        self._use((), ())
+        self._use((), torch.empty(0))
 
     def _gradient_hook(self, view: ParameterView) -> Callable[[torch.Tensor], None]:
         layer_of = self._layer_of

@@ -77,13 +77,13 @@ class LayerAllocator:
         return total - (shape.stepped_bytes() if placement.weights == "ram" else 0)
 
     def buffer_bytes(self, placements: Sequence[Placement]) -> list[int]:
-        """Sizes of the RAM buffers that layers share: for states on disk first, then staging for accumulation."""
+        """Sizes of the RAM buffers that layers share: for states on disk first, then the staging ring, if any."""
         placed = list(zip(self._shapes, placements, strict=True))
         on_disk = [sum(shape.state_bytes().values()) for shape, where in placed if where.states == "disk"]
         through_ram = [shape.staged_bytes(self._accumulation) for shape, where in placed if where.gradients == "ram"]
-        num_staging = NUM_STAGING if self._accumulation > 1 and through_ram else 0
+        staging = [NUM_STAGING * max(through_ram)] if self._accumulation > 1 and through_ram else []
         num_disk = NUM_STATE_BUFFERS if on_disk else 0
-        return [max(on_disk, default=0)] * num_disk + [max(through_ram, default=0)] * num_staging
+        return [max(on_disk, default=0)] * num_disk + staging
 
     def buffers(self, placements: Sequence[Placement]) -> list[HostSlab]:
         return host_memory.allocate(self.buffer_bytes(placements), self._device, "the buffers of gradients and states")

@@ -248,8 +248,8 @@ class PlacedLayers:
 
     # ---- what layers share --------------------------------------------------------------------------------------
 
-    def join_rings(self, buffers: Sequence[HostSlab], external_writes: ExternalWrites) -> list[torch.Tensor]:
-        """Build the rings for the present placements; returns the staging buffers among `buffers`, uint8."""
+    def join_rings(self, buffers: Sequence[HostSlab], external_writes: ExternalWrites) -> torch.Tensor:
+        """Build the rings for the present placements; returns the staging memory among `buffers`, uint8."""
         placed = list(zip(self._shapes, self.placements, strict=True))
         num_disk = NUM_STATE_BUFFERS if any(where.states == "disk" for _, where in placed) else 0
         if self.memory.disk is not None:
@@ -267,7 +267,8 @@ class PlacedLayers:
         self.weight_ring = None
         if streamed:
             self.weight_ring = WeightRing(streamed, self._device, NUM_WEIGHT_BUFFERS, self._waits, external_writes)
-        return [slab.cut(slab.num_bytes, torch.uint8) for slab in buffers[num_disk:]]
+        staging = [slab.cut(slab.num_bytes, torch.uint8) for slab in buffers[num_disk:]]
+        return staging[0] if staging else torch.empty(0, dtype=torch.uint8)
 
     def leave_rings(self) -> None:
         """Release the rings before layers move."""

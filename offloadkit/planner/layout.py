@@ -40,7 +40,7 @@ gradient.
 NUM_WEIGHT_BUFFERS = 3
 """Buffers in VRAM for working weights in RAM: the current, the previous and the next layer."""
 NUM_STAGING = 2
-"""Buffers in RAM for one micro-batch's gradients that wait to be added to the accumulated gradients."""
+"""Size of the staging ring, in which a micro-batch's gradients wait in RAM to be added: this many of the largest."""
 NUM_STATE_BUFFERS = 3
 """Buffers in RAM for states on disk: one is read, one is stepped, one is written."""
 

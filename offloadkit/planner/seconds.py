@@ -12,7 +12,7 @@ are in `fitted`.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from heapq import heappop, heappush
@@ -360,7 +360,8 @@ class StepModel:
         before, drained, num_streamed = 0.0, 0.0, 0
         ends: list[float] = []
         sent: list[float] = []
-        added: list[float] = []
+        through_ram = [layer.sent_bytes for layer in self.layers if placements[layer.index].gradients == "ram"]
+        staging = Staging(NUM_STAGING * max(through_ram, default=0))
         for unit in reversed(self.stages):
             ready = sent[-NUM_GRADIENT_BUCKETS] if len(sent) >= NUM_GRADIENT_BUCKETS else 0.0
             fetched, num_layers, recomputes, offloads, seconds = 0, 0, False, False, unit.backward
@@ -402,13 +403,13 @@ class StepModel:
                     if in_ram and not adds:
                         complete = queues.free["link"] = max(complete, drained)
                 if in_ram:
-                    if len(added) >= NUM_STAGING:  # Python waits until a staging buffer is free
-                        queues.free[python] = max(queues.free[python], added[-NUM_STAGING])
+                    if adds:  # Python waits for room
+                        queues.free[python] = max(queues.free[python], staging.take(layer.sent_bytes))
                     drained = queues.take("D2H", layer.sent_bytes / d2h, max(complete, queues.free[python]))
                     if not layer.exchange:
                         sent.append(drained)
                     if adds:
-                        added.append(queues.take("CPU step", layer.adding_in_ram, drained))
+                        staging.added(queues.take("CPU step", layer.adding_in_ram, drained), layer.sent_bytes)
         if is_last:
             done = queues.launched(LAYER_LAUNCHES * self.num_trained * self._hardware.launch_seconds, 0.0)
             done = max(done, queues.free["link"])
@@ -683,6 +684,27 @@ class Queues:
                 took += room
                 seconds -= room / factor
         return took + seconds
+
+
+class Staging:
+    """The ring in RAM in which gradients wait to be added."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._free = num_bytes
+        self._added: deque[tuple[float, int]] = deque()
+        """(when a gradient is added, its bytes), oldest first."""
+
+    def take(self, num_bytes: int) -> float:
+        """Reserve bytes of the ring. Returns when they are free."""
+        free = 0.0
+        while self._free < num_bytes:
+            free, freed = self._added.popleft()
+            self._free += freed
+        self._free -= num_bytes
+        return free
+
+    def added(self, end: float, num_bytes: int) -> None:
+        self._added.append((end, num_bytes))
 
 
 class Ring:

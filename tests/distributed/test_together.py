@@ -338,7 +338,7 @@ def shared_buffers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, int]]
         give_back(self, buffer, busy)
 
     def arranges(self: gradients.Gradients, layers: Any, staging: Any) -> None:
-        add("staging", *staging)
+        add("staging", staging)
         arrange(self, layers, staging)
 
     def exchanges(self: GradientExchange, *args: Any) -> None:

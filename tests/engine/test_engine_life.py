@@ -201,8 +201,8 @@ def test_one_log_serves_a_second_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("submitted", [False, True], ids=["before the sum is queued", "when it was queued"])
-def test_interrupts_lose_no_staging_buffer(submitted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three interrupts: if two buffers were lost, the next backward would wait forever."""
+def test_interrupts_lose_no_staging_memory(submitted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three interrupts: if their bytes were lost, the next backward would wait forever."""
     config = OffloadConfig(learning_rate=1e-2, gradient_accumulation=2)
     torch.manual_seed(0)
     expected = TinyLM()

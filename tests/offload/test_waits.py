@@ -27,6 +27,7 @@ from offloadkit.engine import engine as engine_module
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, RepeatWindowError
 from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.kernels import cpu
 from offloadkit.offload import states, update
 from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import layout, placed, possible, tier_bytes
@@ -311,6 +312,17 @@ def an_update_that_takes_long() -> None:
     assert is_waiting
 
 
+def slow_sums() -> None:
+    """The staging ring is full, and gradients cross its end."""
+    real = cpu.accumulate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "accumulate", lambda *args, **options: (time.sleep(0.002), real(*args, **options))[1])
+        with OffloadEngine(TinyLM(depth=6), OffloadConfig(gradient_accumulation=2), device="cpu") as engine:
+            for batch in tokens(4):
+                engine.backward(engine(batch))
+                engine.step()
+
+
 def several_ranks(accumulation: int, exchange: str = "micro_batch") -> None:
     """One rank's work; weights are gathered right after their step, or at the gates."""
     places = [Placement(), Placement(step="gpu"), LEAST_RAM, IN_VRAM]
@@ -437,6 +449,7 @@ RUNS: dict[str, Callable[[], None]] = {
     "disk": slow_disk,
     "touched between steps": touched_between_steps,
     "long update": an_update_that_takes_long,
+    "slow sums": slow_sums,
     "several ranks": lambda: several_ranks(1),
     "several ranks, accumulating": lambda: several_ranks(2),
     "several ranks, sums": lambda: several_ranks(2, "step"),
@@ -532,6 +545,7 @@ MISSED_BY = {
     "long update": ["the newest update"],
     "saved at once": ["an update before streamed weights are read", "weights in RAM before they are read"],
     "touched between steps": ["an update before weights are opened"],
+    "slow sums": ["a sum before its staging is reused"],
     "several ranks": [
         "backward before an exchange",
         "a sum read before the next",
