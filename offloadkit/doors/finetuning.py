@@ -443,8 +443,7 @@ def _read_rows(setup: Setup) -> tuple[Setup, TrainingRows]:
     tokenizer, config = setup.source.load_tokenizer(options.tokenizer), setup.source.config
     sets = options.train_dataset, options.eval_dataset
     data, evaluation = prepare_both(*sets, tokenizer, config, **options.lengths, column_options=column_options)
-    longest: Any = longest_row(data, evaluation)
-    request = replace(setup.request, **longest)
+    request = replace(setup.request, **longest_row(data, evaluation))
     if evaluation is not None and request.eval_batch_size is not None:
         request = replace(request, eval_batch_size=min(request.eval_batch_size, len(evaluation.dataset)))
     source = setup.source.for_rows(data.task, data.id2label)

@@ -144,6 +144,8 @@ class PlanRequest:
     """Batch size of evaluation, which matters if it is larger than training's."""
     label_smoothing: float = 0.0
     """If not 0, the Trainer computes the loss from whole logits."""
+    mask: Literal["padded", "full", "absent"] = "padded"
+    """The batches' attention mask: over padding, or masking nothing, or there is none."""
 
     def __post_init__(self) -> None:
         names = ("num_gpus", "max_input_length", "max_target_length")
@@ -217,9 +219,9 @@ def shown_plan(
         return made
     if assumed is not None:
         target = f" + {request.max_target_length}" if source.task == "seq2seq" else ""
-        print(
-            f"planned again, the longest row has {request.max_input_length}{target} tokens: {made.verdict}", flush=True
-        )
+        longest = f"the longest row has {request.max_input_length}{target} tokens"
+        unpadded = " and no row has padding" if request.mask == "full" else ""
+        print(f"planned again, {longest}{unpadded}: {made.verdict}", flush=True)
     elif verbose:
         print(made, made.details(), *([made.explain()] if made.fits else []), sep="\n", flush=True)
     elif made.fits:  # otherwise the error has the verdict
@@ -348,16 +350,15 @@ class _TaskOutline:
         return rows
 
     def work(self, rows: Rows) -> MicroBatch | None:
-        """Trace a micro-batch; None if the model cannot run on the meta device.
-
-        It has an attention mask, because rows may be padded.
-        """
+        """Trace a micro-batch; None if the model cannot run on the meta device."""
         size, length = rows.batch_size, rows.input_length
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
         batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
+        if self.request.mask == "absent":
+            del batch["attention_mask"]
         loss_of = self._smoothed(batch) if self.request.label_smoothing else None
-        work = self.outline.work(batch, rows, loss_of)
+        work = self.outline.work(batch, rows, loss_of, masks_nothing=self.request.mask == "full")
         evaluated = self.request.eval_batch_size or 0
         if work is None or evaluated <= size:
             return work

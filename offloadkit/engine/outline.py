@@ -62,17 +62,22 @@ class Outline:
     """Ranks that share the layers. `machine` is one rank's."""
 
     def work(
-        self, batch: Any, rows: Rows | None = None, loss_of: Callable[[Any], torch.Tensor] | None = None
+        self,
+        batch: Any,
+        rows: Rows | None = None,
+        loss_of: Callable[[Any], torch.Tensor] | None = None,
+        *,
+        masks_nothing: bool = False,
     ) -> MicroBatch | None:
         """Trace a micro-batch; None if the model cannot run on the meta device.
 
-        `batch` and `loss_of` as for `trace_micro_batch`. `rows`: the shape; None: read from `input_ids` and `labels` if
-        possible.
+        `batch`, `loss_of` and `masks_nothing` as for `trace_micro_batch`. `rows`: the shape; None: read from
+        `input_ids` and `labels` if possible.
         """
         with self._as_trained():
             try:
                 with blocks_called(self.model) as blocks:
-                    traced = trace_micro_batch(self.model, batch, loss_of)
+                    traced = trace_micro_batch(self.model, batch, loss_of, masks_nothing=masks_nothing)
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
                 logger.warning(f"activations and seconds of this model cannot be planned: {what}")

@@ -32,6 +32,11 @@ _FLASH = (
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
 )
+_SDPA = (
+    *_FLASH,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward,
+)
 _INDEXING = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "_index_put_impl_"))
 _EMPTY = Stage("", Pass(), Pass(), 0, 0, 0, 0, 0, 0)
 _ALLOCATION = 512
@@ -190,13 +195,29 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function.overloadpacket in _FLASH:
             args = _with_a_key_for_each_query(args)
         number = flops(*args, **kwargs, out_val=output)
-        is_fused = function.overloadpacket in FUSED_ATTENTION
-        matmuls = {"fused_attention_flops": number, "num_attention": 1} if is_fused else {"flops": number}
-        self.total += Pass(**matmuls, matmul_bytes=moved, num_operations=1)
+        if function.overloadpacket in FUSED_ATTENTION:
+            counted = {"fused_attention_flops": number, "num_attention": 1}
+        elif function.overloadpacket in _SDPA:
+            counted = _sdpa_flops(function, args, kwargs, number)
+        else:
+            counted = {"flops": number}
+        self.total += Pass(**counted, matmul_bytes=moved, num_operations=1)
 
 
 def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _sdpa_flops(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: int) -> dict[str, int]:
+    """`number` FLOPs if every query sees every key, less those of the keys that a causal mask hides."""
+    names = [each.name for each in function._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    queries, keys = given["query"].shape[-2], given["key"].shape[-2]
+    seen = queries * keys
+    if given.get("is_causal"):
+        whole = min(queries, keys)  # each of these queries sees one key more than the one before
+        seen = whole * (whole + 1) // 2 + (queries - whole) * keys
+    return {"sdpa_flops": number * seen // (queries * keys), "sdpa_flops_of_a_key": number // keys}
 
 
 def _with_a_key_for_each_query(args: Sequence[Any]) -> list[Any]:
@@ -241,7 +262,13 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
 
 
-def trace_micro_batch(model: nn.Module, batch: Any, loss_of: Callable[[Any], torch.Tensor] | None = None) -> MicroBatch:
+def trace_micro_batch(
+    model: nn.Module,
+    batch: Any,
+    loss_of: Callable[[Any], torch.Tensor] | None = None,
+    *,
+    masks_nothing: bool = False,
+) -> MicroBatch:
     """Trace one forward and backward of `model` over `batch`.
 
     No random generator of the process advances, although the model may draw numbers (to drop whole layers).
@@ -250,10 +277,11 @@ def trace_micro_batch(model: nn.Module, batch: Any, loss_of: Callable[[Any], tor
         model: on the meta device, in its computing dtype and in training mode.
         batch: as for `Call.of`; only shapes and dtypes of tensors matter.
         loss_of: computes the loss from the model's output; None: `_loss_of`.
+        masks_nothing: whether no key is masked by an attention mask in `batch`.
     """
     call = Call.of(batch).without_memory()
     known = [*model.parameters(), *model.buffers(), *call.tensors()]
-    counter = OpCounter(known, mask_is_full="attention_mask" not in call.kwargs)
+    counter = OpCounter(known, mask_is_full=masks_nothing or "attention_mask" not in call.kwargs)
     stages = _Stages(counter)
     with ExitStack() as undo:
         undo.callback(random.setstate, random.getstate())

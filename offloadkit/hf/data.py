@@ -52,6 +52,9 @@ class PreparedData:
     longest_target: int = 1
     """Tokens of the longest row's labels, padded; 1 in classification."""
 
+    is_padded: bool = True
+    """Whether attention masks may mask tokens: False if all inputs have the same length, without padding."""
+
 
 def prepare(
     dataset: Dataset,
@@ -107,7 +110,8 @@ def prepare(
     widest = rounded_up(run.longest_input, step), rounded_up(run.longest_target, target_step)
     if task == "classification":
         widest = widest[0], 1
-    return PreparedData(tokenized, _collator(tokenizer, task, step, target_step), task, run.id2label, *widest)
+    collator, is_padded = _collator(tokenizer, task, step, target_step), run.num_attended < number * run.longest_input
+    return PreparedData(tokenized, collator, task, run.id2label, *widest, is_padded)
 
 
 def prepare_both(
@@ -158,9 +162,11 @@ def _held_out(data: PreparedData, share: float) -> tuple[PreparedData, PreparedD
     return replace(data, dataset=data.dataset.select(rest)), replace(data, dataset=data.dataset.select(sorted(held)))
 
 
-def longest_row(*prepared: PreparedData | None) -> dict[str, int]:
+def longest_row(*prepared: PreparedData | None) -> dict[str, Any]:
+    """Arguments of `planning.PlanRequest`."""
     some = [data for data in prepared if data is not None]
     return {
+        "mask": "padded" if any(data.is_padded for data in some) else "full",
         "max_input_length": max(data.longest_input for data in some),
         "max_target_length": max(data.longest_target for data in some),
     }

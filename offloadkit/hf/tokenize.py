@@ -99,6 +99,8 @@ class Tokenizing:
     """Tokens, after truncation."""
     total_input: int = 0
     total_target: int = 0
+    num_attended: int = 0
+    """Input tokens that the rows' attention masks do not mask."""
     num_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens by column, without begin, end and padding tokens."""
     num_unknown: Counter[str] = field(default_factory=Counter)
@@ -157,6 +159,7 @@ def tokenize(run: Tokenizing) -> Dataset:
         )
         run.longest_input = max(run.longest_input, *map(len, tokens["input_ids"]))
         run.total_input += sum(map(len, tokens["input_ids"]))
+        run.num_attended += sum(map(sum, tokens["attention_mask"]))
         if run.task != "classification":
             run.longest_target = max(run.longest_target, *map(len, tokens["labels"]))
             run.total_target += sum(map(len, tokens["labels"]))

@@ -42,6 +42,8 @@ from offloadkit.facts.fitted import (
     NORM_EFFICIENCY,
     RANKS_SLOW,
     RECOMPUTED_LAUNCHES,
+    SDPA_EFFICIENCY,
+    SDPA_KEYS,
     STEP_EFFICIENCY,
     STEP_LAUNCHES,
     STREAMED_LAUNCHES,
@@ -480,7 +482,9 @@ def pass_seconds(work: Pass, hardware: Hardware, dtype: str, *, compiled: bool =
     """
     flops: float = getattr(hardware, f"{dtype}_flops_per_second")
     memory = hardware.vram_bytes_per_second
-    matmuls = (work.flops + work.fused_attention_flops / ATTENTION_EFFICIENCY) / flops + work.matmul_bytes / memory
+    attention = work.fused_attention_flops / ATTENTION_EFFICIENCY
+    attention += (work.sdpa_flops + SDPA_KEYS * work.sdpa_flops_of_a_key) / SDPA_EFFICIENCY
+    matmuls = (work.flops + attention) / flops + work.matmul_bytes / memory
     rest = work.moved_bytes * (COMPILED_TRAFFIC if compiled else 1.0) / (memory * ELEMENTWISE_EFFICIENCY)
     return matmuls + rest + work.num_operations * KERNEL_SECONDS
 

@@ -11,9 +11,13 @@ class Pass:
     """Forward or backward of one stage."""
 
     flops: int = 0
-    """FLOPs of matmuls and attention. A multiply-add is two FLOPs."""
+    """FLOPs of matmuls. A multiply-add is two FLOPs."""
+    sdpa_flops: int = 0
+    """FLOPs of torch's fused attention, without the keys that a causal mask hides."""
+    sdpa_flops_of_a_key: int = 0
+    """FLOPs of torch's fused attention if every query saw one key."""
     fused_attention_flops: int = 0
-    """FLOPs of attention in our own kernels (not in `flops`)."""
+    """FLOPs of attention in our own kernels."""
     matmul_bytes: int = 0
     """Bytes that all matmuls and attention read and write."""
     moved_bytes: int = 0

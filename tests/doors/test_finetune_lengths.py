@@ -17,8 +17,8 @@ from offloadkit.hf.source import resolve
 from offloadkit.planner import Plan
 from tests.hf.tiny import save_config, t5_config, word_tokenizer
 
-PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]
-LONG = [{"input": "x" * 99, "target": "y" * 49}]
+PAIRS = [{"input": "1", "target": "1"}, *({"input": f"{number}+1", "target": str(number + 1)} for number in range(10))]
+LONG = [{"input": "x" * 99, "target": "y" * 49}, {"input": "x", "target": "y"}]
 OF_PAIRS: dict[str, Any] = {"max_input_length": 4, "max_target_length": 3}
 ROWS = 32
 
@@ -74,15 +74,25 @@ def test_nothing_is_said_where_rows_are_as_long_as_was_planned(
     assert "planned again" not in capsys.readouterr().out
 
 
+def test_rows_of_one_length_are_planned_for_without_padding(
+    t5: Any, a_download: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"input_ids": [5] * 8, "labels": [6] * 8}] * 2
+    made = finetune(t5, rows, max_input_length=8, max_target_length=8)
+    assert made != planned(t5, max_input_length=8, max_target_length=8)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "planned again" in line]
+    assert line == f"planned again, the longest row has 8 + 8 tokens and no row has padding: {made.verdict}"
+
+
 def test_rows_of_the_evaluation_count(t5: Any) -> None:
     made = finetune(t5, eval_dataset=LONG, eval_strategy="no")
-    assert made == planned(t5, max_input_length=100, max_target_length=50)
+    assert made == planned(t5, max_input_length=112, max_target_length=64)  # multiples of 16
 
 
 def test_rows_that_came_as_tokens_and_are_longer_than_was_planned_are_planned_for(t5: Any, a_download: None) -> None:
-    rows = [{"input_ids": [5] * 40, "labels": [6] * 30}]
+    rows = [{"input_ids": [5] * 40, "labels": [6] * 30}, {"input_ids": [5], "labels": [6]}]
     made = finetune(t5, rows, max_input_length=8, max_target_length=8)
-    assert made == planned(t5, max_input_length=40, max_target_length=30)
+    assert made == planned(t5, max_input_length=48, max_target_length=32)
 
 
 @pytest.mark.slow

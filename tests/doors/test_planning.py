@@ -207,7 +207,7 @@ def test_a_plan_of_gpt2_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_model_that_the_meta_device_cannot_run_is_planned_without_activations(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuses(*_: Any) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no such kernel")
 
     monkeypatch.setattr(outline, "trace_micro_batch", refuses)

@@ -188,6 +188,20 @@ def test_queries_that_share_keys_are_counted_by_torch_2_11_too(monkeypatch: pyte
     assert with_all.backward.flops - with_half.backward.flops == 2 * products
 
 
+def test_keys_that_a_causal_mask_hides_are_not_counted() -> None:
+    """Two rows of 64 tokens, four heads of width 32: two products of each query with the keys it sees, five in
+    backward."""
+    model, batch = on_meta(llama().bfloat16()), tokens(2, 64)
+    seen, of_a_key = 64 * 65 // 2, 2 * 2 * 4 * 32
+    causal = trace_micro_batch(model, batch).stages[1]
+    assert causal.forward.sdpa_flops == 2 * of_a_key * seen
+    assert causal.backward.sdpa_flops == 5 * of_a_key * seen
+    assert causal.forward.sdpa_flops_of_a_key == 2 * of_a_key * 64
+    masked = trace_micro_batch(model, batch | {"attention_mask": batch["input_ids"]}).stages[1]
+    assert masked.forward.sdpa_flops == 2 * of_a_key * 64 * 64
+    assert masked.forward.flops == causal.forward.flops
+
+
 def test_blocks_of_one_kind_are_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = on_meta(t5()), tokens(4, 64, labels=32)
     together = trace_micro_batch(model, batch)
@@ -211,6 +225,8 @@ def test_padding_makes_a_mask() -> None:
     whole = trace_micro_batch(model, batch)
     padded = trace_micro_batch(model, batch | {"attention_mask": batch["input_ids"]})
     assert padded.stages[1].kept_bytes > whole.stages[1].kept_bytes  # keys and values are repeated for each head
+    full = trace_micro_batch(model, batch | {"attention_mask": batch["input_ids"]}, masks_nothing=True)
+    assert full.stages[1] == whole.stages[1]
 
 
 def test_a_loss_in_chunks_keeps_no_logits() -> None:

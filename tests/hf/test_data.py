@@ -14,7 +14,7 @@ import torch
 from transformers import ByT5Tokenizer
 
 from offloadkit.errors import DataError
-from offloadkit.hf.data import PreparedData, load_dataset_like, prepare, prepare_both
+from offloadkit.hf.data import PreparedData, load_dataset_like, longest_row, prepare, prepare_both
 from offloadkit.hf.source import resolve
 from tests.hf import tiny
 
@@ -216,6 +216,20 @@ def test_tokenized_rows_are_taken_as_they_are() -> None:
     assert batch["labels"].tolist() == [[7, -100, 1], [1, -100, -100]]
     assert batch["decoder_input_ids"].tolist() == [[0, 7, 9], [0, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_padded"),
+    [
+        ([{"input_ids": [5, 6]}, {"input_ids": [7, 8]}], False),
+        ([{"input_ids": [5, 6]}, {"input_ids": [7]}], True),
+        ([{"input_ids": [5, 6], "attention_mask": [1, 1]}, {"input_ids": [7, 0], "attention_mask": [1, 0]}], True),
+    ],
+)
+def test_rows_of_one_length_without_padding_need_no_mask(rows: Any, is_padded: bool) -> None:
+    data = prepared(rows, WORDS, LLAMA)
+    assert data.is_padded == is_padded
+    assert longest_row(None, data)["mask"] == ("padded" if is_padded else "full")
 
 
 def test_tokenized_rows_of_a_causal_model_need_no_labels() -> None:

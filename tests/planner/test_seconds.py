@@ -22,6 +22,8 @@ from offloadkit.facts.fitted import (
     LAYER_LAUNCHES,
     NORM_EFFICIENCY,
     RECOMPUTED_LAUNCHES,
+    SDPA_EFFICIENCY,
+    SDPA_KEYS,
     STEP_EFFICIENCY,
     STEP_LAUNCHES,
     STREAMED_LAUNCHES,
@@ -62,6 +64,9 @@ def test_a_pass_takes_what_its_products_and_its_other_operations_take() -> None:
     assert pass_seconds(replace(work, matmul_bytes=3 * 10**12), both, "bf16") == pytest.approx(1 + 3)
     own = Pass(fused_attention_flops=10**12)
     assert pass_seconds(own, machine(bf16_flops_per_second=1e12), "bf16") == pytest.approx(1 / ATTENTION_EFFICIENCY)
+    of_torch = Pass(sdpa_flops=10**12, sdpa_flops_of_a_key=10**9)
+    expected = (1 + SDPA_KEYS / 1000) / SDPA_EFFICIENCY
+    assert pass_seconds(of_torch, machine(bf16_flops_per_second=1e12), "bf16") == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("own", [0, 50])

@@ -10,8 +10,9 @@ import torch
 from offloadkit.doors.engines.engine import LEARNING_RATE, MAX_GRAD_NORM
 from offloadkit.doors.engines.timing import LEAST_STEPS
 from offloadkit.doors.engines.work import Work, model_to_plan
-from offloadkit.doors.planning import plan
+from offloadkit.doors.planning import PlanRequest, plan_source
 from offloadkit.facts.config import OffloadConfig
+from offloadkit.hf.source import resolve
 from offloadkit.planner import Plan
 from offloadkit.planner.layout import activations
 from offloadkit.planner.words import does_not_fit
@@ -97,8 +98,9 @@ def planned(model: PreTrainedModel, work: Work, device: torch.device) -> tuple[O
         disk=work.disk,
         compile_blocks=work.compiled,
     )
-    lengths: dict[str, Any] = {"max_input_length": work.input_length, "max_target_length": work.target_length or None}
-    return config, plan(model, batch_size=work.batch_size, **lengths, offload=config, device=device)
+    mask: Any = "absent" if work.mask == "full" else "padded"
+    request = PlanRequest(work.batch_size, work.input_length, work.target_length or None, device, mask=mask)
+    return config, plan_source(resolve(model, init="random"), config, request)
 
 
 def largest_batch(work: Work, most: int, device: torch.device) -> int | None:
