@@ -18,6 +18,7 @@ from offloadkit.device.measure import host_rates, measure
 from offloadkit.distributed.machine import known_links, measured_together, planning_ranks
 from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.engine.outline import Outline, held_in_ram, outlined, proposing_disk
+from offloadkit.engine.tracing import Call
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig, Precision, check_counts, given_size, with_wishes
@@ -358,7 +359,7 @@ class _TaskOutline:
         if self.request.mask == "absent":
             del batch["attention_mask"]
         loss_of = self._smoothed(batch) if self.request.label_smoothing else None
-        work = self.outline.work(batch, rows, loss_of, masks_nothing=self.request.mask == "full")
+        work = self.outline.work(Call((), batch, self.request.mask == "full"), rows, loss_of)
         evaluated = self.request.eval_batch_size or 0
         if work is None or evaluated <= size:
             return work

@@ -27,7 +27,7 @@ from offloadkit.distributed.machine import measured_by, planning_ranks
 from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
 from offloadkit.engine.checks import used_elsewhere
 from offloadkit.engine.python_time import blocks_called
-from offloadkit.engine.tracing import Call, trace_micro_batch
+from offloadkit.engine.tracing import Call, masks_nothing, trace_micro_batch
 from offloadkit.facts.changes import caching_configs, changed, claim
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.hardware import Hardware, with_disk
@@ -62,22 +62,17 @@ class Outline:
     """Ranks that share the layers. `machine` is one rank's."""
 
     def work(
-        self,
-        batch: Any,
-        rows: Rows | None = None,
-        loss_of: Callable[[Any], torch.Tensor] | None = None,
-        *,
-        masks_nothing: bool = False,
+        self, batch: Any, rows: Rows | None = None, loss_of: Callable[[Any], torch.Tensor] | None = None
     ) -> MicroBatch | None:
         """Trace a micro-batch; None if the model cannot run on the meta device.
 
-        `batch`, `loss_of` and `masks_nothing` as for `trace_micro_batch`. `rows`: the shape; None: read from
-        `input_ids` and `labels` if possible.
+        `batch` and `loss_of` as for `trace_micro_batch`. `rows`: the shape; None: read from `input_ids` and `labels` if
+        possible.
         """
         with self._as_trained():
             try:
                 with blocks_called(self.model) as blocks:
-                    traced = trace_micro_batch(self.model, batch, loss_of, masks_nothing=masks_nothing)
+                    traced = trace_micro_batch(self.model, batch, loss_of)
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
                 logger.warning(f"activations and seconds of this model cannot be planned: {what}")
@@ -179,7 +174,7 @@ def plan_for(
     Several ranks call it together, and all get the plan of the rank whose example has the most elements.
 
     Args:
-        example: as for `trace_micro_batch`; only shapes and dtypes matter.
+        example: as for `trace_micro_batch`.
         rows_option: the user's name for the number of rows. A plan that does not fit proposes fewer rows.
         evaluation_rows: batch size of evaluation, if larger than training's.
         ranks: the ranks that train together; None: the ranks of torch.distributed.
@@ -245,7 +240,7 @@ def _with_rows(example: Any, number: int) -> Call:
 
     call = Call.of(example).without_memory()
     args, kwargs = tree_map_only(torch.Tensor, resized, (call.args, dict(call.kwargs)))
-    return Call(args, kwargs)
+    return replace(call, args=args, kwargs=kwargs)
 
 
 def _outline_of_copy(
@@ -327,6 +322,7 @@ class FirstWindow:
         self._outline = _outline_of_copy(model, config, device, ranks, param_groups)
         self._example: Call | None = None
         self._example_elements = -1
+        self._masks_nothing = True
         if self._outline is None:
             self.plan = plan_of(model, layers, config)
         else:
@@ -347,6 +343,7 @@ class FirstWindow:
     def record_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a micro-batch of the first window. Only the shapes of the largest one are kept."""
         call = Call(args, kwargs)
+        self._masks_nothing = self._masks_nothing and masks_nothing(kwargs)
         elements = _num_elements(call)
         if elements > self._example_elements:
             self._example, self._example_elements = call.without_memory(), elements
@@ -366,7 +363,8 @@ class FirstWindow:
     def _plan_now(self) -> Plan | None:
         if self._outline is None or self._example is None:
             return None
-        work = _work(self._outline, self._example, self._evaluation_rows)
+        example = replace(self._example, masks_nothing=self._masks_nothing)
+        work = _work(self._outline, example, self._evaluation_rows)
         made = None if work is None else self._outline.plan(work)
         if made is not None and not made.fits and not self._is_on_cpu:
             logger.warning(

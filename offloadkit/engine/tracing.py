@@ -240,6 +240,8 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    masks_nothing: bool = False
+    """Whether no token is masked by an attention mask."""
 
     @staticmethod
     def of(batch: Any) -> Call:
@@ -247,41 +249,41 @@ class Call:
         if isinstance(batch, Call):
             return batch
         if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-            return Call((), dict(batch))
+            return Call((), dict(batch), masks_nothing(batch))
         return Call(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
 
     def without_memory(self) -> Call:
         args, kwargs = tree_map_only(torch.Tensor, _on_meta, (self.args, dict(self.kwargs)))
-        return Call(args, kwargs)
+        return replace(self, args=args, kwargs=kwargs)
 
     def tensors(self) -> list[torch.Tensor]:
         return _tensors(tree_flatten((self.args, dict(self.kwargs)))[0])
+
+
+def masks_nothing(batch: Any) -> bool:
+    """Whether the attention masks of a mapping are known to mask no token."""
+    masks = [value for name, value in batch.items() if name.endswith("attention_mask") and value is not None]
+    plain = all(isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_meta for mask in masks)
+    return plain and all(bool(mask.all()) for mask in masks)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
 
 
-def trace_micro_batch(
-    model: nn.Module,
-    batch: Any,
-    loss_of: Callable[[Any], torch.Tensor] | None = None,
-    *,
-    masks_nothing: bool = False,
-) -> MicroBatch:
+def trace_micro_batch(model: nn.Module, batch: Any, loss_of: Callable[[Any], torch.Tensor] | None = None) -> MicroBatch:
     """Trace one forward and backward of `model` over `batch`.
 
     No random generator of the process advances, although the model may draw numbers (to drop whole layers).
 
     Args:
         model: on the meta device, in its computing dtype and in training mode.
-        batch: as for `Call.of`; only shapes and dtypes of tensors matter.
+        batch: as for `Call.of`; only shapes and dtypes of tensors matter, and whether attention masks mask a token.
         loss_of: computes the loss from the model's output; None: `_loss_of`.
-        masks_nothing: whether no key is masked by an attention mask in `batch`.
     """
     call = Call.of(batch).without_memory()
     known = [*model.parameters(), *model.buffers(), *call.tensors()]
-    counter = OpCounter(known, mask_is_full=masks_nothing or "attention_mask" not in call.kwargs)
+    counter = OpCounter(known, mask_is_full=call.masks_nothing or "attention_mask" not in call.kwargs)
     stages = _Stages(counter)
     with ExitStack() as undo:
         undo.callback(random.setstate, random.getstate())

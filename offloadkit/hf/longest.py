@@ -14,8 +14,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from offloadkit.engine.tracing import Call, masks_nothing
+
 MOST_ROWS = 4096
 """Maximum number of measured rows, spread evenly over the dataset."""
+_MASKED_ROWS = 3
+"""At least this many rows, from the shortest one on, are collated to read their attention masks."""
 SECONDS = 60
 _COLUMNS = ("input_ids", "labels")
 """Columns to measure; without these, all columns with a length."""
@@ -27,12 +31,12 @@ class NotReadableError(Exception):
     """The rows cannot be read before training. The message gives the reason."""
 
 
-def longest_batch(trainer: Any) -> tuple[dict[str, Any], str]:
+def longest_batch(trainer: Any) -> tuple[Call, str]:
     """A micro-batch as large, in every dimension, as the largest micro-batches of `trainer`, evaluation included.
 
     Returns:
-        Arguments of the model's forward, with tensors on the meta device; and a note if only a part of the training
-            rows was measured, else "".
+        The call of the model's forward, with tensors on the meta device; and a note if only a part of the training rows
+            was measured, else "".
 
     Raises:
         NotReadableError: custom loss or batches, no rows, a stream, or an error in the forked process.
@@ -53,7 +57,8 @@ def longest_batch(trainer: Any) -> tuple[dict[str, Any], str]:
             said = f"lengths of {MOST_ROWS:,} of the {len(rows):,} rows were read, evenly spaced"
     if not read:
         raise NotReadableError("there are no rows")
-    return _largest([shapes for found in read for shapes in found]), said
+    largest = _largest([shapes for batches, _ in read for shapes in batches])
+    return Call((), largest, all(full for _, full in read)), said
 
 
 def evaluation_rows(trainer: Any) -> int:
@@ -92,9 +97,9 @@ def _as_trained(trainer: Any, rows: Any, description: str) -> tuple[Any, Callabl
 
 
 class _Longest(Dataset[Any]):
-    """A dataset of one item: for each measured column, the shapes of a micro-batch of the longest rows.
-
-    The item is a list of `{name: (shape, dtype) of a tensor, or a value}`.
+    """A dataset of one item: for each measured column, the shapes of a micro-batch of the longest rows, as a list of
+    `{name: (shape, dtype) of a tensor, or a value}`; and whether the attention masks of these micro-batches, and of
+    some that mix lengths, mask no token.
     """
 
     def __init__(self, rows: Any, collate: Callable[[Any], Any], batch_size: int) -> None:
@@ -103,20 +108,26 @@ class _Longest(Dataset[Any]):
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, _: int) -> list[dict[str, Any]]:
+    def __getitem__(self, _: int) -> tuple[list[dict[str, Any]], bool]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the forked process has no tokenizer threads
         number = len(self.rows)
         indices = range(0, number, -(-number // MOST_ROWS))
         lengths = [(index, _lengths(row)) for index, row in zip(indices, self._columns(indices), strict=True)]
         names = dict.fromkeys(name for _, own in lengths for name in own)
-        batches = []
+        batches, full = [], True
         for name in [each for each in _COLUMNS if each in names] or list(names) or [""]:
             longest = sorted(lengths, key=lambda item: -item[1].get(name, 0))[: self.batch_size]
             chosen = [index for index, _ in longest]
             chosen += [index for index in range(number) if index not in chosen][: self.batch_size - len(chosen)]
-            batch = self.collate([self.rows[index] for index in chosen])
-            batches.append({key: _form(value) for key, value in dict(batch).items()})
-        return batches
+            batch = dict(self.collate([self.rows[index] for index in chosen]))
+            batches.append({key: _form(value) for key, value in batch.items()})
+            full = full and masks_nothing(batch)
+        if full and any(key.endswith("attention_mask") for key in batches[0]):
+            by_length = [index for index, own in sorted(lengths, key=lambda item: sum(item[1].values()))]
+            spread = by_length[:: -(-len(by_length) // max(_MASKED_ROWS, self.batch_size))]
+            mixed = (spread[at : at + self.batch_size] for at in range(0, len(spread), self.batch_size))
+            full = all(masks_nothing(self.collate([self.rows[index] for index in some])) for some in mixed)
+        return batches, full
 
     def _columns(self, indices: Iterable[int]) -> Iterable[Any]:
         rows = self.rows
@@ -140,7 +151,7 @@ def _form(value: Any) -> Any:
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-def _read_elsewhere(longest: _Longest) -> list[dict[str, Any]]:
+def _read_elsewhere(longest: _Longest) -> tuple[list[dict[str, Any]], bool]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about forks

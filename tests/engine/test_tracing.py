@@ -197,7 +197,7 @@ def test_keys_that_a_causal_mask_hides_are_not_counted() -> None:
     assert causal.forward.sdpa_flops == 2 * of_a_key * seen
     assert causal.backward.sdpa_flops == 5 * of_a_key * seen
     assert causal.forward.sdpa_flops_of_a_key == 2 * of_a_key * 64
-    masked = trace_micro_batch(model, batch | {"attention_mask": batch["input_ids"]}).stages[1]
+    masked = trace_micro_batch(model, batch | {"attention_mask": torch.zeros(2, 64)}).stages[1]
     assert masked.forward.sdpa_flops == 2 * of_a_key * 64 * 64
     assert masked.forward.flops == causal.forward.flops
 
@@ -223,10 +223,12 @@ def test_t5s_later_blocks_share_the_position_bias() -> None:
 def test_padding_makes_a_mask() -> None:
     model, batch = on_meta(llama()), tokens(2, 64)
     whole = trace_micro_batch(model, batch)
-    padded = trace_micro_batch(model, batch | {"attention_mask": batch["input_ids"]})
+    padded = trace_micro_batch(model, batch | {"attention_mask": torch.empty(2, 64, device="meta")})
     assert padded.stages[1].kept_bytes > whole.stages[1].kept_bytes  # keys and values are repeated for each head
-    full = trace_micro_batch(model, batch | {"attention_mask": batch["input_ids"]}, masks_nothing=True)
-    assert full.stages[1] == whole.stages[1]
+    ones = torch.ones(2, 64)
+    assert trace_micro_batch(model, batch | {"attention_mask": ones}).stages[1] == whole.stages[1]
+    ones[0, 63] = 0
+    assert trace_micro_batch(model, batch | {"attention_mask": ones}).stages[1] == padded.stages[1]
 
 
 def test_a_loss_in_chunks_keeps_no_logits() -> None:

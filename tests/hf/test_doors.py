@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, T5ForConditionalGeneration
 from offloadkit import OffloadConfig, OffloadEngine, finetune
 from offloadkit.doors import planning
 from offloadkit.engine import outline, start
+from offloadkit.engine.tracing import Call
 from offloadkit.errors import DoesNotFitError
 from offloadkit.facts.config import Placement
 from offloadkit.facts.fitted import LOADED_LATER_BYTES
@@ -359,12 +360,28 @@ class Pads:
         return {name: pad([row[name] for row in rows], batch_first=True) for name in rows[0]}
 
 
+class PadsWithMask(Pads):
+    """Pads to a multiple, with an attention mask."""
+
+    def __init__(self, multiple: int) -> None:
+        super().__init__()
+        self.multiple = multiple
+
+    def __call__(self, rows: list[Row]) -> dict[str, torch.Tensor]:
+        batch = super().__call__([*rows, {name: row[:0] for name, row in rows[0].items()}])
+        ids = batch["input_ids"][:-1]
+        ids = torch.nn.functional.pad(ids, (0, -ids.shape[1] % self.multiple))
+        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        return {"input_ids": ids, "labels": batch["labels"][:-1], "attention_mask": mask}
+
+
 def of_lengths(lengths: list[tuple[int, int]]) -> Counted:
     return Counted({"input_ids": torch.arange(read), "labels": torch.arange(written)} for read, written in lengths)
 
 
-def shapes(batch: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in batch.items()}
+def shapes(call: Call) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in call.kwargs.items()}
 
 
 def test_the_longest_rows_are_read_without_a_trace(tmp_path: Path) -> None:
@@ -383,6 +400,27 @@ def test_the_longest_rows_are_read_without_a_trace(tmp_path: Path) -> None:
     assert (rows.reads, held_out.reads, collator.calls) == (0, 0, 0)
     assert collator.generator.get_state().equal(torch.Generator().manual_seed(0).get_state())
     assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batch_size", "multiple", "full"),
+    [
+        ((8, 5, 3, 1), 1, 1, True),
+        ((8, 8, 8, 8), 2, 1, True),
+        ((8, 8, 3, 3), 2, 1, False),
+        ((8, 6, 4, 2), 1, 8, False),
+    ],
+)
+def test_masks_of_other_than_the_longest_rows_are_read(
+    lengths: tuple[int, ...], batch_size: int, multiple: int, full: bool, tmp_path: Path
+) -> None:
+    """One row is padded only to a multiple. The two longest of four rows have the same length."""
+    rows = of_lengths([(length, 2) for length in lengths])
+    args = arguments(tmp_path, per_device_train_batch_size=batch_size)
+    trainer = OffloadTrainer(model=t5(), args=args, train_dataset=rows, data_collator=PadsWithMask(multiple))
+    call, _ = longest_batch(trainer)
+    assert shapes(call)["attention_mask"] == (batch_size, 8)
+    assert call.masks_nothing == full
 
 
 def test_a_loss_that_labels_are_smoothed_in_is_not_planned_as_the_models_own(tmp_path: Path) -> None:
