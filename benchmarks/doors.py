@@ -92,6 +92,7 @@ def measured(work: Work, engine: str) -> Row:
         "figures": {
             "peaks": peaks,
             "phases": {each.name: {"vram": each.vram, "ram": each.ram} for each in plan.phases},
+            **({"bound_seconds": plan.bound.step} if plan.bound else {}),
         },
         "planned": {
             "vram_bytes": plan.total_bytes("vram"),

@@ -141,7 +141,10 @@ def _said(raw: Raw) -> str:
     sizes = f"VRAM {raw['vram_bytes'] / 2**30:.2f} GiB each, RAM {raw['peak_ram_bytes'] / 2**30:.1f} GiB in all"
     received = {name: f"{number / 1e9:.3g} GB" for name, number in raw["figures"]["received"].items()}
     return (
-        f"{raw['step_seconds']:.4f} s" + (f" (planned {planned:.4f})" if planned else "") + ", "
+        f"{raw['step_seconds']:.4f} s"
+        + (f" (planned {planned:.4f})" if planned else "")
+        + table.beside_bound(raw)
+        + ", "
         f"{raw['figures']['tokens/s']:,} tokens/s, {sizes}, received {received}, {raw['process_seconds']:.0f} s in all"
     )
 

@@ -240,7 +240,7 @@ def _run_table(found: Sequence[Row]) -> Iterator[str]:
             alone = [other for other in its_rows if other["figures"]["GPUs"] == 1]
             speed, received = row["tokens"] / row["seconds"], sum(row["figures"]["received"].values())
             cells = [f"{model}, {shape}", f"{vram:g} GiB" if vram else "the card", str(number), _rank_engine(row)]
-            cells += [seconds_of(row), f"{row['planned_seconds']:.3f}" if row["planned_seconds"] else "-"]
+            cells += [seconds_of(row), _planned_seconds(row)]
             cells += [f"{speed:,.0f}", f"{speed * alone[0]['seconds'] / alone[0]['tokens']:.2f}" if alone else "-"]
             sizes = ("vram_bytes", "planned_vram_bytes", "ram_peak_bytes", "planned_ram_bytes")
             cells += [_gib(row[size]) for size in sizes]
@@ -287,7 +287,7 @@ def _rank_table(found: Sequence[Row]) -> Iterator[str]:
             cells += [seconds_of(row), row["before"] or "-", str(row["turns"])]
             cells += [f"{row['tokens'] / row['seconds']:,.0f}", _gib(row["vram_bytes"]), _gib(row["ram_peak_bytes"])]
             cells += [f"{received / 1e9:.2f}" if received else "-"]
-            cells += [f"{row['planned_seconds']:.3f}" if row["planned_seconds"] else "-"]
+            cells += [_planned_seconds(row)]
             cells += [_gib(row["planned_vram_bytes"]), _gib(row["planned_ram_bytes"])]
         else:
             cells += [str(row["reason"]), *[""] * 9]
@@ -365,8 +365,7 @@ def _one_table(rows: Sequence[Row], more: Sequence[str]) -> Iterator[str]:
         else:
             cells += [seconds_of(row), str(row["turns"] or "-"), *(ratio(rows, row, kind) for kind in _BASELINES)]
             cells += [_gib(row[name]) for name in ("vram_bytes", "vram_allocated_bytes", "ram_peak_bytes")]
-            planned = row["planned_seconds"]
-            cells.append(f"{planned:.3f}" if planned else "-")
+            cells.append(_planned_seconds(row))
         cells += [_origin(row)] if len(origins) > 1 else []
         yield _line(cells)
     yield ""
@@ -424,6 +423,11 @@ def seconds_of(row: Row) -> str:
     if (row["turns"] or 1) > 1:
         return f"{text} ({row['min_seconds']:.3f} to {row['max_seconds']:.3f})"
     return text
+
+
+def _planned_seconds(row: Row) -> str:
+    planned = row["planned_seconds"]
+    return "-" if planned is None else f"{planned:.3f}{table.beside_bound(row)}"
 
 
 def _origin(row: Row) -> str:

@@ -72,7 +72,8 @@ def _said(raw: dict[str, Any]) -> str:
     if raw["status"] != "measured":
         return str(raw["reason"])
     sizes = f"VRAM {raw['vram_bytes'] / 2**30:.2f} GiB, RAM {raw['peak_ram_bytes'] / 2**30:.1f} GiB"
-    return f"{raw['step_seconds']:.4f} s, {sizes}, {raw['process_seconds']:.0f} s in all"
+    bound = "" if "seconds_by_width" in raw else table.beside_bound(raw)  # the bound is of the longest rows
+    return f"{raw['step_seconds']:.4f} s{bound}, {sizes}, {raw['process_seconds']:.0f} s in all"
 
 
 def _measured(

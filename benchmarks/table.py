@@ -71,6 +71,10 @@ BY_WIDTH = "seconds by width"
 """Name in `figures` of ragged rows: {columns of the inputs: median seconds}, and the seconds of the "slowest" step."""
 
 
+BOUND = "bound_seconds"
+"""Name in `figures` of the seconds of the plan's `bound` on the measured machine, for rows as long as planned."""
+
+
 def read(path: Path = PATH) -> list[Row]:
     """All rows in the order of the file; [] without a file.
 
@@ -135,6 +139,13 @@ def of_figures(case: str, what: str, figures: Mapping[str, Any], commit: str, no
     """A row of a case on the CPU without steps of an engine."""
     row: Row = {"case": case, "engine": what, "status": "measured", "commit": commit, "date": now(), "gpu": "none"}
     return row | {"figures": dict(figures), "notes": notes}
+
+
+def beside_bound(measured: Mapping[str, Any]) -> str:
+    """ ", 1.2x the bound of 0.296 s" of a row or of a process's figures; "" without a bound."""
+    bound = (measured.get("figures") or {}).get(BOUND)
+    seconds = measured.get("step_seconds") or measured.get("seconds")
+    return f", {seconds / bound:.3g}x the bound of {bound:.3g} s" if bound and seconds else ""
 
 
 def now() -> str:

@@ -60,6 +60,7 @@ class Plan(Prediction):
             "num_gpus": self.num_gpus,
             "communicated_bytes": self.communicated,
             "step_seconds": seconds.step if seconds else None,
+            "bound_seconds": self.bound.step if self.bound else None,
             "busy_seconds": dict(seconds.busy) if seconds else None,
             "exposed_seconds": seconds.exposed if seconds else None,
             "tokens_per_second": self.tokens_per_second,

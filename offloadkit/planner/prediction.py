@@ -7,6 +7,7 @@ from functools import cached_property
 
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.hardware import Hardware
+from offloadkit.planner.bound import Bound, bound_of
 from offloadkit.planner.layout import LayerShape, communicated_bytes
 from offloadkit.planner.phases import NEEDED, Phase, phases_of
 from offloadkit.planner.seconds import Seconds
@@ -136,6 +137,14 @@ class Prediction:
     def tokens_per_second(self) -> float | None:
         """Positions per second, padding included."""
         return self.num_tokens / self.seconds.step if self.num_tokens and self.seconds else None
+
+    @cached_property
+    def bound(self) -> Bound | None:
+        """What a step takes at least on this machine with these placements; None without a GPU or a known step."""
+        basis = self.basis
+        if self.on_cpu or self.seconds is None or basis.work is None or basis.hardware is None:
+            return None
+        return bound_of(self.layers, self.placements, self.accumulation, basis.work, basis.hardware, self.seconds)
 
     @property
     def slowdown(self) -> float | None:

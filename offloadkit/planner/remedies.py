@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from offloadkit.facts.config import Precision
-from offloadkit.facts.units import format_bytes, rounded_up
+from offloadkit.facts.units import format_bytes, format_seconds, rounded_up
 from offloadkit.optim.table import optimizer_named
 from offloadkit.planner.layout import TIERS
 from offloadkit.planner.make import P, budget_options, is_short_of_ram, replanned, with_other_exchange
@@ -44,7 +44,7 @@ _DRAM_BOUND = 0.6
 
 def explain(plan: Prediction) -> str:
     """See `Plan.explain`."""
-    return "\n".join([*_limit(plan), *_help(plan)] if plan.fits else _would_fit(plan))
+    return "\n".join([*_limit(plan), *_bound(plan), *_help(plan)] if plan.fits else _would_fit(plan))
 
 
 def nearest_fits(plan: P, most: int = 4) -> list[tuple[str, P]]:
@@ -183,6 +183,17 @@ def _limit(plan: Prediction) -> Iterator[str]:
     else:
         for_so_long = " and ".join(f"{share:.0%}" for share in together.values())
         yield f"{', '.join(names[:-1])} and {names[-1]} limit the step: they are busy for {for_so_long} of it"
+
+
+def _bound(plan: Prediction) -> Iterator[str]:
+    bound, seconds, machine = plan.bound, plan.seconds, plan.basis.hardware
+    if bound is None or seconds is None or machine is None:
+        return
+    ram = f"RAM at {machine.cpu_and_bus_bytes_per_second / 1e9:.0f} GB/s"
+    names = {"GPU": "computing", "DRAM": ram, "bus": "the bus", "disk": "the disk"}
+    parts = [f"{each.name} {format_seconds(each.seconds)} ({names[each.slowest]})" for each in bound.phases]
+    planned = f"the plan takes {seconds.step / bound.step:.3g}x as long"
+    yield f"the bound of a step is {format_seconds(bound.step)}: {', '.join(parts)}; {planned}"
 
 
 def _limiting(plan: Prediction, name: str) -> str:

@@ -515,8 +515,9 @@ class LayerCost:
     """Copying a gradient to the bucket, and reading it for the norm."""
     adding_in_vram: float
     """Adding a gradient to the fp32 sum in VRAM, which is read and written."""
+    added_bytes: int
+    """DRAM traffic of adding a gradient to the fp32 sum in RAM, with the copy's write."""
     adding_in_ram: float
-    """Adding a gradient to the fp32 sum in RAM, after the copy wrote the gradient to RAM."""
     norm_in_ram: float
     """Computing the norm of a sum that is only in RAM, after adding up all ranks' sums if they are exchanged once a
     step.
@@ -585,6 +586,7 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
         gpu_step=traffic / vram + orthogonalising + KERNEL_SECONDS,
         bucket=3 * bucket / vram,
         adding_in_vram=(8 * added + received) / vram,
+        added_bytes=8 * added + 2 * received,
         adding_in_ram=(8 * added + 2 * received) / (dram * ADD_EFFICIENCY),
         norm_in_ram=norm,
         exchange=0.0 if sums else exchange,

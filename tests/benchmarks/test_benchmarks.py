@@ -98,6 +98,16 @@ def test_turns_alternate_and_their_spread_is_in_the_row(
     assert table.read(tmp_path / "a.csv")[0]["seconds"] == 0.4
 
 
+def test_a_step_is_printed_beside_its_bound(
+    tmp_path: Path, answers: Callable[..., list[Work]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers(lambda work: measured(0.3, figures={"bound_seconds": 0.24}))
+    (row,) = run.run(["w1"], engines=["offloadkit"], out=tmp_path / "a.csv", commit="abc")
+    assert "0.3000 s, 1.25x the bound of 0.24 s, VRAM" in capsys.readouterr().out
+    planned = {"planned_seconds": 0.397, "planned_vram_bytes": 1, "planned_ram_bytes": 1, "planned_disk_bytes": 0}
+    assert "0.397, 1.25x the bound of 0.24 s" in report.results([row | planned])
+
+
 def test_a_row_says_that_a_turn_ran_by_a_leaner_plan(tmp_path: Path, answers: Callable[..., list[Work]]) -> None:
     turns = iter([measured(0.1, moves=["VRAM was full"]), measured(0.1), measured(0.1)])
     answers(lambda work: next(turns))

@@ -40,6 +40,8 @@ class Offloadkit(Engine):
         seconds, machine = made.seconds, made.basis and made.basis.hardware
         records = list(self._model.telemetry.records)
         figures: dict[str, Any] = {"operation_launches": made.basis.work and made.basis.work.operation_launches}
+        if made.bound is not None:
+            figures["bound_seconds"] = made.bound.step
         if taken := hardware.library_bytes[self._model.device.index or 0]:
             figures["VRAM of NCCL"] = taken
         return {
