@@ -29,6 +29,7 @@
 #include "cpu_lion.h"
 #include "cpu_plan.h"
 #include "cpu_step.h"
+#include "cpu_tiny.h"
 #define EXPORT __attribute__((visibility("default")))
 
 enum { STEP_PIECE = 16384, ACCUMULATE_PIECE = 65536, NORM_BLOCK = 65536, NORM_COLUMNS = 32, NORM_LEVELS = 11 };
@@ -98,8 +99,7 @@ typedef double (*norm_function)(const void *, int64_t, int64_t);
 typedef void (*triad_function)(float *, const float *, float, int64_t, int64_t);
 
 struct level {
-    step_function adamw[2][NUM_KINDS][NUM_KINDS]; /* [EXACT, COMPACT][weights][gradient] */
-    step_function adamw_tiny;
+    step_function adamw[NUM_PRECISIONS][NUM_KINDS][NUM_KINDS]; /* [precision][weights][gradient] */
     step_function lion[NUM_KINDS][NUM_KINDS];
     accumulate_function accumulate[2][NUM_KINDS]; /* [set, add][gradient] */
     norm_function norm[NUM_KINDS];
@@ -130,32 +130,41 @@ struct level {
     }
 #define KINDS(NAME) {NAME##_BF16, NAME##_FP16, NAME##_FP32}
 #define PAIRS_OF_KINDS(NAME) {KINDS(NAME##_BF16), KINDS(NAME##_FP16), KINDS(NAME##_FP32)}
-#define DEFINE_LEVEL(LEVEL, TARGET)                                                                                 \
+#define ALL_KINDS(FUNCTION) {FUNCTION, FUNCTION, FUNCTION}
+#define ALL_PAIRS_OF_KINDS(FUNCTION) {ALL_KINDS(FUNCTION), ALL_KINDS(FUNCTION), ALL_KINDS(FUNCTION)}
+#define DEFINE_LEVEL(LEVEL, TARGET, TINY)                                                                           \
     DEFINE_KIND(LEVEL, TARGET, BF16)                                                                                \
     DEFINE_KIND(LEVEL, TARGET, FP16)                                                                                \
     DEFINE_KIND(LEVEL, TARGET, FP32)                                                                                \
-    DEFINE_STEP(TARGET, adamw_tiny_##LEVEL, adamw_tiny_body)                                                        \
     TARGET static void triad_##LEVEL(float *a, const float *b, float s, int64_t start, int64_t end) {               \
         triad_body(a, b, s, start, end);                                                                            \
     }                                                                                                               \
     static const struct level level_##LEVEL = {                                                                     \
-        {PAIRS_OF_KINDS(adamw_##LEVEL##_EXACT), PAIRS_OF_KINDS(adamw_##LEVEL##_COMPACT)},                           \
-        adamw_tiny_##LEVEL,                                                                                         \
+        {PAIRS_OF_KINDS(adamw_##LEVEL##_EXACT), PAIRS_OF_KINDS(adamw_##LEVEL##_COMPACT), TINY},                     \
         PAIRS_OF_KINDS(lion_##LEVEL),                                                                               \
         {KINDS(set_##LEVEL), KINDS(add_##LEVEL)},                                                                   \
         KINDS(norm_##LEVEL),                                                                                        \
         triad_##LEVEL,                                                                                              \
     };
 
-DEFINE_LEVEL(baseline, )
+DEFINE_STEP(, adamw_tiny_baseline, adamw_tiny_body)
+DEFINE_LEVEL(baseline, , ALL_PAIRS_OF_KINDS(adamw_tiny_baseline))
 #if defined(__x86_64__)
 #if defined(__clang__)
 #define WIDE_VECTORS
 #else
 #define WIDE_VECTORS ",prefer-vector-width=512"
 #endif
-DEFINE_LEVEL(avx2, __attribute__((target("avx2"))))
-DEFINE_LEVEL(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl" WIDE_VECTORS))))
+#define OF_AVX2 __attribute__((target("avx2")))
+DEFINE_STEP(OF_AVX2, adamw_tiny_avx2, adamw_tiny_body)
+DEFINE_LEVEL(avx2, OF_AVX2, ALL_PAIRS_OF_KINDS(adamw_tiny_avx2))
+#define OF_AVX512 __attribute__((target(AVX512_TARGET WIDE_VECTORS)))
+#define DEFINE_TINY_512(W, G) DEFINE_STEP(OF_AVX512, adamw_tiny_avx512_##W##_##G, adamw_tiny_avx512, W, G,)
+#define DEFINE_TINY_512_OF(W) DEFINE_TINY_512(W, BF16) DEFINE_TINY_512(W, FP16) DEFINE_TINY_512(W, FP32)
+DEFINE_TINY_512_OF(BF16)
+DEFINE_TINY_512_OF(FP16)
+DEFINE_TINY_512_OF(FP32)
+DEFINE_LEVEL(avx512, OF_AVX512, PAIRS_OF_KINDS(adamw_tiny_avx512))
 static const struct level *const levels[NUM_LEVELS] = {&level_baseline, &level_avx2, &level_avx512};
 #else
 static const struct level *const levels[NUM_LEVELS] = {&level_baseline, NULL, NULL};
@@ -380,9 +389,7 @@ static int step(step_function function, const struct step_arrays *arrays, const 
 EXPORT int offloadkit_adamw(const struct step_arrays *arrays, const struct segment *segments, int64_t num_segments,
                             float grad_scale) {
     const struct level *level = current_level();
-    step_function function =
-        arrays->precision == TINY ? level->adamw_tiny
-                                  : level->adamw[arrays->precision][arrays->weights_kind][arrays->gradient_kind];
+    step_function function = level->adamw[arrays->precision][arrays->weights_kind][arrays->gradient_kind];
     return step(function, arrays, segments, num_segments, grad_scale);
 }
 

@@ -5,7 +5,7 @@
 #include <math.h>
 
 /* Numbers known to cpu.py. */
-enum { EXACT = 0, COMPACT = 1, TINY = 2 };
+enum { EXACT = 0, COMPACT = 1, TINY = 2, NUM_PRECISIONS = 3 };
 
 enum { PREFETCH_ELEMENTS = 64, PREFETCH_DISTANCE = 512, CACHE_LINE = 64 };
 enum { MOMENT_BLOCK = 256, MAX_MOMENTS = 2, MAX_SCALARS = 8 };

@@ -119,6 +119,20 @@ def ragged_segments(number: int) -> list[Segment]:
     return segments
 
 
+@pytest.mark.parametrize("decades", [1, 9])
+def test_8_bit_codes_of_all_magnitudes(level: str, decades: int) -> None:
+    """Blocks of all scales, subnormal ones too, with elements over `decades` decades; some are zero."""
+    torch.manual_seed(0)
+    num_blocks, block = 1024, 256
+    scales = 10.0 ** (torch.rand(num_blocks, 1, dtype=torch.float64) * 80 - 44)
+    gradient = (scales * 10.0 ** (-decades * torch.rand(num_blocks, block, dtype=torch.float64))).float()
+    gradient *= torch.randint(-4, 5, (num_blocks, block)).sign()
+    state = make_state(torch.float32, num_blocks * block, kept="tiny")
+    for array in state.arrays.values():
+        array.zero_()
+    assert_step_equals_reference(state, gradient.flatten(), [Segment(0, num_blocks * block, SCALARS, 99)], 1.0)
+
+
 @pytest.mark.parametrize("unaligned_by", [1, 3])
 def test_compact_arrays_may_be_unaligned(level: str, unaligned_by: int) -> None:
     state = make_state(torch.bfloat16, 70_001, unaligned_by=unaligned_by, kept="compact")
