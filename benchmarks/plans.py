@@ -27,6 +27,8 @@ NORMS_OF_SEVERAL_OPERATIONS = ("c9fd74b", "d6b17f7", "31ba1b9", "e91df0c", "80b4
 """Commits before norms were one kernel."""
 EAGER_ATTENTION = (*NORMS_OF_SEVERAL_OPERATIONS, "ba2139a", "c40b67e")
 """Commits before T5's attention ran in offloadkit's kernels."""
+DECODER_KERNELS = "2026-11-27T16:30"
+"""Rows of earlier dates ran gated activations and rotary embeddings in torch's operations."""
 LINK_OF_SMALL_PIECES = {"e91ecd8": 251e9, "ad13262": 54e9}
 """Commits that measured the link with pieces of 32 MiB, which gave 136 and 34 to 37 GB/s. The pieces of later commits
 gave these bytes per second between the same cards, with NCCL's own number of thread blocks and with few."""
@@ -114,6 +116,7 @@ def as_placed(row: Row) -> tuple[Search, Counts]:
         *(row[name] for name in ("model", "dtype", "batch_size", "input_length", "target_length")),
         norms=row["commit"] not in NORMS_OF_SEVERAL_OPERATIONS and not compiled,
         attention=row["commit"] not in EAGER_ATTENTION,
+        decoders=row["date"] >= DECODER_KERNELS and not compiled,
     )
     case = RANK_CASES.get(row["case"])
     layers = [
@@ -152,18 +155,27 @@ def as_placed(row: Row) -> tuple[Search, Counts]:
 
 @functools.cache
 def layers_and_work(
-    model: str, dtype: Any, rows: int, tokens: int, targets: int, *, norms: bool = True, attention: bool = True
+    model: str,
+    dtype: Any,
+    rows: int,
+    tokens: int,
+    targets: int,
+    *,
+    norms: bool = True,
+    attention: bool = True,
+    decoders: bool = True,
 ) -> tuple[list[LayerShape], MicroBatch]:
     """Layers and traced micro-batch of a case's model as offloadkit trains it on a GPU.
 
     Args:
         rows, tokens, targets: shape of the micro-batch; targets 0: a model without a decoder's targets.
-        norms, attention: whether offloadkit's kernels run them; older rows were measured without these kernels.
+        norms, attention, decoders: whether offloadkit's kernels run them; older rows were measured without these
+            kernels.
     """
     from offloadkit.engine.tracing import trace_micro_batch
     from offloadkit.hf.load import auto_class_of, infer_task
     from offloadkit.hf.loss import compute_loss_in_chunks
-    from offloadkit.hf.patches import fuse_attention, fuse_norms
+    from offloadkit.hf.patches import fuse_attention, fuse_decoders, fuse_norms
     from offloadkit.offload.layers import flat_layers
 
     config = config_of(model)
@@ -183,4 +195,7 @@ def layers_and_work(
         fuse_attention(built)
     shapes = {"input_ids": (rows, tokens), "labels": (rows, targets or tokens)}
     batch = {name: torch.empty(size, dtype=torch.int64, device="meta") for name, size in shapes.items()}
-    return [layer.shape() for layer in layers], trace_micro_batch(built, batch)
+    undo = fuse_decoders(built) if decoders else lambda: None
+    work = trace_micro_batch(built, batch)
+    undo()
+    return [layer.shape() for layer in layers], work

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
 from offloadkit.hf.masks import added_mask, avoid_mask_syncs
 from offloadkit.kernels import attention as attention_kernel
+from offloadkit.kernels import decoder as decoder_kernel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,8 +85,9 @@ def patched(
     """Apply the training changes to the transformers models in `model`; returns a function that undoes them.
 
     Args:
-        config: `attention` "keep" leaves attention unchanged; `compile_blocks` leaves the norms to the compiler.
-        kernels: use our kernels for attention and norms.
+        config: `attention` "keep" leaves attention unchanged; `compile_blocks` leaves norms, gated activations and
+            rotary embeddings to the compiler.
+        kernels: use our kernels.
     """
     changes = ExitStack()
     for whole in _pretrained(model):
@@ -97,7 +100,7 @@ def patched(
         if kernels:
             changes.callback(fuse_attention(model, capability))
     if kernels and not config.compile_blocks:
-        changes.callback(fuse_norms(model))
+        changes.callback(_fuse_blocks(model, capability))
     return changes.close
 
 
@@ -126,13 +129,20 @@ def _take_loss_in_fp32(model: PreTrainedModel) -> Callable[[], None]:
 
 
 def fuse(model: nn.Module, *, compiled: bool = False) -> Callable[[], None]:
-    """Run attention with a position bias, and each norm unless `compiled`, on our kernels; returns a function that
-    undoes it.
+    """Run attention with a position bias on our kernels, and unless `compiled` also norms, gated activations and rotary
+    embeddings; returns a function that undoes it.
     """
     changes = ExitStack()
     changes.callback(fuse_attention(model))
     if not compiled:
-        changes.callback(fuse_norms(model))
+        changes.callback(_fuse_blocks(model))
+    return changes.close
+
+
+def _fuse_blocks(model: nn.Module, capability: tuple[int, int] | None = None) -> Callable[[], None]:
+    changes = ExitStack()
+    changes.callback(fuse_norms(model))
+    changes.callback(fuse_decoders(model, capability))
     return changes.close
 
 
@@ -179,10 +189,189 @@ def _is_rms_norm(kind: type[nn.Module]) -> bool:
             return False
 
 
-# -- attention with a learned position bias
+# -- gated activations and rotary embeddings
 
 KINDS = ("cuda", "meta")
 """Device types that the kernels accept; "meta" stands for a GPU."""
+
+_ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
+"""Classes of torch and transformers, and the kernels' names of their functions."""
+
+_ROTARY = "apply_rotary_pos_emb"
+"""Function that the modeling files of transformers define or import."""
+
+
+def fuse_decoders(model: nn.Module, capability: tuple[int, int] | None = None) -> Callable[[], None]:
+    """Run activation(gate) * up, and the rotary embedding of query and key, as one kernel each if possible; returns a
+    function that undoes it.
+
+    The rotary embedding is a function of a modeling file, so it changes for all models of that file. Its bits on a GPU
+    stay the same.
+
+    Args:
+        capability: compute capability of the GPU to plan for, if not the present GPU.
+    """
+    changes, files = ExitStack(), dict[int, Any]()
+    if not _decoder_kernels_run(capability):
+        return changes.close
+    for module in model.modules():
+        kind: Any = type(module)
+        for forward in (_feed_forward, _joint_feed_forward):
+            if "forward" not in vars(module) and _computes(kind, forward):
+                changes.callback(give_method(module, "forward", forward))
+        file = sys.modules.get(kind.__module__)
+        if hasattr(file, _ROTARY):
+            files[id(file)] = file
+    for file in files.values():
+        own = unclaimed(file, _ROTARY)
+        if _is_rotary(own):
+            changes.callback(claim(file, _ROTARY, _rotary_by_kernel(own)))
+    return changes.close
+
+
+def _decoder_kernels_run(capability: tuple[int, int] | None) -> bool:
+    """Like `_attention_kernels_run`."""
+    if capability is not None:
+        return capability >= decoder_kernel.LEAST_CAPABILITY
+    return not torch.cuda.is_available() or decoder_kernel.available()
+
+
+def _feed_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    if not _runs_gated(self.act_fn, hidden_states):
+        own: Tensor = type(self).forward(self, hidden_states)
+        return own
+    gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+    if gate.dtype == up.dtype in decoder_kernel.DTYPES and gate.shape == up.shape:
+        product = decoder_kernel.gated(gate, up, _ACTIVATIONS[type(self.act_fn).__name__])
+    else:
+        product = self.act_fn(gate) * up
+    output: Tensor = self.down_proj(product)
+    return output
+
+
+def _joint_feed_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    """`_feed_forward` with one matrix for gate and up."""
+    if not _runs_gated(self.activation_fn, hidden_states):
+        own: Tensor = type(self).forward(self, hidden_states)
+        return own
+    both = self.gate_up_proj(hidden_states)
+    if both.dtype in decoder_kernel.DTYPES:
+        product = decoder_kernel.gated(both, None, _ACTIVATIONS[type(self.activation_fn).__name__])
+    else:
+        gate, up = both.chunk(2, dim=-1)
+        product = up * self.activation_fn(gate)
+    output: Tensor = self.down_proj(product)
+    return output
+
+
+def _runs_gated(activation: Any, hidden_states: Tensor) -> bool:
+    kind = type(activation)
+    return (
+        hidden_states.device.type in KINDS
+        and kind.__name__ in _ACTIVATIONS
+        and kind.__module__.startswith(("torch.", "transformers."))
+        and not (activation._forward_hooks or activation._forward_pre_hooks)
+        and not (activation._backward_hooks or activation._backward_pre_hooks)
+        and not torch.compiler.is_compiling()
+    )
+
+
+@cache
+def _computes(kind: Any, forward: Callable[..., Tensor]) -> bool:
+    """Whether `kind.forward` computes what `forward` does, with the same rounding of bf16, tested on an object with the
+    same projections.
+    """
+    if kind.__module__.startswith("torch.") or kind.forward is nn.Module.forward:
+        return False
+    projections = {"gate_proj": _doubled, "up_proj": _raised, "down_proj": _lowered, "act_fn": torch.tanh}
+    if forward is _joint_feed_forward:
+        projections = {"gate_up_proj": _both, "down_proj": _lowered, "activation_fn": torch.tanh}
+    x = torch.linspace(-2.0, 2.0, 12, device="cpu").bfloat16().view(1, 3, 4)
+    try:
+        found = kind.forward(SimpleNamespace(**projections), x)
+    except Exception:  # unknown class: other arguments or attributes
+        return False
+    return isinstance(found, Tensor) and torch.equal(found, _lowered(torch.tanh(_doubled(x)) * _raised(x)))
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def _raised(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def _lowered(x: Tensor) -> Tensor:
+    return x - 0.5
+
+
+def _both(x: Tensor) -> Tensor:
+    return torch.cat((_doubled(x), _raised(x)), dim=-1)
+
+
+def _rotary_by_kernel(own: Callable[..., Any]) -> Callable[..., Any]:
+    is_partial = _is_partial_rotary(own)
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not _rotates(q, k, cos, sin, is_partial):
+            return own(q, k, cos, sin, *args, **kwargs)
+        return decoder_kernel.rotated(q, k, cos, sin)
+
+    return rotate
+
+
+def _rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, is_partial: bool) -> bool:
+    batch, _, length, width = query.shape
+    return (
+        query.device.type in KINDS
+        and query.dtype == key.dtype == cos.dtype == sin.dtype
+        and query.dtype in decoder_kernel.DTYPES
+        and cos.dim() == 3
+        and cos.shape == sin.shape
+        and cos.shape[0] in (1, batch)
+        and cos.shape[1] == length
+        and (cos.shape[2] == width or (is_partial and cos.shape[2] < width))
+        and key.shape == (batch, key.shape[1], length, width)
+        and not (cos.requires_grad or sin.requires_grad)
+        and not torch.compiler.is_compiling()
+    )
+
+
+@cache
+def _is_rotary(function: Callable[..., Any]) -> bool:
+    """Whether `function(q, k, cos, sin)` rotates the two halves of each head in the dtype of `q`, tested on an example,
+    because the files of transformers define different functions under this name.
+    """
+    return _rotates_example(function, 8)
+
+
+@cache
+def _is_partial_rotary(function: Callable[..., Any]) -> bool:
+    """Whether `function` keeps the rest of each head where `cos` is narrower."""
+    return _rotates_example(function, 6)
+
+
+def _rotates_example(function: Callable[..., Any], rotated: int) -> bool:
+    with torch.device("cpu"):
+        numbers = torch.linspace(-1.0, 2.0, 600).bfloat16()
+        query, key = numbers[:240].view(2, 3, 5, 8), numbers[240:400].view(2, 2, 5, 8)
+        cos, sin = (numbers[start : start + 10 * rotated].view(2, 5, rotated) for start in (400, 500))
+        try:
+            found = function(query, key, cos, sin)
+        except Exception:  # unknown function: other arguments or shapes
+            return False
+
+        def expected(x: Tensor) -> Tensor:
+            first, second = x[..., :rotated].chunk(2, dim=-1)
+            turned = torch.cat((-second, first), dim=-1)
+            return torch.cat((x[..., :rotated] * cos[:, None] + turned * sin[:, None], x[..., rotated:]), dim=-1)
+
+        return len(found) == 2 and torch.equal(found[0], expected(query)) and torch.equal(found[1], expected(key))
+
+
+# -- attention with a learned position bias
+
 MOST_ROWS = 65535
 """Largest batch x heads: CUDA's grid limit."""
 NAME = "offloadkit"
@@ -201,7 +390,7 @@ def fuse_attention(model: nn.Module, capability: tuple[int, int] | None = None) 
         kind: Any = type(module)
         if config is None or width not in attention_kernel.WIDTHS or _own_attention(kind) is None:
             continue
-        if not _kernels_run(width, capability):
+        if not _attention_kernels_run(width, capability):
             break
         if config._attn_implementation in ("eager", NAME) and id(config) not in claimed:
             _register()
@@ -212,7 +401,7 @@ def fuse_attention(model: nn.Module, capability: tuple[int, int] | None = None) 
     return changes.close
 
 
-def _kernels_run(width: int, capability: tuple[int, int] | None) -> bool:
+def _attention_kernels_run(width: int, capability: tuple[int, int] | None) -> bool:
     """Whether our attention runs on a GPU of `capability`, or on the present GPU. True without a GPU, where only shapes
     count.
     """

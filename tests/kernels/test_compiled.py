@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit.kernels import attention, gpu
+from offloadkit.kernels import attention, decoder, gpu
 from offloadkit.optim.table import FlatState, Segment, optimizer_named, state_table
 
 triton: Any = pytest.importorskip("triton", reason="Triton is not installed, so there is no compiler for its kernels")
@@ -78,13 +78,15 @@ class _Launches:
 
 @pytest.fixture
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """`gpu`'s and `attention`'s kernels, compiled for the capability of the test."""
+    """The kernels of `gpu`, `attention` and `decoder`, compiled for the capability of the test."""
     from triton.runtime import driver
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setattr(driver, "_active", AbsentGpu(request.param))
     found = SimpleNamespace(capability=request.param, gpu=Compiled(gpu.gpu_triton))
     found.attention = Compiled(attention.attention_triton)
+    found.decoder = Compiled(decoder.decoder_triton)
+    monkeypatch.setattr(decoder, "KERNELS", found.decoder)
     monkeypatch.setattr(gpu, "gpu_triton", found.gpu)
     monkeypatch.setattr(attention, "KERNELS", found.attention)
     monkeypatch.setitem(attention.BLOCKS, "cpu", attention.BLOCKS["cuda"])
@@ -139,3 +141,18 @@ def test_attention_compiles(compiled: SimpleNamespace, tmp_path: Path) -> None:
     attention.attention_backward(gradient, query, query, query, bias, mask, *outputs, 1.0, 0.1, True)
     assert set(compiled.attention.kernels) == {"forward", "of_queries", "of_keys_and_values"}
     check(compiled.attention.kernels, compiled.capability, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", OF_ATTENTION, indirect=True)
+def test_decoder_blocks_compile(compiled: SimpleNamespace, tmp_path: Path) -> None:
+    """The widest heads, with a rest that is not rotated."""
+    gate, heads = torch.zeros((64, 4096), dtype=torch.bfloat16), torch.zeros((2, 32, 8, 256), dtype=torch.bfloat16)
+    for activation in decoder.ACTIVATIONS:
+        decoder.gated_backward_op(decoder.gated_op(gate, gate, activation), gate, gate, activation)
+        assert {"gated", "gated_backward"} <= set(compiled.decoder.kernels)
+        check(compiled.decoder.kernels, compiled.capability, tmp_path)
+    for width, inverse in ((256, False), (128, True)):
+        angles = heads.new_zeros((2, 8, width))
+        decoder.rotary_op(heads, heads[:, :4], angles, angles, inverse)
+        check(compiled.decoder.kernels, compiled.capability, tmp_path)

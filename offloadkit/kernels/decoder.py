@@ -1,0 +1,212 @@
+"""Differentiable element-wise parts of decoder blocks, on the kernels of `decoder_triton`: gated activations and
+rotary embeddings.
+
+Outputs and gradients have the bits of torch's eager operations on the GPU; "gelu_tanh" differs in the last bit of few
+numbers. Backward writes no saved tensor, so a graph can be kept. The gated activation is computed again in backward
+instead of being saved. The meta device sees one operation for each kernel.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    from offloadkit.kernels import decoder_triton
+except ImportError:
+    decoder_triton = None  # type: ignore[assignment]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LEAST_CAPABILITY = (8, 0)
+"""Older GPUs have no conversions of bf16."""
+ACTIVATIONS = ("silu", "gelu_tanh")
+BLOCK = 1024
+"""Elements per thread block of a gated activation."""
+HEADS = 16
+"""Heads that a thread block of the rotary embedding has in registers."""
+
+_cuda: Any = torch.cuda  # typed only in some releases of torch
+KERNELS: Any = decoder_triton
+"""None without Triton. Tests replace it."""
+
+
+@cache
+def available() -> bool:
+    """Whether the kernels run on the current CUDA device; warns once if Triton is installed but fails."""
+    if KERNELS is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY:
+        return False
+    numbers = torch.zeros((1, 16, 2, 64), dtype=DTYPES[0], device="cuda")
+    try:
+        _gated_backward(_gated(numbers, numbers, "silu"), numbers, numbers, "silu")
+        _rotary(numbers.transpose(1, 2), numbers.transpose(1, 2), numbers[:, :, 0], numbers[:, :, 0], False)
+    except torch.OutOfMemoryError:  # not the kernels' fault
+        raise
+    except Exception as error:  # Triton, its driver and its C compiler raise many types
+        warnings.warn(
+            f"Triton could not build the kernels of decoder blocks, so torch's operations are used: {error}",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+# -- gated activations
+
+
+def gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """activation(gate) * up, differentiable any number of times.
+
+    Args:
+        gate, up: [..., width], of equal shape and dtype, one of `DTYPES`. If `up` is None, `gate` is [..., 2 * width]
+            and has both.
+        activation: one of `ACTIVATIONS`.
+    """
+    output: Tensor = _Gated.apply(gate, up, activation)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return (gated_op if gate.is_meta else _gated)(gate, up, activation)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (gate, up) = gradients, ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            given = [one for one in (gate, up) if one is not None and one.requires_grad]
+            found = iter(torch.autograd.grad(_eager(gate, up, ctx.activation), given, gradient, create_graph=True))
+            return *(next(found) if one is not None and one.requires_grad else None for one in (gate, up)), None
+        run = gated_backward_op if gate.is_meta else _gated_backward
+        d_gate, *d_up = run(gradient, gate, up, ctx.activation)
+        return d_gate, d_up[0] if d_up else None, None
+
+
+def _eager(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    gate, up = _halves(gate, up)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def _gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    gate, up = _halves(gate, up)
+    output = gate.new_empty(gate.shape)
+    _launch_gated(KERNELS.gated, [gate, up, output], activation)
+    return output
+
+
+def _gated_backward(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> list[Tensor]:
+    """[gradient of `gate`, gradient of `up`]; one gradient if `up` is None."""
+    found = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (gate, up) if one is not None]
+    d_gate, d_up = _halves(*found) if up is not None else _halves(found[0], None)
+    _launch_gated(KERNELS.gated_backward, [gradient, *_halves(gate, up), d_gate, d_up], activation)
+    return found
+
+
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    if up is not None:
+        return gate, up
+    first, second = gate.chunk(2, dim=-1)
+    return first, second
+
+
+def _launch_gated(kernel: Any, arrays: list[Tensor], activation: str) -> None:
+    if arrays[0].numel() == 0:
+        return
+    is_flat = all(array.is_contiguous() for array in arrays)
+    rows = [array.view(1, -1) if is_flat else _as_rows(array) for array in arrays]
+    num_rows, width = rows[0].shape
+    with _cuda.device_of(rows[0]):
+        kernel[(num_rows * -(-width // BLOCK),)](
+            *rows, *(row.stride(0) for row in rows), width, activation == "gelu_tanh", BLOCK, enable_fp_fusion=False
+        )
+
+
+def _as_rows(array: Tensor) -> Tensor:
+    return (array if array.stride(-1) == 1 else array.contiguous()).reshape(-1, array.shape[-1])
+
+
+# -- rotary embeddings
+
+
+def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """query * cos + rotate_half(query) * sin, and the same of the key, differentiable any number of times.
+
+    If `cos` is narrower than the heads, the rest of each head stays as it is.
+
+    Args:
+        query, key: (batch, heads, length, width), of one of `DTYPES`.
+        cos, sin: (batch or 1, length, rotated width), without a gradient, of the same dtype.
+    """
+    outputs: tuple[Tensor, Tensor] = _Rotated.apply(query, key, cos, sin, False)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.inverse = inverse
+        return (rotary_op if query.is_meta else _rotary)(query, key, cos, sin, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_query, d_key = _Rotated.apply(*gradients, *ctx.saved_tensors, not ctx.inverse)  # type: ignore[no-untyped-call]
+        return d_query, d_key, None, None, None
+
+
+def _rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+    """Outputs are (batch, heads, length, width), with the heads of a token side by side in memory."""
+    outputs = _empty_like_heads(query, key)
+    query, key, cos, sin = (one if one.stride(-1) == 1 else one.contiguous() for one in (query, key, cos, sin))
+    batch, query_heads, length, width = query.shape
+    half = cos.shape[2] // 2
+    strides = [*query.stride()[:3], *key.stride()[:3]]
+    for angles in (cos, sin):
+        strides += [angles.stride(0) if angles.shape[0] > 1 else 0, angles.stride(1)]
+    blocks = [min(HEADS, _power_of_2(query_heads)), _power_of_2(half), _power_of_2(width - 2 * half)]
+    if batch * length:
+        with _cuda.device_of(query):
+            KERNELS.rotary[(batch * length,)](
+                query, key, cos, sin, *outputs, length, *strides, query_heads, key.shape[1], width, half, inverse,
+                *blocks, enable_fp_fusion=False,
+            )  # fmt: skip
+    return outputs
+
+
+def _empty_like_heads(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    query_out, key_out = (one.new_empty(one.transpose(1, 2).shape).transpose(1, 2) for one in (query, key))
+    return query_out, key_out
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+# -- the same as operations of torch
+
+
+gated_op = torch.library.custom_op("offloadkit::gated", _gated, mutates_args=())
+gated_backward_op = torch.library.custom_op("offloadkit::gated_backward", _gated_backward, mutates_args=())
+rotary_op = torch.library.custom_op("offloadkit::rotary", _rotary, mutates_args=())
+
+
+@gated_op.register_fake
+def _(gate: Tensor, up: Tensor | None, _: str) -> Tensor:
+    return gate.new_empty(_halves(gate, up)[0].shape)
+
+
+@gated_backward_op.register_fake
+def _(_gradient: Tensor, gate: Tensor, up: Tensor | None, _: str) -> list[Tensor]:
+    return [one.new_empty(one.shape) for one in (gate, up) if one is not None]
+
+
+@rotary_op.register_fake
+def _(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_like_heads(query, key)
