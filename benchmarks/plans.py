@@ -144,6 +144,7 @@ def as_placed(row: Row) -> tuple[Search, Counts]:
         streamed=count("weights='ram'"),
         states_in_vram=count("states='vram'"),
         gpu_steps=count("states='ram'", "step='gpu'"),
+        cheap=count("'cheap'"),
     )
     on_disk = range(len(layers) + 1) if "disk" in str(number) else [0]
     for kept, states_on_disk in product(("none", "gpu", "all"), on_disk):

@@ -106,9 +106,10 @@ def check(config: OffloadConfig) -> None:
 
 
 def _as_placed(placed: Placement, config: OffloadConfig) -> Zero:
-    if placed.activations == "offload":
+    if placed.activations in ("cheap", "offload"):
         raise ConfigError(
-            "activations='offload' has no equivalent in DeepSpeed with HuggingFace's models: use 'checkpoint'"
+            f"activations={placed.activations!r} has no equivalent in DeepSpeed with HuggingFace's models: use "
+            "'checkpoint'"
         )
     if placed.states == "ram" and placed.step == "gpu":
         raise ConfigError("states='ram' with step='gpu': DeepSpeed steps states in RAM on the CPU: use step='cpu'")

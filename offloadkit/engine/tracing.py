@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,12 @@ from torch.utils.flop_counter import flop_registry
 from offloadkit.errors import ModelError
 from offloadkit.kernels.attention import OPERATIONS as FUSED_ATTENTION
 from offloadkit.offload.layers import repeated_blocks
+from offloadkit.offload.recompute import cheaply_recomputed_in_backward
 from offloadkit.offload.records import num_tokens
-from offloadkit.planner.work import MicroBatch, Pass, Stage
+from offloadkit.planner.work import Cheap, MicroBatch, Pass, Stage
 
 META = torch.device("meta")
+_CPU = torch.device("cpu")
 _FLASH = (
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
@@ -379,7 +382,21 @@ class _Stages:
         return tree_unflatten(given, kind.spec)
 
     def _follow(self, forward: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> _Kind:
-        """Run one block forward and backward by itself."""
+        """Run one block forward and backward by itself, and again with only matmuls and attention kept."""
+
+        def as_on_gpu(*args: Any, **kwargs: Any) -> Any:
+            with AsOnGpu():  # backward leaves modes of functions
+                return forward(*args, **kwargs)
+
+        kind = self._passes(forward, leaves, spec)
+        try:
+            other = self._passes(partial(cheaply_recomputed_in_backward, _CPU, as_on_gpu), leaves, spec).stage
+        except ModelError:  # its second run is not like the first
+            return kind
+        again = other.backward - kind.stage.backward
+        return replace(kind, stage=replace(kind.stage, cheap=Cheap(other.kept_bytes, other.backward_peak_bytes, again)))
+
+    def _passes(self, forward: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> _Kind:
         counter = self.counter
         inputs = _tensors(leaves)
         own = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in inputs]

@@ -37,9 +37,10 @@ class Placement:
     """Master weights (the part beyond the working weights) and moments. The GPU steps states in VRAM, the CPU states on
     disk, and either one states in RAM, which the GPU streams through VRAM."""
 
-    activations: Literal["keep", "checkpoint", "offload"] = "keep"
+    activations: Literal["keep", "cheap", "checkpoint", "offload"] = "keep"
     """"checkpoint" recomputes a repeated block's activations in backward; "offload" recomputes them too and keeps the
-    block's input in pinned RAM in between."""
+    block's input in pinned RAM in between. "cheap" keeps results of matmuls and attention, and recomputes only
+    element-wise operations and norms."""
 
     step: Literal["cpu", "gpu"] = "cpu"
     """The processor that steps this layer. For states in RAM with step="gpu", `gradients="vram"` keeps neither
@@ -296,6 +297,11 @@ class OffloadConfig:
         if not (fixed or scale == "dynamic" or isinstance(scale, DynamicLossScale)):
             given = shown(scale)
             raise ConfigError(f'loss_scale must be "dynamic" or a positive number or a DynamicLossScale, got {given}')
+        if self.compile_blocks and self.placement is not None and self.placement.activations == "cheap":
+            raise ConfigError(
+                "activations='cheap' with compile_blocks=True: the compiler itself recomputes element-wise operations: "
+                "use activations='keep'"
+            )
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {shown(self.seed)}")
         for name in ("activation_checkpointing", "compile_blocks", "resume_incomplete"):

@@ -28,7 +28,7 @@ from offloadkit.optim.table import OPTIMIZERS, FlatState, Segment, check_state
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _PRECISIONS = {"exact": 0, "compact": 1, "tiny": 2}
 _MAX_MOMENTS, _MAX_SCALARS = 2, 8
-_NEWER = {"plan_seconds", "split"}
+_NEWER = {"step_seconds", "split"}
 """Functions missing in older builds of the library."""
 SLICE = 1 << 18
 """Elements that torch splits at a time: temporaries in the caches are five times as fast."""
@@ -100,7 +100,7 @@ def load(path: Path) -> ctypes.CDLL | None:
         "set_num_threads": ([c_int], None),
         "num_threads": ([], c_int),
         "level_usable": ([c_int], c_int),
-        "plan_seconds": ([pointer, pointer, pointer, pointer, c_int64, pointer], c_int),
+        "step_seconds": ([pointer, pointer, pointer, c_int64, pointer], c_int),
         "force_level": ([c_int], None),
     }
     for name, (arguments, result) in signatures.items():
@@ -291,27 +291,29 @@ def populate(address: int, num_bytes: int) -> None:
         memory[num_bytes - 1] = memory[num_bytes - 1]
 
 
-def plan_seconds(model: Mapping[str, NDArray[Any]], some: Sequence[NDArray[np.int64]]) -> NDArray[np.float64] | None:
+def step_seconds(
+    model: Mapping[str, NDArray[Any]], codes: NDArray[np.int64], levels: NDArray[np.int64]
+) -> NDArray[np.float64] | None:
     """`StepModel.seconds` of many placements, bit-equal; None without the library.
 
     Args:
         model: arrays laid out as in cpu_plan.h, with layers in the order of the stages: "machine" (fp64), "stages" and
             "layers" (fp64 [number, costs]), "ends" (int64, end of every stage's layers), "blocks" (int64, per layer).
-        some: codes [number, number of layers], recomputed blocks [number], offloaded blocks [number].
+        codes: [number, number of layers].
+        levels: [number, 3] counts of recomputed, offloaded and cheap blocks.
 
     Returns:
         [number, 4]: seconds of the update phase, of the backward phase, of forward's work and of the CPU step's work.
     """
-    kernel = getattr(c_library(), "plan_seconds", None)
+    kernel = getattr(c_library(), "step_seconds", None)
     if kernel is None:
         return None
     names = ("machine", "stages", "layers", "ends", "blocks")
     pointers = (np.ascontiguousarray(model[name]).ctypes.data for name in names)
     whole = _PlanModel(*pointers, len(model["stages"]), len(model["layers"]))
-    codes, recomputed, offloaded = (np.ascontiguousarray(each, dtype=np.int64) for each in some)
+    codes, levels = (np.ascontiguousarray(each, dtype=np.int64) for each in (codes, levels))
     found = np.empty((len(codes), 4))
-    where = (each.ctypes.data for each in (codes, recomputed, offloaded))
-    error = kernel(ctypes.byref(whole), *where, len(codes), found.ctypes.data)
+    error = kernel(ctypes.byref(whole), codes.ctypes.data, levels.ctypes.data, len(codes), found.ctypes.data)
     if error:
         raise MemoryError(os.strerror(error))
     return found

@@ -16,14 +16,15 @@ struct layer_cost {
 };
 
 struct stage_cost {
-    double forward, backward, forward_launches, backward_launches, operation_launches, input_bytes;
+    double forward, backward, forward_launches, backward_launches, operation_launches, again, again_launches,
+        input_bytes;
 };
 
 struct plan_machine {
     double h2d, d2h, both, cpu_and_bus, launch_seconds, disk_read, disk_write, cpu_rate;
     /* and the constants of seconds.py and layout.py */
     double chunk_launches, disk_overlap, recomputed_forward, recomputed_backward, streamed_forward, streamed_backward,
-        layer_launches, thread_slows, slowed_beside_cpu;
+        cheap_forward, cheap_backward, layer_launches, thread_slows, slowed_beside_cpu;
     double num_weight_buffers, num_gradient_buckets, num_staging, num_step_buffers;
     double shares_cores; /* whether Python and the CPU's step share the cores */
     double accumulation;
@@ -50,7 +51,7 @@ struct plan_memory {
 
 struct candidate {
     const int64_t *codes;
-    int64_t recomputed, offloaded;
+    int64_t recomputed, offloaded, cheap;
 };
 
 struct queues {
@@ -110,6 +111,10 @@ static inline int plan_recomputes(const struct plan_model *model, const struct c
 
 static inline int plan_offloads(const struct plan_model *model, const struct candidate *of, int64_t at) {
     return plan_recomputes(model, of, at) && model->blocks[at] < of->offloaded;
+}
+
+static inline int plan_is_cheap(const struct plan_model *model, const struct candidate *of, int64_t at) {
+    return model->blocks[at] >= of->recomputed && model->blocks[at] < of->recomputed + of->cheap;
 }
 
 static inline void plan_transfer(const struct layer_cost *layer, int64_t code, double *there, double *back) {
@@ -255,11 +260,12 @@ static struct queues plan_forward(const struct plan_model *model, const struct c
     for (int64_t stage = 0, at = 0; stage < model->num_stages; stage++) {
         const struct stage_cost *unit = &model->stages[stage];
         double ready = 0.0, on_gpu = 0.0, cpu_done = 0.0, gathered = 0.0, num_streamed = 0.0;
-        int recomputes = 0, offloads = 0;
+        int recomputes = 0, offloads = 0, is_cheap = 0;
         for (; at < model->ends[stage]; at++) {
             const struct layer_cost *layer = &model->layers[at];
             int64_t code = of->codes[at];
             double stepped = 0.0, on_device = 0.0;
+            is_cheap |= plan_is_cheap(model, of, at);
             if (plan_recomputes(model, of, at)) {
                 recomputes = 1;
                 offloads = plan_offloads(model, of, at);
@@ -309,6 +315,7 @@ static struct queues plan_forward(const struct plan_model *model, const struct c
         q.busy_forward += unit->forward;
         double launches = unit->forward_launches;
         launches += recomputes * m->recomputed_forward * unit->operation_launches;
+        launches += is_cheap * m->cheap_forward * unit->operation_launches;
         launches += num_streamed * m->streamed_forward * m->launch_seconds;
         double end = plan_launched(&q, launches, cpu_done);
         if (num_streamed != 0.0) memory->ends[num_ends++] = end;
@@ -380,7 +387,7 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
         int64_t first = stage ? model->ends[stage - 1] : 0;
         double ready = num_sent >= num_buckets ? memory->sent[num_sent - num_buckets] : 0.0;
         double fetched = 0.0, num_layers = 0.0, seconds = unit->backward;
-        int recomputes = 0, offloads = 0;
+        int recomputes = 0, offloads = 0, is_cheap = 0;
         for (int64_t at = first; at < model->ends[stage]; at++) {
             const struct layer_cost *layer = &model->layers[at];
             int64_t code = of->codes[at];
@@ -392,6 +399,7 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
                 recomputes = 1;
                 offloads = plan_offloads(model, of, at);
             }
+            is_cheap |= plan_is_cheap(model, of, at);
             seconds += layer->bucket;
             int exchanges = layer->exchange != 0.0;
             if (gradients_in_ram(code) ? exchanges && !adds : adds || exchanges) seconds += layer->adding_in_vram;
@@ -410,6 +418,11 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
             seconds += unit->forward;
             launches += unit->forward_launches;
             launches += m->recomputed_backward * unit->operation_launches;
+        }
+        if (is_cheap) {
+            seconds += unit->again;
+            launches += unit->again_launches;
+            launches += m->cheap_backward * unit->operation_launches;
         }
         plan_take(&q.gpu, seconds, ready);
         double end = plan_launched(&q, launches, 0.0);

@@ -439,9 +439,11 @@ def gpu_step_seconds(plan: Plan | None, machine: Machine | None) -> float | None
 
 
 def recomputed_share(plan: Plan | None) -> float:
-    """Fraction of forward that backward recomputes, estimated by the parameters of repeated blocks."""
+    """Fraction of forward that backward recomputes, estimated by the parameters of repeated blocks. Blocks that keep
+    their matmuls do not count.
+    """
     if plan is None:
         return 0.0
     blocks = [(layer.numel, where) for layer, where in zip(plan.layers, plan.placements, strict=True) if layer.in_block]
-    again = sum(numel for numel, where in blocks if where.activations != "keep")
+    again = sum(numel for numel, where in blocks if where.activations not in ("keep", "cheap"))
     return again / max(1, sum(numel for numel, _ in blocks))

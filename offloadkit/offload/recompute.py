@@ -22,8 +22,10 @@ from offloadkit.offload.kept_results import KeptResults
 from offloadkit.offload.layers import repeated_blocks, replace_forwards
 from offloadkit.offload.weights import LayerWeights
 
-Checkpoint = Literal["checkpoint", "offload"]
-"""Recompute a block from an input that stays in VRAM ("checkpoint") or is offloaded to RAM ("offload")."""
+Checkpoint = Literal["cheap", "checkpoint", "offload"]
+"""Recompute a block from an input that stays in VRAM ("checkpoint") or is offloaded to RAM ("offload"); or all but its
+matmuls and attention ("cheap").
+"""
 
 
 def checkpoint_activations(
@@ -55,8 +57,11 @@ def checkpoint_activations(
         )
 
     def recompute(block: nn.Module) -> Callable[..., Any]:
-        offload = partial(offloaded.checkpoint, f"{names[block]} input")
-        run = offload if choices[block] == "offload" else partial(_checkpoint, offloaded.device)
+        run = partial(_checkpoint, offloaded.device, recomputed_in_backward)
+        if choices[block] == "offload":
+            run = partial(offloaded.checkpoint, f"{names[block]} input")
+        elif choices[block] == "cheap":
+            run = partial(_checkpoint, offloaded.device, cheaply_recomputed_in_backward)
         buffers = _ChangingBuffers(block)
 
         def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -157,13 +162,14 @@ def _exchanged(buffers: dict[tuple[nn.Module, str], torch.Tensor]) -> Iterator[N
 
 def _checkpoint(
     device: torch.device,
+    recomputed: Callable[..., Any],
     weights: Sequence[LayerWeights],
     buffers: _ChangingBuffers,
     forward: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run `forward`, and make backward recompute its activations, with `weights` brought to VRAM.
+    """Run `forward`, and make backward recompute its activations by `recomputed`, with `weights` brought to VRAM.
 
     Backward raises `EngineStateError` if `weights` were updated since forward.
     """
@@ -181,7 +187,7 @@ def _checkpoint(
         with _exchanged(before) if has_run and before else nullcontext():
             return forward(*args, **kwargs)
 
-    output = recomputed_in_backward(device, run, *args, **kwargs)
+    output = recomputed(device, run, *args, **kwargs)
     has_run = True
     buffers.end_of_forward(before)
     return output
@@ -260,7 +266,7 @@ class OffloadedInputs:
             ModelError: the block wrote to its first argument while it was being copied.
         """
         if not torch.is_grad_enabled():
-            return _checkpoint(self.device, weights, buffers, forward, *args, **kwargs)
+            return forward(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         # An address, not the tensor, because autograd keeps `pack`, which would keep the tensor's memory.
         address, version = (None, 0) if first is None else (first.data_ptr(), first._version)
@@ -270,7 +276,7 @@ class OffloadedInputs:
             return self._send(tensor, name) if sent else (tensor, tensor._version)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
-            output = _checkpoint(self.device, weights, buffers, forward, *args, **kwargs)
+            output = _checkpoint(self.device, recomputed_in_backward, weights, buffers, forward, *args, **kwargs)
         if first is not None and first._version != version:
             raise changed_in_place(first)
         return output

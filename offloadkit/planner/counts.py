@@ -38,6 +38,7 @@ class Counts(NamedTuple):
     """Number of layers with each placement option. The counts determine the layers:
 
     - The first blocks recompute, since backward needs the last blocks' activations first. The first of these offload.
+      The blocks after them keep results of matmuls and attention (`cheap`), the last ones everything.
     - Streamed blocks are spread evenly, so that their copies hide behind resident blocks.
     - States in VRAM are spread evenly over layers with weights in VRAM, starting with the first, so that backward sends
       gradients to RAM throughout and not all at once.
@@ -59,8 +60,10 @@ class Counts(NamedTuple):
     """Which layers with states outside VRAM keep and add their gradients in VRAM: "none", the layers that the "gpu"
     steps, or "all".
     """
+    cheap: int = 0
 
 
+Recomputation = Literal["keep", "cheap", "checkpoint", "offload"]
 _STREAMED, _KEEPS, _ON_GPU, _ON_DISK, _IN_VRAM = 1, 2, 4, 8, 16
 _LOOKED_UP = _IN_VRAM | _KEEPS
 """Frozen embeddings in RAM, which are not fetched."""
@@ -81,7 +84,7 @@ PLACEMENTS: tuple[Placement, ...] = (
 
 
 @cache
-def where_of(code: int, recomputation: Literal["keep", "checkpoint", "offload"]) -> Placement:
+def where_of(code: int, recomputation: Recomputation) -> Placement:
     return replace(PLACEMENTS[code], activations=recomputation)
 
 
@@ -131,7 +134,7 @@ class Spread:
 
     def placements(self, counts: Counts) -> tuple[Placement, ...]:
         return tuple(
-            where_of(code, _recomputation(block, counts.recomputed, counts.offloaded))
+            where_of(code, _recomputation(block, counts.recomputed, counts.offloaded, counts.cheap))
             for code, block in zip(self.codes([counts])[0].tolist(), self.block_of.tolist(), strict=True)
         )
 
@@ -171,7 +174,8 @@ class Spread:
         """[number, 3] bytes of VRAM, RAM and disk that a plan needs. `codes` are the codes of `some`."""
         buffers = self._sizes.buffers(codes)
         vram, ram, disk = (self._sizes.own(tier, codes).sum(1) for tier in TIERS)
-        held, held_in_ram = np.array([self._activations(counts.recomputed, counts.offloaded) for counts in some]).T
+        kept = [self._activations(counts.recomputed, counts.offloaded, counts.cheap) for counts in some]
+        held, held_in_ram = np.array(kept).T
         peaks = self._phases.of(
             ram + sum(buffers["ram"].values()),
             self._fixed_vram + vram + sum(buffers["vram"].values()),
@@ -183,9 +187,9 @@ class Spread:
         needs = np.max(np.array([peaks[name] for name in NEEDED], dtype=np.int64), axis=0)
         return np.stack([*needs, disk], 1)
 
-    def _activations_of(self, recomputed: int, offloaded: int) -> tuple[int, int]:
-        how = [_recomputation(self._number.get(stage.block, -1), recomputed, offloaded) for stage in self._work.stages]
-        held = activations(self._work, how)
+    def _activations_of(self, recomputed: int, offloaded: int, cheap: int) -> tuple[int, int]:
+        blocks = [self._number.get(stage.block, -1) for stage in self._work.stages]
+        held = activations(self._work, [_recomputation(block, recomputed, offloaded, cheap) for block in blocks])
         return held.vram, held.ram
 
 
@@ -199,9 +203,11 @@ def _beside(layers: Sequence[LayerShape], some: Bools) -> Bools:
     return np.array([is_one and not among for is_one, among in zip(small, some, strict=True)])
 
 
-def _recomputation(block: int, recomputed: int, offloaded: int) -> Literal["keep", "checkpoint", "offload"]:
-    if block < 0 or block >= recomputed:
+def _recomputation(block: int, recomputed: int, offloaded: int, cheap: int) -> Recomputation:
+    if block < 0 or block >= recomputed + cheap:
         return "keep"
+    if block >= recomputed:
+        return "cheap"
     return "offload" if block < offloaded else "checkpoint"
 
 

@@ -542,7 +542,7 @@ def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
     backward comes on top; in backward it includes recomputed activations and gradients of inputs that blocks share.
 
     Args:
-        how: "keep", "checkpoint" or "offload" for each stage.
+        how: "keep", "cheap", "checkpoint" or "offload" for each stage.
     """
     below = peak = in_ram = moving = 0
     for stage, choice in zip(work.stages, how, strict=True):
@@ -550,15 +550,18 @@ def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
             below -= stage.input_bytes
             in_ram += stage.input_bytes
             moving = max(moving, 2 * stage.input_bytes)
-        if choice == "keep":
+        kept, of_backward = stage.kept_bytes, stage.backward_peak_bytes
+        if choice == "cheap" and stage.cheap is not None:
+            kept, of_backward = stage.cheap.kept_bytes, stage.cheap.backward_peak_bytes
+        if choice in ("keep", "cheap"):
             peak = max(peak, below + stage.forward_peak_bytes)
-        peak = max(peak, below + stage.kept_bytes + stage.backward_peak_bytes + stage.shared_bytes)
-        below += stage.kept_bytes if choice == "keep" else stage.output_bytes
+        peak = max(peak, below + kept + of_backward + stage.shared_bytes)
+        below += kept if choice in ("keep", "cheap") else stage.output_bytes
     return Activations(peak + moving, in_ram)
 
 
 def choices(layers: Sequence[LayerShape], placements: Sequence[Placement], work: MicroBatch) -> list[str]:
-    """How each stage's activations are kept: "keep", "checkpoint" or "offload"."""
+    """How each stage's activations are kept: "keep", "cheap", "checkpoint" or "offload"."""
     of_block = {layer.name: where.activations for layer, where in zip(layers, placements, strict=True)}
     return [of_block.get(stage.block, "keep") if stage.block else "keep" for stage in work.stages]
 

@@ -86,7 +86,7 @@ def _states_to_ram(where: Placement) -> Placement:
 
 
 def _recompute(where: Placement) -> Placement:
-    return replace(where, activations="checkpoint") if where.activations == "keep" else where
+    return replace(where, activations="checkpoint") if where.activations in ("keep", "cheap") else where
 
 
 def _gradients_to_ram(where: Placement) -> Placement:

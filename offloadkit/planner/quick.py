@@ -35,6 +35,7 @@ class QuickSeconds:
         self._order = [layer.index for layer in model.layers]
         constants = (
             *(fitted.CHUNK_LAUNCHES, fitted.DISK_OVERLAP, *fitted.RECOMPUTED_LAUNCHES, *fitted.STREAMED_LAUNCHES),
+            *fitted.CHEAP_LAUNCHES,
             *(fitted.LAYER_LAUNCHES, fitted.THREAD_SLOWS, model.slowed_beside_cpu),
             *(NUM_WEIGHT_BUFFERS, NUM_GRADIENT_BUCKETS, NUM_STAGING, NUM_STEP_BUFFERS),
             *(hardware.num_cores <= FEW_CORES, accumulation, model.agreeing),
@@ -48,7 +49,7 @@ class QuickSeconds:
         stages = [
             (
                 *(of.forward, of.backward, of.forward_launches, of.backward_launches),
-                *(of.operation_launches, of.input_bytes),
+                *(of.operation_launches, of.again, of.again_launches, of.input_bytes),
             )
             for of in model.stages
         ]
@@ -70,10 +71,8 @@ class QuickSeconds:
 
     def of(self, some: Sequence[Counts]) -> list[Phases]:
         codes = self._spread.codes(some)[:, self._order]
-        recomputed, offloaded = (
-            np.array([getattr(counts, name) for counts in some], dtype=np.int64) for name in ("recomputed", "offloaded")
-        )
-        found = cpu.plan_seconds(self._arrays, (codes, recomputed, offloaded))
+        levels = np.array([(counts.recomputed, counts.offloaded, counts.cheap) for counts in some], dtype=np.int64)
+        found = cpu.step_seconds(self._arrays, codes, levels)
         if found is None:
             return [self._in_python(counts) for counts in some]
         return [Phases(*each) for each in found.tolist()]

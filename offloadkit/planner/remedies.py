@@ -296,6 +296,7 @@ def _changed(plan: Prediction, other: Prediction) -> str:
             "keep the optimizer states of {} in VRAM": sum(where.states == "vram" for where in wheres),
             "keep the optimizer states of {} in RAM": -sum(where.states == "disk" for where in wheres),
             "keep the activations of {}": sum(where.activations == "keep" for where in wheres),
+            "keep the matmuls of {}": sum(where.activations in ("keep", "cheap") for where in wheres),
             "let the GPU step {} through VRAM": sum(where.states == "ram" and where.step == "gpu" for where in wheres),
         }
 

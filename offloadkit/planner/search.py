@@ -20,14 +20,20 @@ GRID = 8
 MAX_SHARED = 12
 """Most placements with steps shared between CPU and GPU that are tried before the best are refined."""
 
+_AGAINST = ((1, 1), (2, 1), (1, 2), (4, 2), (-1, -1), (-1, -2), (-2, -1))
 _CHANGES: list[dict[str, int]] = [
     *({name: by} for name in ("recomputed", "offloaded", "streamed", "states_in_vram") for by in (-4, -2, -1, 1, 2, 4)),
     *(
         {"states_in_vram": by, other: against}
         for other in ("recomputed", "streamed", "offloaded")
-        for by, against in ((1, 1), (2, 1), (1, 2), (4, 2), (-1, -1), (-1, -2), (-2, -1))
+        for by, against in _AGAINST
     ),
     *({"recomputed": by, "streamed": -by} for by in (-2, -1, 1, 2)),
+]
+_OF_CHEAP: list[dict[str, int]] = [
+    *({"cheap": by} for by in (-4, -2, -1, 1, 2, 4)),
+    *({"cheap": by, "recomputed": -by} for by in (-4, -2, -1, 1, 2, 4)),
+    *({"cheap": by, other: against} for other in ("states_in_vram", "streamed") for by, against in _AGAINST),
 ]
 _WITH_GPU = [
     *_CHANGES,
@@ -104,6 +110,8 @@ class Search:
         self._spread = Spread(layers, work, accumulation, one_host=one_host, **memory)
         self._quick = QuickSeconds(self.model, self._spread, hardware, accumulation)
         self._num_blocks = len(self._spread.blocks)
+        can = all(stage.cheap for stage in work.stages if stage.block) and not (all_recomputed or compiled)
+        self._tries_cheap = can and self.model.gains_by_cheap()
         self._num_streamed = self._num_blocks if one_host else 0
         self._needs: dict[Counts, Room] = {}
         self._phases: dict[Counts, Phases] = {}
@@ -142,6 +150,8 @@ class Search:
         faster.
         4. In the two best and in the most promising of step 2, the GPU steps its share of the layers with states in
         RAM. The three best are refined in the same way.
+        5. If blocks gain by keeping matmuls and attention, such blocks are added to the coarse grid, and the best are
+        refined with their number.
         """
         recomputed = self._num_blocks if self._all_recomputed else 0
         (everything,) = self.fitting([Counts(recomputed, 0, 0, len(self._layers))], Room(vram, ram, 0))
@@ -149,7 +159,7 @@ class Search:
             return self.placements(everything[0])
         room = Room(vram, ram, disk)
         tried = _Tried(self, room)
-        tried.add(self._coarse(room))
+        tried.add(self._coarse(room, self._levels()))
         promising = tried.ranked(self._promise)
         for counts in tried.ranked(_step)[:2]:
             self._refine(counts, tried)
@@ -158,6 +168,11 @@ class Search:
         shared = tried.add(islice((other for counts in others for other in self._shared(counts, room)), MAX_SHARED))
         for counts in sorted(shared, key=tried.step)[:3]:
             self._refine(counts, tried)
+        if self._tries_cheap:
+            grid = sorted(tried.add(self._coarse(room, self._cheap_levels())), key=tried.step)[:2]
+            shared = tried.add(islice((other for counts in grid for other in self._shared(counts, room)), MAX_SHARED))
+            for counts in dict.fromkeys([*tried.ranked(_step)[:1], *grid[:1], *sorted(shared, key=tried.step)[:1]]):
+                self._refine(counts, tried, cheap=True)
         fastest = min(filter(None, tried.instead.values()), key=lambda fits: self.phases(fits).step, default=None)
         return self.placements(fastest) if fastest else self._leanest(room)
 
@@ -182,14 +197,22 @@ class Search:
             if most >= 0:
                 yield shared._replace(states_in_vram=most, gpu_steps=max(1, round(share * (number - most))))
 
-    def _coarse(self, room: Room) -> Iterator[Counts]:
-        num_blocks = self._num_blocks
-        numbers, more = _grid(num_blocks), _grid(num_blocks)[1:]
-        recomputed = [(number, 0) for number in (more[-1:] if self._all_recomputed else numbers)]
+    def _levels(self) -> list[tuple[int, int, int]]:
+        """Numbers of recomputed, offloaded and cheap blocks."""
+        numbers = _grid(self._num_blocks)
+        recomputed = [(number, 0, 0) for number in (numbers[-1:] if self._all_recomputed else numbers)]
+        return [*recomputed, *((self._num_blocks, number, 0) for number in numbers[1:])]
+
+    def _cheap_levels(self) -> list[tuple[int, int, int]]:
+        numbers = _grid(self._num_blocks)[2::2]
+        mixed = [(number, 0, self._num_blocks - number) for number in numbers[:-1]]
+        return [*((0, 0, number) for number in numbers), *mixed]
+
+    def _coarse(self, room: Room, levels: Sequence[tuple[int, int, int]]) -> Iterator[Counts]:
         options: list[InVram] = ["all", "none"] if self._accumulation > 1 else ["none"]
         corners = [
-            Counts(again, offloaded, streamed, 0, gradients_in_vram=in_vram)
-            for again, offloaded in [*recomputed, *((num_blocks, number) for number in more)]
+            Counts(again, offloaded, streamed, 0, gradients_in_vram=in_vram, cheap=cheap)
+            for again, offloaded, cheap in levels
             for in_vram in options
             for streamed in _grid(self._num_streamed)
         ]
@@ -223,24 +246,25 @@ class Search:
             found.append(number if left(counts, 0) >= 0 else -1)
         return found
 
-    def _refine(self, counts: Counts, tried: _Tried) -> None:
+    def _refine(self, counts: Counts, tried: _Tried, *, cheap: bool = False) -> None:
 
         def best_near() -> Counts:
-            return min(tried.add(self._near(counts)), key=tried.step, default=counts)
+            return min(tried.add(self._near(counts, cheap=cheap)), key=tried.step, default=counts)
 
         while tried.step(nearby := best_near()) < tried.step(counts):
             counts = nearby
 
-    def _near(self, counts: Counts) -> Iterator[Counts]:
+    def _near(self, counts: Counts, *, cheap: bool) -> Iterator[Counts]:
         num_blocks, num_layers = self._num_blocks, len(self._layers)
-        most = dict.fromkeys(("recomputed", "offloaded"), num_blocks) | {"streamed": self._num_streamed}
+        most = dict.fromkeys(("recomputed", "offloaded", "cheap"), num_blocks) | {"streamed": self._num_streamed}
         most |= dict.fromkeys(("states_in_vram", "gpu_steps"), num_layers)
         least = {"recomputed": num_blocks} if self._all_recomputed else {}
-        for change in _WITH_GPU if counts.gpu_steps else _CHANGES:
+        changes = _WITH_GPU if counts.gpu_steps else _CHANGES
+        for change in [*changes, *_OF_CHEAP] if cheap else changes:
             values = {name: getattr(counts, name) + by for name, by in change.items()}
             near = _with(counts, values)
             within = all(least.get(name, 0) <= value <= most[name] for name, value in values.items())
-            if within and near.offloaded <= near.recomputed:
+            if within and near.offloaded <= near.recomputed <= num_blocks - near.cheap:
                 yield near
 
     def fitting(self, some: Sequence[Counts], room: Room) -> list[list[Counts]]:

@@ -25,6 +25,7 @@ from offloadkit.facts.fitted import (
     ATTENTION_EFFICIENCY,
     ATTENTION_LAUNCHES,
     BACKWARD_LAUNCHES,
+    CHEAP_LAUNCHES,
     CHUNK_LAUNCHES,
     COMPILED_LAUNCHES,
     COMPILED_TRAFFIC,
@@ -97,6 +98,9 @@ class _StageCost:
     backward_launches: float
     operation_launches: float
     """Seconds of one bare launch for each operation of forward; our attention counts as one operation."""
+    again: float
+    """Seconds on the GPU of the operations that backward computes again if matmuls and attention are kept."""
+    again_launches: float
     input_bytes: int
     layers: tuple[LayerCost, ...]
 
@@ -149,16 +153,20 @@ class StepModel:
         self.stages = []
         for of, its_layers in zip(work.stages, members, strict=True):
             is_compiled = compiled and bool(of.block)
+            again = of.cheap.again if of.cheap else Pass()
             cost = _StageCost(
                 pass_seconds(of.forward, hardware, dtype, compiled=is_compiled),
                 pass_seconds(of.backward, hardware, dtype, compiled=is_compiled),
                 forward * weighed(of.forward, compiled=is_compiled) + own * bool(of.block),
                 backward * weighed(of.backward, compiled=is_compiled),
                 launch * weighed(of.forward, compiled=is_compiled, of_attention=0),
+                pass_seconds(again, hardware, dtype),
+                forward * weighed(again),
                 of.input_bytes if of.block else 0,
                 tuple(its_layers),
             )
             self.stages.append(cost)
+        self._blocks = [cost for cost, of in zip(self.stages, work.stages, strict=True) if of.block]
         self.layers = [layer for stage in self.stages for layer in stage.layers]
         self.num_trained = sum(layer.kind.is_trained for layer in layers)
         others = layers[0].num_ranks - 1
@@ -169,6 +177,20 @@ class StepModel:
         self._resources = (*RESOURCES, "link") if others else RESOURCES
         self.link = link_rate(hardware, layers[0].num_ranks)
         self.link_in_backward = exchange_rate(hardware, layers[0].num_ranks)
+
+    def gains_by_cheap(self) -> bool:
+        """Whether forward and backward of cheap blocks are faster than of recomputed ones. They are not where Python
+        bounds them.
+        """
+        recomputed, cheap = [0.0, 0.0], [0.0, 0.0]
+        for unit in self._blocks:
+            recomputed[0] += unit.forward
+            recomputed[1] += unit.forward_launches + sum(RECOMPUTED_LAUNCHES) * unit.operation_launches
+            cheap[0] += unit.again
+            cheap[1] += unit.again_launches + sum(CHEAP_LAUNCHES) * unit.operation_launches
+        gpu = sum(unit.forward + unit.backward for unit in self.stages)
+        python = sum(unit.forward_launches + unit.backward_launches for unit in self.stages)
+        return max(gpu + cheap[0], python + cheap[1]) < max(gpu + recomputed[0], python + recomputed[1])
 
     def on_large_gpu(self) -> float:
         """Seconds of a step with everything in VRAM and nothing recomputed."""
@@ -238,10 +260,12 @@ class StepModel:
         ends: list[float] = []
         for unit in self.stages:
             ready = on_gpu = cpu_done = gathered = 0.0
-            recomputes, offloads, num_streamed = False, False, 0
+            recomputes, offloads, is_cheap, num_streamed = False, False, False, 0
             for layer in unit.layers:
                 where, stepped, on_device = placements[layer.index], 0.0, 0.0
-                if where.activations != "keep":
+                if where.activations == "cheap":
+                    is_cheap = True
+                elif where.activations != "keep":
                     recomputes, offloads = True, where.activations == "offload"
                 if updates and where.step == "cpu":
                     stepped = self._stepped(queues, layer, where, bus)
@@ -275,6 +299,7 @@ class StepModel:
             queues.take("GPU", unit.forward, max(ready, gathered), "forward")
             launches = unit.forward_launches
             launches += recomputes * RECOMPUTED_LAUNCHES[0] * unit.operation_launches
+            launches += is_cheap * CHEAP_LAUNCHES[0] * unit.operation_launches
             launches += num_streamed * STREAMED_LAUNCHES[0] * self._hardware.launch_seconds
             end = queues.launched(launches, cpu_done)
             if num_streamed:
@@ -366,12 +391,15 @@ class StepModel:
         staging = Staging(NUM_STAGING * max(through_ram, default=0))
         for unit in reversed(self.stages):
             ready = sent[-NUM_GRADIENT_BUCKETS] if len(sent) >= NUM_GRADIENT_BUCKETS else 0.0
-            fetched, num_layers, recomputes, offloads, seconds = 0, 0, False, False, unit.backward
+            fetched, num_layers, seconds = 0, 0, unit.backward
+            recomputes = offloads = is_cheap = False
             for layer in unit.layers:
                 where = placements[layer.index]
                 if layer.is_streamed(where):
                     fetched, num_layers = fetched + layer.weight_bytes, num_layers + 1
-                if where.activations != "keep":
+                if where.activations == "cheap":
+                    is_cheap = True
+                elif where.activations != "keep":
                     recomputes, offloads = True, where.activations == "offload"
                 seconds += layer.bucket
                 if (adds or layer.exchange) if where.gradients == "vram" else (layer.exchange and not adds):
@@ -391,6 +419,10 @@ class StepModel:
                 seconds += unit.forward
                 launches += unit.forward_launches
                 launches += RECOMPUTED_LAUNCHES[1] * unit.operation_launches
+            if is_cheap:
+                seconds += unit.again
+                launches += unit.again_launches
+                launches += CHEAP_LAUNCHES[1] * unit.operation_launches
             queues.take("GPU", seconds, ready, "backward")
             end = queues.launched(launches, 0.0)
             if fetched:

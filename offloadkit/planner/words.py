@@ -221,6 +221,8 @@ def _placed(plan: Prediction) -> list[str]:
         where for layer, where in placed if layer.in_block and not (layer.kind.is_trained and layer.name in frozen)
     ]
     how, blocks = Counter(where.activations for where in in_blocks), len(in_blocks)
+    if how["cheap"]:
+        lines.append(f"element-wise results{share(how['cheap'], blocks)} recomputed in backward")
     if how["checkpoint"]:
         lines.append(f"activations{share(how['checkpoint'], blocks)} recomputed in backward")
     if how["offload"]:

@@ -33,6 +33,18 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Cheap:
+    """A block that keeps only its results of matmuls and attention (`Placement(activations="cheap")`)."""
+
+    kept_bytes: int
+    """`Stage.kept_bytes` of such a block."""
+    backward_peak_bytes: int
+    """`Stage.backward_peak_bytes` of such a block."""
+    again: Pass
+    """The operations that backward computes again."""
+
+
+@dataclass(frozen=True)
 class Stage:
     """One repeated block, or the operations between two blocks. Its bytes exclude weights and gradient buffers."""
 
@@ -52,6 +64,8 @@ class Stage:
     """Peak of forward, beyond the bytes alive before it."""
     backward_peak_bytes: int
     """Peak of backward, beyond the bytes alive before it (which include `kept_bytes`)."""
+    cheap: Cheap | None = None
+    """None between blocks, and for blocks whose recomputation cannot be traced."""
 
 
 @dataclass(frozen=True)

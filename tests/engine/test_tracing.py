@@ -23,6 +23,7 @@ from transformers import (
 from offloadkit.engine import tracing
 from offloadkit.engine.tracing import trace_micro_batch
 from offloadkit.hf.loss import compute_loss_in_chunks
+from offloadkit.hf.patches import fuse_norms
 from offloadkit.planner import MicroBatch
 from tests.models import Residual
 
@@ -162,6 +163,20 @@ def test_llama_keeps_no_attention_weights() -> None:
     assert short.num_tokens == 128
 
 
+def test_a_cheap_block_keeps_its_matmuls_and_attention_and_recomputes_the_rest() -> None:
+    hidden, feed_forward, rows = 512, 1536, 2 * 64
+    shape = {"hidden_size": hidden, "intermediate_size": feed_forward, "num_hidden_layers": 2, "vocab_size": 512}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=8, num_key_value_heads=4, use_cache=False))
+    fuse_norms(model)
+    block = trace_micro_batch(on_meta(model.bfloat16().train()), tokens(2, 64)).stages[1]
+    assert block.cheap is not None
+    results = hidden + 2 * (hidden // 2) + hidden + hidden + 2 * feed_forward + hidden  # down_proj's gives the output
+    assert 2 * rows * results <= block.cheap.kept_bytes <= 1.05 * 2 * rows * results < block.kept_bytes
+    assert block.cheap.kept_bytes + block.cheap.backward_peak_bytes <= block.kept_bytes + block.backward_peak_bytes
+    assert block.cheap.again.flops == 0
+    assert 0.5 * block.forward.moved_bytes < block.cheap.again.moved_bytes < block.forward.moved_bytes
+
+
 def test_queries_that_share_keys_are_counted_by_torch_2_11_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11's formulas require as many heads of keys as of queries."""
     asked = []
@@ -182,7 +197,7 @@ def test_queries_that_share_keys_are_counted_by_torch_2_11_too(monkeypatch: pyte
     for operation, first in ((flash, 0), (back, 1)):
         monkeypatch.setitem(flop_registry, operation, strict(flop_registry[operation], first))
     with_half = trace_micro_batch(shared, tokens(2, 64)).stages[1]
-    assert asked == [(2, 4, 64, 32)] * 2
+    assert asked == [(2, 4, 64, 32)] * 4  # the block is traced twice
     products = 2 * (2 * (2 * 64) * 128 * 64)  # for the other half of keys and values
     assert with_all.forward.flops - with_half.forward.flops == products
     assert with_all.backward.flops - with_half.backward.flops == 2 * products

@@ -34,6 +34,11 @@ def test_a_value_of_the_wrong_type_is_a_config_error_that_shows_it(name: str, va
         OffloadConfig(**{name: value})
 
 
+def test_compiled_blocks_are_not_recomputed_in_part() -> None:
+    with pytest.raises(ConfigError, match="activations='cheap' with compile_blocks=True"):
+        OffloadConfig(compile_blocks=True, placement=Placement(activations="cheap"))
+
+
 def test_what_has_a_meaning_is_taken() -> None:
     betas: Any = [0, 0.5]
     config = OffloadConfig(learning_rate=0, betas=betas, max_grad_norm=None, placement=Placement(gradients="vram"))

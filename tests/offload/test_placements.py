@@ -22,6 +22,7 @@ from offloadkit.device.streams import Event
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf.patches import fuse_norms
+from offloadkit.offload import kept_results
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.state_ring import StateRing
 from offloadkit.offload.weight_ring import WeightRing
@@ -31,7 +32,7 @@ from tests.hf.tiny import llama_config, t5_config
 from tests.models import TinyLM, tokens
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-ACTIVATIONS = ("keep", "checkpoint", "offload")
+ACTIVATIONS = ("keep", "cheap", "checkpoint", "offload")
 PLACEMENTS = [
     *(
         Placement(weights=w, gradients=g, activations=a)
@@ -48,6 +49,7 @@ def what_left_a_buffer_is_nan(monkeypatch: pytest.MonkeyPatch, one_thread: None)
     monkeypatch.setattr(WeightRing, "fill_with_nan", True)
     monkeypatch.setattr(StateRing, "fill_with_nan", True)
     monkeypatch.setattr(shapes, "STEP_CHUNK", 1024)  # several to a layer
+    monkeypatch.setattr(kept_results, "MIN_PRODUCTS", 1)
 
 
 def tiny(kind: str) -> nn.Module:

@@ -14,6 +14,7 @@ from offloadkit.planner import LayerShape, MicroBatch, Pass, make_plan, remedies
 from offloadkit.planner.counts import Counts
 from offloadkit.planner.layout import activations, choices, outside_bytes, run_bytes
 from offloadkit.planner.search import Room, Search
+from offloadkit.planner.work import Cheap
 from tests.planner.machines import GIB, T4, TWO_CORES, shape, stage
 
 WITH_DISK = replace(
@@ -33,6 +34,7 @@ def unlike_layers() -> tuple[list[LayerShape], MicroBatch]:
     layers[-1] = replace(layers[-1], in_block=False)
     work = Pass(flops=10**12, matmul_bytes=10**8, moved_bytes=10**9, num_operations=40, num_attention=1)
     options = {"forward": work, "backward": replace(work, flops=2 * 10**12), "input_bytes": 2**24, "shared_bytes": 77}
+    options["cheap"] = Cheap(2**26, 2**27, Pass(moved_bytes=5 * 10**8, num_operations=30))
     names = ["", *(f"block.{index}" for index in range(10)), "block.3", ""]
     return layers, MicroBatch(tuple(stage(name, kept=2**27, **options) for name in names), 640)
 
@@ -56,7 +58,7 @@ def some_counts(number: int) -> list[Counts]:
     def one() -> Counts:
         again = draw.randint(0, 10)
         numbers = [draw.randint(0, most) for most in (again, 10, 14, 14, 14)]
-        return Counts(again, *numbers, gradients_in_vram=draw.choice(kinds))
+        return Counts(again, *numbers, draw.choice(kinds), draw.randint(0, 10 - again))
 
     return [Counts(0, 0, 0, 0), Counts(10, 10, 10, 14), *(one() for _ in range(number))]
 

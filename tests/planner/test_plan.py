@@ -10,8 +10,9 @@ import pytest
 
 from offloadkit.errors import ConfigError
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.planner import MicroBatch, make_plan, possible, tier_bytes
+from offloadkit.planner import MicroBatch, Pass, make_plan, possible, tier_bytes
 from offloadkit.planner.layout import ALLOCATOR_BYTES, FRAMEWORK_RAM_BYTES, activations, run_bytes
+from offloadkit.planner.work import Cheap
 from tests.planner.machines import H200, shape, stage
 
 IN_RAM = Placement()
@@ -158,6 +159,13 @@ def test_forwards_needs_go_before_backward_begins() -> None:
 def test_recomputed_blocks_keep_their_outputs() -> None:
     held = activations(WORK, ["keep", *["checkpoint"] * 3, "keep"])
     assert held.vram == 50 + 2 * 10 + 100  # the last block, recomputed
+
+
+def test_blocks_that_keep_their_matmuls() -> None:
+    cheap = Cheap(kept_bytes=60, backward_peak_bytes=70, again=Pass())
+    work = replace(WORK, stages=tuple(replace(each, cheap=cheap if each.block else None) for each in WORK.stages))
+    assert activations(work, ["keep", *["cheap"] * 3, "keep"]).vram == 50 + 3 * 60 + 70
+    assert activations(work, ["keep", "checkpoint", "cheap", "keep", "keep"]).vram == 50 + 10 + 60 + 100 + 20
 
 
 def test_offloaded_inputs_are_in_ram() -> None:

@@ -14,6 +14,7 @@ from offloadkit.facts.fitted import LOADED_LATER_BYTES
 from offloadkit.planner import LayerShape, MicroBatch, Pass, Plan, make_plan
 from offloadkit.planner.search import Counts, Search
 from offloadkit.planner.seconds import StepModel
+from offloadkit.planner.work import Cheap
 from tests.planner.machines import GIB, H200, LLAMA_8B, LLAMA_70B, TWO_CORES, llama, shape, stage, t5_3b
 
 Model = tuple[list[LayerShape], MicroBatch]
@@ -40,6 +41,31 @@ def test_what_fits_is_trained_as_on_a_large_gpu(small_batch: Model) -> None:
     assert {where.activations for where in made.placements} == {"keep"}
     assert made.slowdown == pytest.approx(1)
     assert made.total_bytes("disk") == 0
+
+
+def large_activations() -> Model:
+    """Blocks whose element-wise operations take a tenth of forward and make half of the activations."""
+    forward, backward = Pass(flops=10**13, moved_bytes=10**9), Pass(flops=2 * 10**13, moved_bytes=10**9)
+    cheap = Cheap(2**29, 2**30, Pass(moved_bytes=10**9))
+    work = {"forward": forward, "backward": backward, "output_bytes": 2**26, "cheap": cheap}
+    layers = [shape(f"block.{index}", 2**20) for index in range(12)]
+    return layers, MicroBatch(tuple(stage(layer.name, kept=2**30, **work) for layer in layers), 640)
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}, {"compile_blocks": True}])
+def test_matmuls_are_kept_if_that_is_faster(options: dict[str, Any]) -> None:
+    made = plan(large_activations(), vram="10GiB", ram="64GiB", **options)
+    recomputed = plan(large_activations(), vram="10GiB", ram="64GiB", activation_checkpointing=True)
+    assert made.fits
+    assert made.seconds is not None
+    assert recomputed.seconds is not None
+    cheap = sum(where.activations == "cheap" for where in made.placements)
+    if options:
+        assert cheap == 0
+    else:
+        assert {where.activations for where in made.placements} == {"cheap", "keep"}
+        assert 1.1 * made.seconds.step < recomputed.seconds.step
+        assert f"element-wise results of {cheap} of 12 layers recomputed in backward" in made.details()
 
 
 @pytest.mark.slow

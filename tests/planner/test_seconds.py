@@ -13,6 +13,7 @@ from offloadkit.facts.fitted import (
     ATTENTION_EFFICIENCY,
     ATTENTION_LAUNCHES,
     BACKWARD_LAUNCHES,
+    CHEAP_LAUNCHES,
     COMPILED_LAUNCHES,
     CPU_EFFICIENCY,
     DISK_OVERLAP,
@@ -32,6 +33,7 @@ from offloadkit.facts.fitted import (
 from offloadkit.facts.hardware import Hardware
 from offloadkit.planner import LayerShape, MicroBatch, Pass
 from offloadkit.planner.seconds import StepModel, layer_cost, pass_seconds
+from offloadkit.planner.work import Cheap
 from tests.planner.machines import H200, shape, stage
 
 N = 10**6
@@ -228,6 +230,18 @@ def test_recomputation_is_a_second_forward() -> None:
     assert step.seconds([replace(IN_VRAM, activations="checkpoint")] * 4).step == pytest.approx(16, rel=1e-3)
     assert step.on_large_gpu() == pytest.approx(kept.step)
     assert kept.exposed == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("bound", ["bf16_flops_per_second", "launch_seconds"])
+def test_cheap_recomputation_computes_the_rest_again(bound: str) -> None:
+    """Python passes every operation of forward and of the second run through a dispatch mode."""
+    forward, again = Pass(flops=8, num_operations=8), Pass(flops=1, num_operations=6)
+    of = {"forward": forward, "backward": Pass(flops=16), "cheap": Cheap(60, 70, again)}
+    step = model(machine(**{bound: 1.0}), **of)
+    kept, cheap = (step.seconds([replace(IN_VRAM, activations=how)] * 4).step for how in ("keep", "cheap"))
+    by_python = FORWARD_LAUNCHES * 6 + sum(CHEAP_LAUNCHES) * 8
+    assert cheap - kept == pytest.approx(4 * (1 if bound.startswith("bf16") else by_python), rel=1e-3)
+    assert step.gains_by_cheap() == bound.startswith("bf16")
 
 
 def test_offloaded_inputs_go_and_come() -> None:

@@ -61,6 +61,7 @@ def test_a_placement_is_a_stage(placement: Placement, zero: Zero) -> None:
         ({"compile_blocks": True}, "compile_blocks=True: leave it out"),
         ({"loss_scale": DynamicLossScale(start=1000)}, r"start=1000.*power of two"),
         ({"placement": Placement(activations="offload")}, "activations='offload' has no equivalent"),
+        ({"placement": Placement(activations="cheap")}, "activations='cheap' has no equivalent"),
         ({"placement": Placement(gradients="vram", step="gpu")}, "DeepSpeed steps states in RAM on the CPU"),
         ({"placement": Placement(states="disk")}, "states='disk': name the folder"),
     ],
