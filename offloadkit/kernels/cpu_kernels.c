@@ -155,9 +155,9 @@ DEFINE_LEVEL(baseline, , ALL_PAIRS_OF_KINDS(adamw_tiny_baseline))
 #else
 #define WIDE_VECTORS ",prefer-vector-width=512"
 #endif
-#define OF_AVX2 __attribute__((target("avx2")))
-DEFINE_STEP(OF_AVX2, adamw_tiny_avx2, adamw_tiny_body)
-DEFINE_LEVEL(avx2, OF_AVX2, ALL_PAIRS_OF_KINDS(adamw_tiny_avx2))
+#define OF_AVX2 __attribute__((target(AVX2_TARGET)))
+DEFINE_STEP(OF_AVX2, adamw_tiny_avx2_of_any, adamw_tiny_avx2)
+DEFINE_LEVEL(avx2, OF_AVX2, ALL_PAIRS_OF_KINDS(adamw_tiny_avx2_of_any))
 #define OF_AVX512 __attribute__((target(AVX512_TARGET WIDE_VECTORS)))
 #define DEFINE_TINY_512(W, G) DEFINE_STEP(OF_AVX512, adamw_tiny_avx512_##W##_##G, adamw_tiny_avx512, W, G,)
 #define DEFINE_TINY_512_OF(W) DEFINE_TINY_512(W, BF16) DEFINE_TINY_512(W, FP16) DEFINE_TINY_512(W, FP32)
@@ -176,7 +176,7 @@ EXPORT int offloadkit_level_usable(int level) {
     if (level == BASELINE) return 1;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (level == AVX2) return __builtin_cpu_supports("avx2") != 0;
+    if (level == AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (level == AVX512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

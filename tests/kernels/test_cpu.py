@@ -39,7 +39,8 @@ needs_library = pytest.mark.skipif(not cpu.available(), reason="the C kernel is 
 def test_the_levels_are_those_that_the_processor_has() -> None:
     lines = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
     has = set(lines[0].split()) if lines else set[str]()
-    wanted = {"baseline": set[str](), "avx2": {"avx2"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
+    avx512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+    wanted = {"baseline": set[str](), "avx2": {"avx2", "fma"}, "avx512": avx512}
     assert cpu.cpu_levels() == [level for level, flags in wanted.items() if flags <= has]
 
 
