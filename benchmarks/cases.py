@@ -104,6 +104,7 @@ ENGINES = {
     ),
     "offloadkit": EngineSetup("offloadkit", "offloadkit"),
     "offloadkit-compiled": EngineSetup("offloadkit, compiled", "offloadkit", (("compiled", True),)),
+    "offloadkit-recomputed": EngineSetup("offloadkit", "offloadkit", (("recomputed", True),)),
     "offloadkit-muon": EngineSetup("offloadkit, Muon", "offloadkit", (("optimizer", "muon"),)),
     "offloadkit-lora": EngineSetup("offloadkit, PEFT's LoRA", "lora", package="peft"),
     "peft": EngineSetup("all on the GPU, PEFT's LoRA", "peft", package="peft"),
@@ -154,7 +155,7 @@ class Case:
     """A piece of work with a budget. Sizes are per micro-batch; budgets are in GiB."""
 
     claim: str
-    """Purpose of the case: "W1" to "W7", "muon", "lora", "doors", "growth", "plan", "fit", "blog" or "try"."""
+    """Purpose of the case: "W1" to "W7", "cheap", "muon", "lora", "doors", "growth", "plan", "fit", "blog" or "try"."""
     model: str
     batch_size: int
     input_length: int
@@ -242,6 +243,7 @@ CASES: dict[str, Case] = {
     "w6-ragged": _llama("W6", 8, 1024, 24, mask="ragged", engines=(*_PEERS, "roundpipe")),
     "w6-48": _llama("W6", 8, 1024, 48),
     "w7": _llama("W7", 32, 1024, 24, engines=(*_PEERS, "roundpipe")),
+    "cheap-llama-3b-64": _llama("cheap", 32, 1024, 64, engines=("offloadkit", "offloadkit-recomputed")),
     "muon-t5-3b": _t5("muon", "t5-3b", 8, 24, engines=MUON),
     "muon-llama-3b": _llama("muon", 4, 2048, 24, engines=MUON),
     "lora-llama-8b-6": _llama("lora", 4, 1024, 6, "llama-3.1-8b", ram=20, engines=LORA),

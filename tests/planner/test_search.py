@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cases import CASES
+from benchmarks.plans import layers_and_work
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.fitted import LOADED_LATER_BYTES
 from offloadkit.planner import LayerShape, MicroBatch, Pass, Plan, make_plan
@@ -66,6 +68,17 @@ def test_matmuls_are_kept_if_that_is_faster(options: dict[str, Any]) -> None:
         assert {where.activations for where in made.placements} == {"cheap", "keep"}
         assert 1.1 * made.seconds.step < recomputed.seconds.step
         assert f"element-wise results of {cheap} of 12 layers recomputed in backward" in made.details()
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_kept_matmuls_is_planned_faster_than_full_recomputation() -> None:
+    case = CASES["cheap-llama-3b-64"]
+    model = layers_and_work(case.model, case.dtype, case.batch_size, case.input_length, 0)
+    made, recomputed = (plan(model, vram=f"{case.vram}GiB", activation_checkpointing=asked) for asked in (False, True))
+    assert made.seconds is not None
+    assert recomputed.seconds is not None
+    assert Counter(where.activations for where in made.placements)["cheap"] >= 14
+    assert 1.1 * made.seconds.step < recomputed.seconds.step
 
 
 @pytest.mark.slow

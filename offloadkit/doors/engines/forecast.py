@@ -96,6 +96,7 @@ def planned(model: PreTrainedModel, work: Work, device: torch.device) -> tuple[O
         vram=None if device.type == "cpu" else work.vram,
         ram=work.ram,
         disk=work.disk,
+        activation_checkpointing=work.recomputed,
         compile_blocks=work.compiled,
     )
     mask: Any = "absent" if work.mask == "full" else "padded"
