@@ -105,12 +105,8 @@ def hardware_of(rates: dict[str, Any]) -> Hardware:
     return Hardware(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
 
 
-def as_placed(row: Row) -> tuple[Search, Counts]:
-    """The placements that the plan of a row chose, with a search for the machine as measured in that run.
-
-    Raises:
-        ValueError: the present search has no such placements.
-    """
+def inputs_of(row: Row) -> tuple[list[LayerShape], MicroBatch, Hardware, bool]:
+    """Layers, work and machine of a measured row, and whether its blocks were compiled."""
     compiled = row["engine"].endswith("-compiled")
     layers, work = layers_and_work(
         *(row[name] for name in ("model", "dtype", "batch_size", "input_length", "target_length")),
@@ -129,8 +125,19 @@ def as_placed(row: Row) -> tuple[Search, Counts]:
     if row["commit"] in LINK_OF_SMALL_PIECES and machine.num_ranks > 1:
         most_ctas = FEW_CTAS if row["commit"] == "ad13262" else 0
         machine = replace(machine, link_bytes_per_second=LINK_OF_SMALL_PIECES[row["commit"]], most_ctas=most_ctas)
-    timed = (row["figures"] or {}).get("operation_launches")
-    work = replace(work, operation_launches=tuple(timed) if timed else None)
+    figures = row["figures"] or {}
+    timed = figures.get("operation_launches")
+    launches, spread = tuple(timed) if timed else None, figures.get("python_spread", 1.0)
+    return layers, replace(work, operation_launches=launches, python_spread=spread), machine, compiled
+
+
+def as_placed(row: Row) -> tuple[Search, Counts]:
+    """The placements that the plan of a row chose, with a search for the machine as measured in that run.
+
+    Raises:
+        ValueError: the present search has no such placements.
+    """
+    layers, work, machine, compiled = inputs_of(row)
     search = Search(layers, work, machine, row["accumulation"], compiled=compiled)
     number: dict[str, int] = row["placements"]
 

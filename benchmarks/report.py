@@ -428,7 +428,11 @@ def seconds_of(row: Row) -> str:
 
 def _planned_seconds(row: Row) -> str:
     planned = row["planned_seconds"]
-    return "-" if planned is None else f"{planned:.3f}{table.beside_bound(row)}"
+    if planned is None:
+        return "-"
+    least_and_most = (row["figures"] or {}).get(table.RANGE)
+    said = " to ".join(f"{seconds:.3f}" for seconds in least_and_most or [planned])
+    return f"{said}{table.beside_bound(row)}"
 
 
 def _origin(row: Row) -> str:
@@ -570,10 +574,19 @@ def planned_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def planned_right(rows: Sequence[Row], planned: str, measured: str, within: float) -> tuple[int, int]:
     """(number of rows that were planned right within `within`, number of rows with both columns).
 
-    Seconds of ragged rows do not count, because planned seconds are for the longest rows.
+    Seconds of ragged rows do not count, because planned seconds are for the longest rows. Steps with a planned range
+    count apart (`in_range`).
     """
-    known = [row for row in rows if row[measured] and (measured != "seconds" or row["mask"] != "ragged")]
+    known = [row for row in rows if row[measured]]
+    if measured == "seconds":
+        known = [row for row in known if row["mask"] != "ragged" and table.RANGE not in (row["figures"] or {})]
     return sum(abs(row[planned] / row[measured] - 1) <= within for row in known), len(known)
+
+
+def in_range(rows: Sequence[Row]) -> tuple[int, int]:
+    """(number of rows whose seconds are in their planned range, number of rows with one)."""
+    ranges = [(row["seconds"], row["figures"][table.RANGE]) for row in rows if table.RANGE in (row["figures"] or {})]
+    return sum(least <= seconds <= most for seconds, (least, most) in ranges), len(ranges)
 
 
 def _score(rows: Sequence[Row]) -> Iterator[str]:
@@ -589,6 +602,9 @@ def _score(rows: Sequence[Row]) -> Iterator[str]:
             cells.append(f"{right} of {known}")
         yield _line(cells)
     yield ""
+    inside, number = in_range(planned_rows(rows)[STREAMED])
+    if number:
+        yield f"Python bounds {number} other steps, which have a planned range: {inside} of them took as long.\n"
 
 
 _STARTS = """## Time to the first step

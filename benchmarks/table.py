@@ -71,6 +71,8 @@ BY_WIDTH = "seconds by width"
 """Name in `figures` of ragged rows: {columns of the inputs: median seconds}, and the seconds of the "slowest" step."""
 
 
+RANGE = "planned_range"
+"""Name in `figures` of the least and the most planned seconds of a step that Python bounds."""
 BOUND = "bound_seconds"
 """Name in `figures` of the seconds of the plan's `bound` on the measured machine, for rows as long as planned."""
 

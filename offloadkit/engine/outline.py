@@ -80,9 +80,12 @@ class Outline:
             device = torch.device(self.machine.device)
             is_here = device.type == "cuda" and torch.cuda.is_available() and not self.machine.assumed
             seconds = blocks.operation_seconds(traced, device) if is_here else None
+        traced = replace(traced, rows=rows or _rows(self.model, batch))
+        if seconds is None:
+            return traced
         launch = self.machine.launch_seconds
-        launches = None if seconds is None else (seconds[0] / launch, seconds[1] / launch)
-        return replace(traced, rows=rows or _rows(self.model, batch), operation_launches=launches)
+        launches = seconds.forward / launch, seconds.backward / launch
+        return replace(traced, operation_launches=launches, python_spread=seconds.spread)
 
     @contextmanager
     def _as_trained(self) -> Iterator[None]:

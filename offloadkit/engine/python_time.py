@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ _ROWS = 2
 _BURST = 5
 """Repetitions of a burst, whose median is taken. The fastest burst counts, because other work on the host slows some
 bursts, and the first burst loads what the block needs. With the median of all repetitions, two models with equal blocks
-came out 23 % apart.
+came out 23 % apart. The slowest burst after the first shows how much Python's time varies on this host.
 """
 _LEAST, _MOST = 2, 8
 _ENOUGH_SECONDS = 0.2
@@ -60,6 +60,24 @@ class _Kind:
     names: list[str] = field(default_factory=list)
 
 
+class BlockSeconds(NamedTuple):
+    """Seconds of Python in forward and backward in the fastest bursts, and of both in the slowest burst."""
+
+    forward: float
+    backward: float
+    slowest: float
+
+
+class OperationSeconds(NamedTuple):
+    """Seconds of Python for an operation of forward and of backward, with our attention weighted as in the plan, and
+    how many times as long the slowest burst took.
+    """
+
+    forward: float
+    backward: float
+    spread: float
+
+
 class Blocks:
     def __init__(self) -> None:
         self._kinds: dict[Any, _Kind] = {}
@@ -72,15 +90,13 @@ class Blocks:
         key = type(block), sizes, repr(spec), *parts
         self._kinds.setdefault(key, _Kind(block, shapes, spec)).names.append(name)
 
-    def operation_seconds(self, work: MicroBatch, device: torch.device) -> tuple[float, float] | None:
-        """Seconds of Python for an operation of forward and of backward, with our attention weighted as in the plan.
-
-        The mean over the most frequent kinds of blocks of the micro-batch `work`. None if a block could not be timed
+    def operation_seconds(self, work: MicroBatch, device: torch.device) -> OperationSeconds | None:
+        """The mean over the most frequent kinds of blocks of the micro-batch `work`. None if a block could not be timed
         here.
         """
         stages = {stage.block: stage for stage in work.stages}
         often = sorted(self._kinds.values(), key=lambda kind: -len(kind.names))[:_MOST_KINDS]
-        seconds, operations = [0.0, 0.0], [0.0, 0.0]
+        seconds, operations, slowest = [0.0, 0.0], [0.0, 0.0], 0.0
         for kind in often:
             stage = stages.get(kind.names[0])
             took = _kept_seconds(kind, stage, device) if stage else None
@@ -89,9 +105,10 @@ class Blocks:
             for part, of_part in enumerate((stage.forward, stage.backward)):
                 seconds[part] += len(kind.names) * took[part]
                 operations[part] += len(kind.names) * weighed(of_part)
+            slowest += len(kind.names) * took.slowest
         if not all(operations):
             return None
-        return seconds[0] / operations[0], seconds[1] / operations[1]
+        return OperationSeconds(seconds[0] / operations[0], seconds[1] / operations[1], slowest / sum(seconds))
 
 
 @contextmanager
@@ -117,16 +134,16 @@ def _described(leaf: Any) -> Any:
     return _Shape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
 
 
-def _kept_seconds(kind: _Kind, stage: Stage, device: torch.device) -> tuple[float, float] | None:
-    """Seconds of Python in one forward and one backward, cached or timed now. None if timing is impossible."""
+def _kept_seconds(kind: _Kind, stage: Stage, device: torch.device) -> BlockSeconds | None:
+    """The cached seconds, or seconds timed now. None if timing is impossible."""
     block, passes = type(kind.block), (stage.forward, stage.backward)
     dtypes = sorted({str(parameter.dtype) for parameter in kind.block.parameters()})
     size = sum(parameter.numel() for parameter in kind.block.parameters())
     operations = "+".join(f"{each.num_operations}" for each in passes)
     what = f"{block.__module__}.{block.__qualname__}, {size} parameters, {', '.join(dtypes)}, {operations} operations"
-    names = {"forward_seconds", "backward_seconds"}
-    found = kept(device, what, names, lambda: _timed_or_nothing(kind, device))
-    return (found["forward_seconds"], found["backward_seconds"]) if found else None
+    names = [f"{name}_seconds" for name in BlockSeconds._fields]
+    found = kept(device, what, set(names), lambda: _timed_or_nothing(kind, device))
+    return BlockSeconds(*(found[name] for name in names)) if found else None
 
 
 def _timed_or_nothing(kind: _Kind, device: torch.device) -> dict[str, float]:
@@ -137,7 +154,7 @@ def _timed_or_nothing(kind: _Kind, device: torch.device) -> dict[str, float]:
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-            forward, backward = timed(kind, device)
+            seconds = timed(kind, device)
     except Exception:  # any block: it may need other parts of its model, or more VRAM
         return {}
     finally:
@@ -145,11 +162,11 @@ def _timed_or_nothing(kind: _Kind, device: torch.device) -> dict[str, float]:
         np.random.set_state(states[1])
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return {"forward_seconds": forward, "backward_seconds": backward}
+    return {f"{name}_seconds": value for name, value in seconds._asdict().items()}
 
 
-def timed(kind: _Kind, device: torch.device) -> tuple[float, float]:
-    """Seconds of Python in forward and backward. Device synchronisation is not timed."""
+def timed(kind: _Kind, device: torch.device) -> BlockSeconds:
+    """Device synchronisation is not timed."""
     block = copy.deepcopy(kind.block).to_empty(device=device)
     with torch.no_grad():
         for tensor in (*block.parameters(), *block.buffers()):
@@ -180,7 +197,7 @@ def timed(kind: _Kind, device: torch.device) -> tuple[float, float]:
     while len(bursts) < _LEAST or (len(bursts) < _MOST and time.perf_counter() - began < _ENOUGH_SECONDS):
         bursts.append([median(part) for part in zip(*(once() for _ in range(_BURST)), strict=True)])
     forward, backward = (min(part) for part in zip(*bursts, strict=True))
-    return forward, backward
+    return BlockSeconds(forward, backward, max(map(sum, bursts[1:])))
 
 
 def _made(shape: _Shape, rows: int, device: torch.device) -> torch.Tensor:

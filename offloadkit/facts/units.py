@@ -66,6 +66,12 @@ def rounded(number: float, digits: int = 3) -> str:
     return f"{number:.{digits}g}" if number < 10**digits - 0.5 else f"{number:.0f}"
 
 
+def format_range(least: float, most: float, digits: int = 3) -> str:
+    """ "1.23 to 1.45 s" or "45.6 to 51.2 ms"."""
+    unit, size = ("s", 1.0) if most >= 0.9995 else ("ms", 1e-3)
+    return f"{rounded(least / size, digits)} to {rounded(most / size, digits)} {unit}"
+
+
 def format_seconds(seconds: float, digits: int = 3) -> str:
     """ "1.23 s" or "45.6 ms"."""
     return f"{rounded(seconds, digits)} s" if seconds >= 0.9995 else f"{rounded(1000 * seconds, digits)} ms"

@@ -222,6 +222,8 @@ class Slowdown:
     baseline: Literal["measured", "predicted"]
     parts: Parts = ()
     is_planned: bool = False
+    step_range: tuple[float, float] | None = None
+    """The planned least and most `step_seconds`, if Python bounds the step."""
 
     @property
     def factor(self) -> float:
@@ -396,7 +398,8 @@ def slowdown(
     step = seconds.get("step")
     if not step:
         if plan is not None and plan.seconds is not None and plan.large_gpu_seconds:
-            return Slowdown(plan.seconds.step, plan.large_gpu_seconds, "predicted", is_planned=True), ""
+            step, large = plan.seconds.step, plan.large_gpu_seconds
+            return Slowdown(step, large, "predicted", is_planned=True, step_range=plan.step_range), ""
         return None, "no step was timed yet"
     parts = dict(split(seconds))
     gpu_step = gpu_step_seconds(plan, machine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from offloadkit.facts.units import format_bytes, format_seconds
+from offloadkit.facts.units import format_bytes, format_range, format_seconds
 from offloadkit.monitor.figures import Figures, Memory, RankFigures
 
 STATES = {
@@ -68,6 +68,7 @@ def slowdown(figures: Figures) -> str:
         return f"Slowdown not known: {figures.why_no_slowdown}."
     here, there = format_seconds(slow.step_seconds), format_seconds(slow.baseline_seconds)
     if slow.is_planned:
+        here = here if slow.step_range is None else f"{format_range(*slow.step_range)}, about {here},"
         return f"Planned: {here} a step, {slow.factor:.2f}× the {there} without offloading."
     basis = "measured" if slow.baseline == "measured" else "predicted: the computing measured here, and AdamW in VRAM"
     more = ", ".join(f"{name} {_signed(seconds)}" for name, seconds in slow.parts) or "nothing that could be measured"

@@ -60,6 +60,7 @@ class Plan(Prediction):
             "num_gpus": self.num_gpus,
             "communicated_bytes": self.communicated,
             "step_seconds": seconds.step if seconds else None,
+            "step_range_seconds": self.step_range,
             "bound_seconds": self.bound.step if self.bound else None,
             "busy_seconds": dict(seconds.busy) if seconds else None,
             "exposed_seconds": seconds.exposed if seconds else None,

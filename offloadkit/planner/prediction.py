@@ -10,7 +10,7 @@ from offloadkit.facts.hardware import Hardware
 from offloadkit.planner.bound import Bound, bound_of
 from offloadkit.planner.layout import LayerShape, communicated_bytes
 from offloadkit.planner.phases import NEEDED, Phase, phases_of
-from offloadkit.planner.seconds import Seconds
+from offloadkit.planner.seconds import Seconds, step_range
 from offloadkit.planner.work import MicroBatch, Rows
 
 
@@ -137,6 +137,15 @@ class Prediction:
     def tokens_per_second(self) -> float | None:
         """Positions per second, padding included."""
         return self.num_tokens / self.seconds.step if self.num_tokens and self.seconds else None
+
+    @cached_property
+    def step_range(self) -> tuple[float, float] | None:
+        """The least and the most seconds of a step that Python bounds (`seconds.step_range`); else None."""
+        basis = self.basis
+        if self.on_cpu or self.seconds is None or basis.work is None or basis.hardware is None:
+            return None
+        args = self.layers, basis.work, basis.hardware, self.accumulation, self.placements
+        return step_range(*args, compiled=basis.config.compile_blocks)
 
     @cached_property
     def bound(self) -> Bound | None:

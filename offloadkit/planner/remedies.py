@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from offloadkit.facts.config import Precision
-from offloadkit.facts.units import format_bytes, format_seconds, rounded_up
+from offloadkit.facts.units import format_bytes, format_range, format_seconds, rounded_up
 from offloadkit.optim.table import optimizer_named
 from offloadkit.planner.layout import TIERS
 from offloadkit.planner.make import P, budget_options, is_short_of_ram, replanned, with_other_exchange
@@ -44,7 +44,7 @@ _DRAM_BOUND = 0.6
 
 def explain(plan: Prediction) -> str:
     """See `Plan.explain`."""
-    return "\n".join([*_limit(plan), *_bound(plan), *_help(plan)] if plan.fits else _would_fit(plan))
+    return "\n".join([*_limit(plan), *_range(plan), *_bound(plan), *_help(plan)] if plan.fits else _would_fit(plan))
 
 
 def nearest_fits(plan: P, most: int = 4) -> list[tuple[str, P]]:
@@ -183,6 +183,15 @@ def _limit(plan: Prediction) -> Iterator[str]:
     else:
         for_so_long = " and ".join(f"{share:.0%}" for share in together.values())
         yield f"{', '.join(names[:-1])} and {names[-1]} limit the step: they are busy for {for_so_long} of it"
+
+
+def _range(plan: Prediction) -> Iterator[str]:
+    if plan.step_range is not None:
+        assert plan.seconds is not None
+        yield (
+            f"Python's time varies: a step takes {format_range(*plan.step_range)}, and every other figure here is of a "
+            f"step of {format_seconds(plan.seconds.step)}"
+        )
 
 
 def _bound(plan: Prediction) -> Iterator[str]:

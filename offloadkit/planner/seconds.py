@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from heapq import heappop, heappush
 from typing import Any
 
@@ -41,6 +41,7 @@ from offloadkit.facts.fitted import (
     LAYER_LAUNCHES,
     MATRIX_TRAFFIC,
     NORM_EFFICIENCY,
+    PYTHON_VARIES,
     RANKS_SLOW,
     RECOMPUTED_LAUNCHES,
     SDPA_EFFICIENCY,
@@ -86,6 +87,10 @@ class Seconds:
     @property
     def exposed(self) -> float:
         return max(0.0, self.step - sum(self.busy[name] for name in ("forward", "backward", "GPU step")))
+
+
+WIDEST_RANGE = 1.4
+"""Largest seconds of a step over its smallest, in the range that a plan gives if Python bounds the step."""
 
 
 @dataclass(frozen=True)
@@ -480,6 +485,32 @@ class StepModel:
             return bus
         h2d, d2h = (own / (own + num_bytes) if own else 1.0 for own in (h2d_bytes, d2h_bytes))
         return _Bus(bus.h2d * h2d, bus.d2h * d2h, bus.slows_cores)
+
+
+def step_range(
+    layers: Sequence[LayerShape],
+    work: MicroBatch,
+    hardware: Hardware,
+    accumulation: int,
+    placements: Sequence[Placement],
+    *,
+    compiled: bool = False,
+) -> tuple[float, float] | None:
+    """Seconds of a step with the smallest and with the largest time of Python, the middle of them if they are further
+    apart than `WIDEST_RANGE`; None unless Python is the busiest resource of the step.
+    """
+
+    def seconds(factor: float) -> Seconds:
+        machine = replace(hardware, launch_seconds=factor * hardware.launch_seconds)
+        return StepModel(layers, work, machine, accumulation, compiled=compiled).seconds(placements)
+
+    busy = dict(seconds(1.0).busy)
+    gpu, launches = sum(busy.pop(name) for name in ("forward", "backward", "GPU step")), busy.pop("launches")
+    if launches <= max(gpu, *busy.values()):
+        return None
+    least, most = seconds(1 / PYTHON_VARIES).step, seconds(PYTHON_VARIES * work.python_spread).step
+    too_wide = max(1.0, most / least / WIDEST_RANGE)
+    return least * too_wide**0.5, most / too_wide**0.5
 
 
 def place_in_stages(layers: Sequence[LayerShape], stages: Sequence[Stage]) -> list[int]:

@@ -9,7 +9,7 @@ from itertools import groupby
 from textwrap import wrap
 
 from offloadkit.facts.hardware import Hardware
-from offloadkit.facts.units import format_bytes, format_seconds, rounded, rounded_up
+from offloadkit.facts.units import format_bytes, format_range, format_seconds, rounded, rounded_up
 from offloadkit.optim.table import MOMENTS
 from offloadkit.planner.layout import TIERS
 from offloadkit.planner.prediction import Prediction
@@ -110,8 +110,16 @@ def host_totals(plan: Prediction, num_bytes: Mapping[str, int]) -> dict[str, int
 def takes(plan: Prediction) -> list[str]:
     """ "11.2 of 24 GiB VRAM each", "40 of 120 GiB RAM in all", "about 0.31 s a step" and the speed, if known."""
     memory = [_of_budget(plan, tier, need) for tier, need in _tiers_to_say(plan).items()]
-    seconds = [] if plan.seconds is None else [f"about {format_seconds(plan.seconds.step, digits=2)} a step"]
+    seconds = [] if plan.seconds is None else [f"about {step_seconds(plan, digits=2)} a step"]
     return [*memory, *seconds, *speed(plan)]
+
+
+def step_seconds(plan: Prediction, digits: int = 3) -> str:
+    """ "310 ms", or "260 to 360 ms" if Python bounds the step."""
+    assert plan.seconds is not None
+    if plan.step_range is None:
+        return format_seconds(plan.seconds.step, digits=digits)
+    return format_range(*plan.step_range, digits=digits)
 
 
 def _tiers_to_say(plan: Prediction) -> dict[str, int]:
@@ -249,7 +257,7 @@ def _times(plan: Prediction) -> list[str]:
     lines = []
     if plan.seconds is not None and plan.slowdown is not None:
         slowdown = "" if plan.on_cpu else f", {plan.slowdown:.3g}x a GPU that holds everything"
-        lines.append(", ".join([f"{format_seconds(plan.seconds.step)} a step", *speed(plan)]) + slowdown)
+        lines.append(", ".join([f"{step_seconds(plan)} a step", *speed(plan)]) + slowdown)
         busy = {_busy(plan, name): number for name, number in plan.seconds.busy.items() if number}
         each = (f"{name} {format_seconds(number)}".replace(" ", _KEPT) for name, number in busy.items())
         lines += [line.replace(_KEPT, " ") for line in _wrapped("busy: " + ", ".join(each))]

@@ -95,3 +95,5 @@ class MicroBatch:
     """Python's time for an operation of forward and of backward, in launches of a bare kernel, as timed with the
     model's blocks. None: not timed.
     """
+    python_spread: float = 1.0
+    """Python's time for a block in the slowest burst of its timing, relative to the fastest; 1 if not timed."""

@@ -108,6 +108,18 @@ def test_a_step_is_printed_beside_its_bound(
     assert "0.397, 1.25x the bound of 0.24 s" in report.results([row | planned])
 
 
+def test_steps_that_python_bounds_count_apart(tmp_path: Path, answers: Callable[..., list[Work]]) -> None:
+    planned = {"planned_seconds": 0.26, "planned_vram_bytes": GIB, "planned_ram_bytes": GIB}
+    answers(lambda work: measured(0.3, figures={"planned_range": [0.22, 0.31]}))
+    (row,) = run.run(["w1"], engines=["offloadkit"], out=tmp_path / "a.csv", commit="abc")
+    rows = [row | planned, row | planned | {"case": "w2", "seconds": 0.32}]
+    assert report.in_range(rows) == (1, 2)
+    assert report.planned_right(rows, "planned_seconds", "seconds", 0.15) == (0, 0)
+    page = report.results(rows)
+    assert "| 0.220 to 0.310 |" in page
+    assert "Python bounds 2 other steps, which have a planned range: 1 of them took as long." in page
+
+
 def test_a_row_says_that_a_turn_ran_by_a_leaner_plan(tmp_path: Path, answers: Callable[..., list[Work]]) -> None:
     turns = iter([measured(0.1, moves=["VRAM was full"]), measured(0.1), measured(0.1)])
     answers(lambda work: next(turns))

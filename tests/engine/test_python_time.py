@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
 from offloadkit.device import measure as measuring
 from offloadkit.engine import outline, python_time
-from offloadkit.engine.python_time import Blocks, blocks_called
+from offloadkit.engine.python_time import Blocks, BlockSeconds, OperationSeconds, blocks_called
 from offloadkit.engine.tracing import trace_micro_batch
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.offload.layers import repeated_blocks
@@ -62,9 +62,9 @@ def test_the_most_frequent_kinds_are_timed_with_few_rows(
     model = make()
     blocks, work = traced(model)
     timed: list[tuple[str, int]] = []
-    times = iter([(0.003, 0.006), (0.005, 0.008)])
+    times = iter([BlockSeconds(0.003, 0.006, 0.010), BlockSeconds(0.005, 0.008, 0.014)])
 
-    def time(kind: Any, device: torch.device) -> tuple[float, float]:
+    def time(kind: Any, device: torch.device) -> BlockSeconds:
         timed.append((kind.names[0], kind.arguments[0].size[0]))
         return next(times)
 
@@ -74,7 +74,8 @@ def test_the_most_frequent_kinds_are_timed_with_few_rows(
     stages = {stage.block: stage for stage in work.stages}
     forward = sum(weighed(stages[name].forward) for name in names)
     backward = sum(weighed(stages[name].backward) for name in names)
-    expected = (0.008 / forward, 0.014 / backward) if len(names) == 2 else (0.003 / forward, 0.006 / backward)
+    both, one = (0.008 / forward, 0.014 / backward, 0.024 / 0.022), (0.003 / forward, 0.006 / backward, 0.010 / 0.009)
+    expected = both if len(names) == 2 else one
     assert seconds == pytest.approx(expected)
     assert blocks.operation_seconds(work, CPU) == seconds, "the cached time must be used"
     assert len(timed) == len(names)
@@ -102,7 +103,8 @@ def test_a_real_block_runs_by_itself_and_changes_nothing(make: Any) -> None:
     assert before[:2] == after[:2]
     assert torch.equal(before[2], after[2])
     assert seconds is not None
-    assert all(1e-7 < part < 1e-2 for part in seconds)
+    assert all(1e-7 < part < 1e-2 for part in (seconds.forward, seconds.backward))
+    assert seconds.spread >= 1
     assert set(seen) == {2}, "blocks must be timed with few rows"
     assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
 
@@ -140,7 +142,8 @@ class Disturbed(nn.Linear):
 
 
 def test_what_other_work_takes_is_not_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight of the first calls are slow; one quick burst is enough."""
+    """Eight of the first calls are slow; one quick burst is enough. The spread shows the slow ones of the second
+    burst."""
     with torch.device("meta"):
         model = nn.Sequential(*(Disturbed(8, 8) for _ in range(3)))
     with blocks_called(model) as blocks:
@@ -149,7 +152,8 @@ def test_what_other_work_takes_is_not_pythons(monkeypatch: pytest.MonkeyPatch) -
     seconds = blocks.operation_seconds(work, CPU)
     assert Disturbed.slow == 0
     assert seconds is not None
-    assert seconds[0] * weighed(work.stages[0].forward) < 0.005
+    assert seconds.forward * weighed(work.stages[0].forward) < 0.005
+    assert seconds.spread > 2
 
 
 def test_a_block_that_cannot_run_by_itself_is_planned_as_before() -> None:
@@ -163,19 +167,19 @@ def test_a_block_that_cannot_run_by_itself_is_planned_as_before() -> None:
 
 def test_a_plan_for_the_gpu_here_times_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(Blocks, "operation_seconds", lambda self, work, device: (3e-5, 4e-5))
+    monkeypatch.setattr(Blocks, "operation_seconds", lambda self, work, device: OperationSeconds(3e-5, 4e-5, 1.2))
     batch = torch.empty(2, 8, device="meta")
 
-    def launches(**changes: Any) -> Any:
+    def found(**changes: Any) -> Any:
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
         work = outline.outlined(model, OffloadConfig(), replace(H200, **changes)).work(batch)
         assert work is not None
-        return work.operation_launches
+        return work.operation_launches, work.python_spread
 
-    assert launches(launch_seconds=5e-6) == pytest.approx((6, 8))
-    assert launches(assumed="a card that is not here") is None
-    assert launches(device="cpu") is None
+    launches, spread = found(launch_seconds=5e-6)
+    assert (*launches, spread) == pytest.approx((6, 8, 1.2))
+    assert found(assumed="a card that is not here") == found(device="cpu") == (None, 1.0)
 
 
 def test_the_cache_says_what_was_timed() -> None:
@@ -183,4 +187,4 @@ def test_the_cache_says_what_was_timed() -> None:
     blocks.operation_seconds(work, CPU)
     ((key, kept),) = json.loads(measuring.cache_file().read_text()).items()
     assert "LlamaDecoderLayer" in key
-    assert set(kept) == {"forward_seconds", "backward_seconds"}
+    assert set(kept) == {"forward_seconds", "backward_seconds", "slowest_seconds"}

@@ -162,7 +162,10 @@ def test_the_slowdown_is_said_to_be_measured_or_predicted() -> None:
     assert "2.00× the 500 ms without offloading (measured)" in words.slowdown(made)
     predicted = replace(made.slowdown, baseline="predicted")
     assert "(predicted: the computing measured here, and AdamW in VRAM)" in words.slowdown(shown(slowdown=predicted))
-    assert words.slowdown(shown(slowdown=replace(predicted, is_planned=True))).startswith("Planned: ")
+    planned = replace(predicted, is_planned=True)
+    assert words.slowdown(shown(slowdown=planned)).startswith("Planned: ")
+    bound_by_python = replace(planned, step_range=(0.2, 0.28))
+    assert words.slowdown(shown(slowdown=bound_by_python)).startswith("Planned: 200 to 280 ms, about ")
     assert "not known: because" in words.slowdown(shown(slowdown=None, why_no_slowdown="because"))
 
 

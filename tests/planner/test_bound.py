@@ -9,6 +9,7 @@ import pytest
 
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.fitted import DISK_OVERLAP, KERNEL_SECONDS
+from offloadkit.facts.units import format_range
 from offloadkit.optim.table import Matrix
 from offloadkit.planner import MicroBatch, Pass, Plan, make_plan
 from offloadkit.planner.layout import NUM_WEIGHT_BUFFERS
@@ -28,7 +29,7 @@ def planned(
     where: Placement, *, num_ranks: int = 1, accumulation: int = 1, num_frozen: int = 0, **options: Any
 ) -> Plan:
     """`options`: rates of the machine, and fields of the layers."""
-    rates = {name: options.pop(name) for name in list(options) if name.endswith("per_second")}
+    rates = {name: options.pop(name) for name in list(options) if name.endswith("_second") or name == "launch_seconds"}
     layers = [shape(f"block.{index}", N, **options).shared_by(num_ranks) for index in range(4)]
     layers[:num_frozen] = [replace(each, kind=replace(each.kind, trains="frozen")) for each in layers[:num_frozen]]
     passes: dict[str, Any] = {"forward": Pass(flops=10**9), "backward": Pass(flops=2 * 10**9)}
@@ -152,3 +153,13 @@ def test_no_step_is_planned_below_its_bound(where: Placement, accumulation: int)
     assert found.bound is not None
     assert found.seconds is not None
     assert found.bound.step <= found.seconds.step
+
+
+def test_a_plan_that_python_bounds_says_a_range() -> None:
+    found = planned(IN_VRAM, launch_seconds=2e-3)
+    assert found.step_range is not None
+    least, most = found.step_range
+    said = f"{format_range(least, most, digits=2)} a step"
+    assert said in found.verdict
+    assert f"Python's time varies: a step takes {format_range(least, most)}" in found.explain()
+    assert found.to_dict()["step_range_seconds"] == (least, most)

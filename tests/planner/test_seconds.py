@@ -22,6 +22,7 @@ from offloadkit.facts.fitted import (
     KERNEL_SECONDS,
     LAYER_LAUNCHES,
     NORM_EFFICIENCY,
+    PYTHON_VARIES,
     RECOMPUTED_LAUNCHES,
     SDPA_EFFICIENCY,
     SDPA_KEYS,
@@ -32,7 +33,7 @@ from offloadkit.facts.fitted import (
 )
 from offloadkit.facts.hardware import Hardware
 from offloadkit.planner import LayerShape, MicroBatch, Pass
-from offloadkit.planner.seconds import StepModel, layer_cost, pass_seconds
+from offloadkit.planner.seconds import WIDEST_RANGE, StepModel, layer_cost, pass_seconds, step_range
 from offloadkit.planner.work import Cheap
 from tests.planner.machines import H200, shape, stage
 
@@ -293,3 +294,32 @@ def test_gradients_are_added_at_the_speed_of_the_memory_that_holds_the_sum() -> 
     assert cost.adding_in_ram == pytest.approx(
         (4 + 4 + 2 + 2) * layer.numel / (H200.cpu_adamw_bytes_per_second * ADD_EFFICIENCY)
     )
+
+
+@pytest.mark.parametrize(("flops", "spread"), [(0, 1.0), (0, 1.3), (10**12, 1.0), (10**13, 1.0)])
+def test_a_step_that_python_bounds_has_a_range(flops: int, spread: float) -> None:
+    """Four blocks with 1000 operations each and launches of 1 ms; the GPU takes 0, 4 or 40 s of 21.6 s of Python."""
+    hardware = machine(launch_seconds=1e-3, bf16_flops_per_second=1e12)
+    layers = [shape(f"block.{index}", N) for index in range(4)]
+    work = Pass(flops=flops, num_operations=1000)
+    batch = MicroBatch(tuple(stage(layer.name, forward=work) for layer in layers), 640, python_spread=spread)
+    found = step_range(layers, batch, hardware, 1, [IN_VRAM] * 4)
+    if flops == 10**13:
+        assert found is None
+        return
+    assert found is not None
+    python = 4 * (FORWARD_LAUNCHES + LAYER_LAUNCHES / 1000)
+    least, most = python / PYTHON_VARIES, python * PYTHON_VARIES * spread
+    narrower = (most / least / WIDEST_RANGE) ** 0.5
+    assert found == pytest.approx((least * narrower, most / narrower), rel=1e-2)
+    assert found[1] / found[0] == pytest.approx(WIDEST_RANGE)
+
+
+def test_what_python_does_not_bound_makes_the_range_narrower() -> None:
+    """Python starts forward in 10.8 s and backward in 15; the GPU computes backward in 20."""
+    hardware = machine(launch_seconds=1e-3, bf16_flops_per_second=1e12)
+    layers = [shape(f"block.{index}", N) for index in range(4)]
+    passes: dict[str, Any] = {"forward": Pass(num_operations=500), "backward": Pass(5 * 10**12, num_operations=625)}
+    work = MicroBatch(tuple(stage(layer.name, **passes) for layer in layers), 640)
+    found = step_range(layers, work, hardware, 1, [IN_VRAM] * 4)
+    assert found == pytest.approx((10.8 / PYTHON_VARIES + 20, (10.8 + 15) * PYTHON_VARIES), rel=0.01)

@@ -39,7 +39,10 @@ class Offloadkit(Engine):
         made, moves = self._model.plan, self._model.telemetry.moves
         seconds, machine = made.seconds, made.basis and made.basis.hardware
         records = list(self._model.telemetry.records)
-        figures: dict[str, Any] = {"operation_launches": made.basis.work and made.basis.work.operation_launches}
+        work = made.basis.work
+        figures: dict[str, Any] = {"operation_launches": work and work.operation_launches}
+        if made.step_range is not None:
+            figures |= {"planned_range": made.step_range, "python_spread": work and work.python_spread}
         if made.bound is not None:
             figures["bound_seconds"] = made.bound.step
         if taken := hardware.library_bytes[self._model.device.index or 0]:
