@@ -172,7 +172,7 @@ def _normalize(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 @cache
-def _is_rms_norm(kind: type[nn.Module]) -> bool:
+def _is_rms_norm(kind: Any) -> bool:
     """Whether `kind(width)` computes weight * x / sqrt(mean(x^2) + variance_epsilon), tested on an example, because
     transformers has one class per family, and some differ in a detail.
     """
@@ -202,8 +202,8 @@ _ROTARY = "apply_rotary_pos_emb"
 
 
 def fuse_decoders(model: nn.Module, capability: tuple[int, int] | None = None) -> Callable[[], None]:
-    """Run activation(gate) * up, and the rotary embedding of query and key, as one kernel each if possible; returns a
-    function that undoes it.
+    """Run activation(gate) * up, the rotary embedding of query and key, and norms with a weight of 1 + w as one kernel
+    each if possible; returns a function that undoes it.
 
     The rotary embedding is a function of a modeling file, so it changes for all models of that file. Its bits on a GPU
     stay the same.
@@ -219,6 +219,8 @@ def fuse_decoders(model: nn.Module, capability: tuple[int, int] | None = None) -
         for forward in (_feed_forward, _joint_feed_forward):
             if "forward" not in vars(module) and _computes(kind, forward):
                 changes.callback(give_method(module, "forward", forward))
+        if "forward" not in vars(module) and _is_norm_of_one_plus_weight(kind):
+            changes.callback(give_method(module, "forward", _normalize_by_one_plus_weight))
         file = sys.modules.get(kind.__module__)
         if hasattr(file, _ROTARY):
             files[id(file)] = file
@@ -270,8 +272,7 @@ def _runs_gated(activation: Any, hidden_states: Tensor) -> bool:
         hidden_states.device.type in KINDS
         and kind.__name__ in _ACTIVATIONS
         and kind.__module__.startswith(("torch.", "transformers."))
-        and not (activation._forward_hooks or activation._forward_pre_hooks)
-        and not (activation._backward_hooks or activation._backward_pre_hooks)
+        and not _has_hooks(activation)
         and not torch.compiler.is_compiling()
     )
 
@@ -308,6 +309,36 @@ def _lowered(x: Tensor) -> Tensor:
 
 def _both(x: Tensor) -> Tensor:
     return torch.cat((_doubled(x), _raised(x)), dim=-1)
+
+
+def _normalize_by_one_plus_weight(self: Any, x: Tensor) -> Tensor:
+    takes = x.dtype in decoder_kernel.DTYPES and self.weight.numel() <= decoder_kernel.WIDEST_NORM
+    if x.device.type not in KINDS or not takes or torch.compiler.is_compiling():
+        own: Tensor = type(self).forward(self, x)
+        return own
+    return decoder_kernel.normed(x, self.weight, self.eps, 1.0)
+
+
+@cache
+def _is_norm_of_one_plus_weight(kind: Any) -> bool:
+    """Whether `kind(width)` computes (1 + weight) * x / sqrt(mean(x^2) + eps), as Gemma's norms do."""
+    if not kind.__name__.endswith("RMSNorm") or kind.__module__.startswith("torch."):
+        return False
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        x, weight, epsilon = torch.linspace(-1.0, 2.0, 96).view(3, 32), torch.linspace(-0.5, 0.5, 32), 0.5
+        try:
+            norm: Any = kind(32)
+            norm.weight.copy_(weight)
+            norm.eps = epsilon
+            return torch.allclose(norm(x), F.rms_norm(x, weight.shape, 1 + weight, epsilon))
+        except Exception:  # unknown class: other arguments or attributes
+            return False
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def _rotary_by_kernel(own: Callable[..., Any]) -> Callable[..., Any]:

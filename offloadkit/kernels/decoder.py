@@ -1,9 +1,10 @@
-"""Differentiable element-wise parts of decoder blocks, on the kernels of `decoder_triton`: gated activations and
-rotary embeddings.
+"""Differentiable element-wise parts of decoder blocks, on the kernels of `decoder_triton`: gated activations, rotary
+embeddings, and norms with a weight of 1 + w.
 
-Outputs and gradients have the bits of torch's eager operations on the GPU; "gelu_tanh" differs in the last bit of few
-numbers. Backward writes no saved tensor, so a graph can be kept. The gated activation is computed again in backward
-instead of being saved. The meta device sees one operation for each kernel.
+Outputs and gradients of the first two have the bits of torch's eager operations on the GPU; "gelu_tanh" differs in the
+last bit of few gradients. Norms are rounded once, and their sums are added in a fixed order. Backward writes no saved
+tensor, so a graph can be kept. The gated activation is computed again in backward instead of being saved. The meta
+device sees one operation for each kernel.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ BLOCK = 1024
 """Elements per thread block of a gated activation."""
 HEADS = 16
 """Heads that a thread block of the rotary embedding has in registers."""
+
+NORM_BLOCK = 4096
+"""Elements of the rows that a thread block normalizes at once, unless a row is longer."""
+NORM_SHARES = 512
+"""Most thread blocks of a norm's backward. Each writes a share of the weight's gradient."""
+WIDEST_NORM = 16384
 
 _cuda: Any = torch.cuda  # typed only in some releases of torch
 KERNELS: Any = decoder_triton
@@ -138,7 +145,7 @@ def _as_rows(array: Tensor) -> Tensor:
 def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """query * cos + rotate_half(query) * sin, and the same of the key, differentiable any number of times.
 
-    If `cos` is narrower than the heads, the rest of each head stays as it is.
+    If `cos` is narrower than the heads, the rest of each head is copied.
 
     Args:
         query, key: (batch, heads, length, width), of one of `DTYPES`.
@@ -189,12 +196,104 @@ def _power_of_2(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+# -- norms
+
+
+def normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (weight + offset), rounded once, differentiable any number of times.
+
+    Args:
+        x: [..., width], of one of `DTYPES`.
+        weight: [width], at most `WIDEST_NORM` numbers.
+    """
+    output: Tensor = _Normed.apply(x, weight, eps, offset)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        output, scales = (norm_op if x.is_meta else _norm)(x, weight, eps, offset)
+        ctx.save_for_backward(x, weight, scales)
+        ctx.eps, ctx.offset = eps, offset
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (x, weight, scales) = gradients, ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            given = [one for one in (x, weight) if one.requires_grad]
+            output = _eager_norm(x, weight, ctx.eps, ctx.offset)
+            found = iter(torch.autograd.grad(output, given, gradient, create_graph=True))
+            return *(next(found) if one.requires_grad else None for one in (x, weight)), None, None
+        d_x, d_weight, _ = (norm_backward_op if x.is_meta else _norm_backward)(gradient, x, weight, scales, ctx.offset)
+        return d_x, d_weight, None, None
+
+
+def _eager_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * (weight.float() + offset)).to(x.dtype)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """The output, and fp32 1 / rms of each row."""
+    output, scales = _empty_norm(x)
+    blocks = _norm_blocks(x)
+    if scales.numel():
+        with _cuda.device_of(x):
+            KERNELS.norm[(-(-scales.numel() // blocks["block_rows"]),)](
+                x.contiguous(), weight, output, scales, scales.numel(), x.shape[-1], eps, offset,
+                **blocks, enable_fp_fusion=False,
+            )  # fmt: skip
+    return output, scales
+
+
+def _norm_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, scales: Tensor, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `x` and `weight`, and scratch memory, which memory tracing must see."""
+    found = d_x, d_weight, shares = _empty_norm_gradients(x, weight)
+    if scales.numel():
+        with _cuda.device_of(x):
+            KERNELS.norm_backward[(shares.shape[0],)](
+                gradient.contiguous(), x.contiguous(), weight, scales, d_x, shares,
+                scales.numel(), x.shape[-1], offset, _norm_steps(x), **_norm_blocks(x), enable_fp_fusion=False,
+            )  # fmt: skip
+    d_weight.copy_(shares.sum(0))
+    return found
+
+
+def _norm_blocks(x: Tensor) -> dict[str, int]:
+    block = _power_of_2(x.shape[-1])
+    block_rows = max(1, NORM_BLOCK // block)
+    return {"block_rows": block_rows, "block": block, "num_warps": min(16, max(4, block * block_rows // 512))}
+
+
+def _norm_steps(x: Tensor) -> int:
+    """Rows of `NORM_SHARES` programs, in units of `block_rows`. It depends on the number of rows alone."""
+    rows = x.numel() // max(1, x.shape[-1])
+    return max(1, -(-rows // (NORM_SHARES * _norm_blocks(x)["block_rows"])))
+
+
+def _empty_norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _empty_norm_gradients(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.numel() // max(1, x.shape[-1])
+    programs = -(-rows // (_norm_steps(x) * _norm_blocks(x)["block_rows"]))
+    shares = x.new_empty((programs, x.shape[-1]), dtype=torch.float32)
+    return x.new_empty(x.shape), torch.empty_like(weight), shares
+
+
 # -- the same as operations of torch
 
 
 gated_op = torch.library.custom_op("offloadkit::gated", _gated, mutates_args=())
 gated_backward_op = torch.library.custom_op("offloadkit::gated_backward", _gated_backward, mutates_args=())
 rotary_op = torch.library.custom_op("offloadkit::rotary", _rotary, mutates_args=())
+norm_op = torch.library.custom_op("offloadkit::norm", _norm, mutates_args=())
+norm_backward_op = torch.library.custom_op("offloadkit::norm_backward", _norm_backward, mutates_args=())
 
 
 @gated_op.register_fake
@@ -210,3 +309,13 @@ def _(_gradient: Tensor, gate: Tensor, up: Tensor | None, _: str) -> list[Tensor
 @rotary_op.register_fake
 def _(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _empty_like_heads(query, key)
+
+
+@norm_op.register_fake
+def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_norm(x)
+
+
+@norm_backward_op.register_fake
+def _(_gradient: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_norm_gradients(x, weight)

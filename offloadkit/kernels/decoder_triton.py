@@ -34,7 +34,7 @@ def _gradient_of_activation(gradient, x, is_gelu: tl.constexpr):
     if is_gelu:
         tanh = _tanh_of_gelu(x)
         of_tanh = tl.fma(-tanh, tanh, 1.0)
-        of_inner = 0.7978845608028654 * tl.fma(x * x, 0.134145, 1.0)
+        of_inner = 0.7978845608028654 * tl.fma(x * x, 0.13414499163627625, 1.0)
         return gradient * (0.5 * (1.0 + tanh) + 0.5 * x * of_tanh * of_inner)
     else:
         sigmoid = tl.div_rn(1.0, 1.0 + libdevice.exp(-x))
@@ -68,6 +68,43 @@ def gated_backward(
     of_gate = _gradient_of_activation(_rounded(g * y, gate), x, is_gelu)
     tl.store(d_gate + row * d_gate_stride + columns, of_gate, mask=inside)
     tl.store(d_up + row * d_up_stride + columns, g * _rounded(_activated(x, is_gelu), gate), mask=inside)
+
+
+@triton.jit
+def norm(x, weight, out, scales, rows, width, eps, offset, block_rows: tl.constexpr, block: tl.constexpr):
+    """`block_rows` rows per program: out = x / rms(x) * (weight + offset)."""
+    row, column = tl.program_id(0) * block_rows + tl.arange(0, block_rows), tl.arange(0, block)[None, :]
+    inside = (row < rows)[:, None] & (column < width)
+    at = row.to(tl.int64)[:, None] * width + column
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(values * values, 1) / width + eps))
+    tl.store(scales + row, scale, mask=row < rows)
+    factors = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
+    tl.store(out + at, values * scale[:, None] * factors, mask=inside)
+
+
+@triton.jit
+def norm_backward(
+    gradient, x, weight, scales, d_x, d_weights, rows, width, offset, steps,
+    block_rows: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """`steps` times `block_rows` rows per program, whose share of the weight's gradient is a row of `d_weights`."""
+    program, column = tl.program_id(0), tl.arange(0, block)[None, :]
+    factors = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
+    d_weight = tl.zeros((block_rows, block), tl.float32)
+    for step in range(steps):
+        row = (program * steps + step) * block_rows + tl.arange(0, block_rows)
+        inside = (row < rows)[:, None] & (column < width)
+        at = row.to(tl.int64)[:, None] * width + column
+        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scales + row, mask=row < rows, other=0.0)[:, None]
+        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
+        d_weight += g * normed
+        g *= factors
+        of_x = (g - normed * (tl.sum(g * normed, 1) / width)[:, None]) * scale
+        tl.store(d_x + at, of_x, mask=inside)
+    column = tl.arange(0, block)
+    tl.store(d_weights + program.to(tl.int64) * width + column, tl.sum(d_weight, 0), mask=column < width)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""Gated activations and rotary embeddings as one kernel: eligible classes, the plan's bytes, and restoring the model's
-own operations."""
+"""Gated activations, rotary embeddings and Gemma's norms as one kernel: eligible classes, the plan's bytes, and
+restoring the model's own operations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,18 +17,21 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
 from offloadkit.engine.tracing import META, AsOnGpu, OpCounter, trace_micro_batch
 from offloadkit.facts import changes
-from offloadkit.hf.patches import fuse, fuse_decoders
+from offloadkit.hf.patches import fuse, fuse_decoders, fuse_norms
 from offloadkit.kernels import decoder
 from offloadkit.planner import Pass
 from tests.hf.tiny import llama_config, t5_v1_1_config
 
 INTERPRETED = "from tests.kernels.interpreted_decoder import main; main()"
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3")
+NUM_NORMS = {"llama": 0, "qwen2": 0, "qwen3": 0, "mistral": 0, "gemma2": 5, "gemma3_text": 7, "phi3": 0}
+"""Norms that run on our kernel, of one block and the last norm. torch's kernel has the others."""
+FAMILIES = tuple(NUM_NORMS)
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 
 
@@ -53,22 +57,20 @@ def file_of(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_both_are_one_operation_in_each_family(model_type: str) -> None:
+def test_each_is_one_operation_in_each_family(model_type: str) -> None:
     model = tiny(model_type)
     own = file_of(model).apply_rotary_pos_emb
-    undo = fuse_decoders(model)
-    assert len(replaced(model)) == 1
-    with AsOnGpu(), OpCounter([], mask_is_full=True) as counter, Called() as called:
+    undo = fuse(model)
+    with AsOnGpu(), OpCounter([], mask_is_full=True), Called() as called:
         model(torch.zeros((2, 5), dtype=torch.long, device=META)).logits.sum().backward()
-    del counter
-    assert [name for name in called.names if name in KERNELS] == ["rotary", "gated", "gated_backward", "rotary"]
+    number = Counter(called.names)
+    assert [number[name] for name in ("rotary", "gated", "gated_backward")] == [2, 1, 1]
+    assert number["norm"] == number["norm_backward"] == NUM_NORMS[model_type]
     assert not {"silu", "gelu", "neg"} & set(called.names)
+    assert number["rsqrt"] == 0
     undo()
     assert not replaced(model)
     assert file_of(model).apply_rotary_pos_emb is own
-
-
-KERNELS = {"rotary", "gated", "gated_backward"}
 
 
 class Called(torch.utils._python_dispatch.TorchDispatchMode):
@@ -138,6 +140,21 @@ def test_an_activation_with_hooks_or_of_another_function_is_called() -> None:
     undo()
 
 
+def test_a_norm_of_one_plus_weight_is_one_operation() -> None:
+    x = torch.empty(8, 1024, device=META, dtype=torch.bfloat16, requires_grad=True)
+    norm = Gemma3RMSNorm(1024).bfloat16().to(META)
+    undo = fuse_decoders(norm)
+    with OpCounter([x, norm.weight], mask_is_full=True) as counter:
+        y = norm(x)
+        assert counter.total == Pass(moved_bytes=2 * x.nbytes + norm.weight.nbytes + 8 * 4, num_operations=1)
+        assert counter.live == y.nbytes + 512  # one fp32 number a row, rounded to the allocator's minimum
+        counter.total = Pass()
+        torch.autograd.grad(y, [x, norm.weight], torch.empty_like(y))
+        assert counter.total.num_operations == 1
+    undo()
+    assert not replaced(norm)
+
+
 def test_two_models_of_a_file_share_the_change() -> None:
     own = modeling_llama.apply_rotary_pos_emb
     first, second = (fuse_decoders(LlamaForCausalLM(llama_config())) for _ in range(2))
@@ -183,7 +200,7 @@ def test_backward_reads_what_forward_kept() -> None:
 def test_a_micro_batch_keeps_and_moves_less() -> None:
     def block(*, fused: bool) -> Any:
         model = tiny("llama", intermediate_size=512, attn_implementation="sdpa").bfloat16()
-        undo = fuse_decoders(model) if fused else lambda: None
+        undo = fuse(model) if fused else fuse_norms(model)
         ids = torch.empty(4, 64, dtype=torch.long)
         found = next(each for each in trace_micro_batch(model, {"input_ids": ids, "labels": ids}).stages if each.block)
         undo()

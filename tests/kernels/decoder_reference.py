@@ -89,3 +89,20 @@ def check_gated(gate: Tensor, up: Tensor, activation: str, largest_error: float 
 
 def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def check_norm(shape: tuple[int, ...], dtype: torch.dtype, offset: float, device: str) -> None:
+    """Errors against fp64 are about torch's, and the bits are the same each time."""
+    draw = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(size, generator=draw).to(dtype).to(device).requires_grad_() for size in (shape, shape[-1:])]
+
+    def eager(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight + offset, 1e-5)
+
+    output = decoder.normed(leaves[0], leaves[1], 1e-5, offset)
+    found, again = (with_gradients(output, leaves, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, found, again))
+    theirs, wide = with_gradients(eager(*leaves), leaves), [each.detach().double().requires_grad_() for each in leaves]
+    for mine, other, right in zip(found, theirs, with_gradients(eager(*wide), wide), strict=True):
+        error, other_error = (float((each.double() - right).norm()) for each in (mine, other))
+        assert error <= 1.1 * other_error + torch.finfo(dtype).eps / 4 * float(right.norm())

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from offloadkit.kernels import decoder, decoder_triton
-from tests.kernels.decoder_reference import HEADS, SIZES, check_gated, check_rotary, gates
+from tests.kernels.decoder_reference import HEADS, SIZES, check_gated, check_norm, check_rotary, gates
 
 # mypy: ignore-errors
 
@@ -31,6 +31,8 @@ def main() -> None:
     for dtype, error in ((torch.float16, 2e-3), (torch.float32, 4e-6)):
         for shape in HEADS:
             check_rotary(shape, dtype, "cpu")
+        for shape in ((3, 7, 24), (2, 5, 4100), (600, 40)):
+            check_norm(shape, dtype, 1.0, "cpu")
         for shape in SIZES:
             for activation in decoder.ACTIVATIONS:
                 check_gated(*gates(shape, dtype, "cpu"), activation, error)

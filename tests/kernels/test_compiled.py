@@ -146,7 +146,7 @@ def test_attention_compiles(compiled: SimpleNamespace, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", OF_ATTENTION, indirect=True)
 def test_decoder_blocks_compile(compiled: SimpleNamespace, tmp_path: Path) -> None:
-    """The widest heads, with a rest that is not rotated."""
+    """The widest heads, with a rest that is not rotated, and the widest norm."""
     gate, heads = torch.zeros((64, 4096), dtype=torch.bfloat16), torch.zeros((2, 32, 8, 256), dtype=torch.bfloat16)
     for activation in decoder.ACTIVATIONS:
         decoder.gated_backward_op(decoder.gated_op(gate, gate, activation), gate, gate, activation)
@@ -155,4 +155,9 @@ def test_decoder_blocks_compile(compiled: SimpleNamespace, tmp_path: Path) -> No
     for width, inverse in ((256, False), (128, True)):
         angles = heads.new_zeros((2, 8, width))
         decoder.rotary_op(heads, heads[:, :4], angles, angles, inverse)
+        check(compiled.decoder.kernels, compiled.capability, tmp_path)
+    for width in (4096, decoder.WIDEST_NORM):
+        x, weight = torch.zeros((64, width), dtype=torch.bfloat16), torch.zeros(width, dtype=torch.bfloat16)
+        output, scales = decoder.norm_op(x, weight, 1e-6, 1.0)
+        decoder.norm_backward_op(output, x, weight, scales, 1.0)
         check(compiled.decoder.kernels, compiled.capability, tmp_path)
