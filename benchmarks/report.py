@@ -639,7 +639,7 @@ def _is_start(row: Row) -> bool:
 
 
 _OTHERS = (
-    *("attention", "head-and-loss", "cpu-adamw", "disk", "learning", "demo", "same-script"),
+    *("block", "attention", "head-and-loss", "cpu-adamw", "disk", "learning", "demo", "same-script"),
     *("killed", "damaged checkpoints", "two trainings", "soak"),
 )
 """Prefixes of the cases in "Other figures". The table holds more cases, which the plan's tests read."""
