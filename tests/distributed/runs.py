@@ -51,7 +51,7 @@ GPU_STEP = Placement(step="gpu")
 LATE_GRADIENTS = Placement(gradients="vram", step="cpu")
 GPU_ALONE = Placement(gradients="vram", step="gpu")
 STREAMED = Placement(weights="ram")
-STREAMED_TO_GPU = Placement(weights="ram", gradients="vram", step="gpu")
+STREAMED_TO_GPU = Placement(weights="ram", gradients="vram", activations="cheap", step="gpu")
 ON_DISK = Placement(states="disk")
 LEAST = Placement(weights="ram", states="disk", activations="offload")
 

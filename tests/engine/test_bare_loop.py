@@ -415,7 +415,7 @@ class Counts(nn.Module):
 
 def test_a_recomputation_leaves_buffers_as_forward_did(device: str) -> None:
     results = []
-    for activations in ("keep", "checkpoint", "offload"):
+    for activations in ("keep", "cheap", "checkpoint", "offload"):
         torch.manual_seed(0)
         model = SquaredOutput(nn.Sequential(Counts(), Counts()))
         placement: Any = Placement(activations=activations)  # type: ignore[arg-type]
@@ -427,7 +427,7 @@ def test_a_recomputation_leaves_buffers_as_forward_did(device: str) -> None:
         assert [name for name, tensor in results[0].items() if not torch.equal(tensor, other[name])] == []
 
 
-@pytest.mark.parametrize("activations", ["checkpoint", "offload"])
+@pytest.mark.parametrize("activations", ["cheap", "checkpoint", "offload"])
 def test_a_copy_of_a_model_that_recomputes_trains_by_itself(activations: Any) -> None:
     """The copy computes with its own weights, and its buffers count each batch once, also after the engine is
     closed."""

@@ -94,7 +94,7 @@ def test_a_model_that_recomputed_before_does_so_afterwards_and_moves_leave_no_ho
     model.gradient_checkpointing_enable()
     before = traces(model)
     with OffloadEngine(model, OffloadConfig(), device="cpu") as engine:
-        for activations in ("checkpoint", "keep", "offload"):
+        for activations in ("checkpoint", "keep", "cheap", "offload"):
             places: Any = [Placement(activations=activations)] * len(engine.plan.placements)
             engine.move(placed(engine.plan, places))
     assert traces(model) == before

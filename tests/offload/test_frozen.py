@@ -166,7 +166,7 @@ def test_the_numbers_are_those_of_torchs_optimizer() -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+@pytest.mark.parametrize("activations", ["keep", "cheap", "checkpoint"])
 @pytest.mark.parametrize("first", [0, 2, 4])
 def test_frozen_blocks_below_the_trained_ones_stream_too(first: int, activations: Any, device: str) -> None:
     """Backward does not reach blocks before the `first` one with adapters; if there is none, the norm is trained."""

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.offload import kept_results
 from offloadkit.offload.weight_ring import StreamedBlock, WeightRing
 from tests.hf.tiny import llama_config, t5_config
 from tests.models import TinyLM, tokens, train
@@ -30,6 +31,7 @@ STREAMED = Placement(weights="ram")
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> str:
     monkeypatch.setattr(WeightRing, "fill_with_nan", True)
+    monkeypatch.setattr(kept_results, "MIN_PRODUCTS", 1)
     return str(request.param)
 
 
@@ -83,7 +85,7 @@ class _InOrder(nn.Module):
         return iter([self.inner[index] for index in self.order])
 
 
-ALL = (STREAMED, replace(STREAMED, activations="checkpoint"), replace(STREAMED, activations="offload"))
+ALL = (STREAMED, *(replace(STREAMED, activations=how) for how in ("cheap", "checkpoint", "offload")))
 
 
 def test_parameters_of_the_block_itself(device: str) -> None:
@@ -447,7 +449,7 @@ class InPlace(nn.Module):
         return torch.tanh(x + y.mul_(2))
 
 
-@pytest.mark.parametrize("activations", ["keep", "checkpoint", "offload"])
+@pytest.mark.parametrize("activations", ["keep", "cheap", "checkpoint", "offload"])
 @pytest.mark.parametrize("where", ["input", "output"])
 def test_what_backward_needs_is_not_changed_unseen(where: str, activations: Any, device: str) -> None:
     """Like in plain torch, whose version counter detects it; torch does not check it for tensors that pass through
@@ -482,7 +484,7 @@ def test_a_graph_from_before_a_step_is_an_error(placement: Placement, device: st
             engine.backward(losses[1])
 
 
-@pytest.mark.parametrize("activations", ["keep", "checkpoint", "offload"])
+@pytest.mark.parametrize("activations", ["keep", "cheap", "checkpoint", "offload"])
 @pytest.mark.parametrize("weights", ["vram", "ram"])
 def test_stepped_weights_of_a_block_are_told_from_those_that_a_graph_saw(
     weights: Any, activations: Any, device: str
@@ -522,7 +524,7 @@ class ChangesItsMask(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize("activations", ["keep", "checkpoint", "offload"])
+@pytest.mark.parametrize("activations", ["keep", "cheap", "checkpoint", "offload"])
 @pytest.mark.parametrize("weights", ["vram", "ram"])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_what_blocks_share_is_not_changed_unseen(by_name: bool, weights: Any, activations: Any, device: str) -> None:
@@ -533,7 +535,7 @@ def test_what_blocks_share_is_not_changed_unseen(by_name: bool, weights: Any, ac
             engine.backward(loss)
 
 
-@pytest.mark.parametrize("activations", ["keep", "checkpoint", "offload"])
+@pytest.mark.parametrize("activations", ["keep", "cheap", "checkpoint", "offload"])
 def test_what_blocks_of_transformers_share_is_not_changed_unseen(activations: Any, device: str) -> None:
     """transformers passes keywords bound, from 5.23 on together with the block."""
     model: Any = LlamaForCausalLM(llama_config()).train()
