@@ -242,6 +242,7 @@ class Replanner:
     def run_eval(self, run: Callable[[], _T]) -> _T:
         """See `OffloadEngine.run_eval`."""
         states, buffers, module = random_states(), Buffers(), self._loop.placed.module
+        self._loop.placed.release_graphs()
         if module.training:
             buffers.keep(module)
         while True:

@@ -20,8 +20,9 @@ from offloadkit.facts.hardware import trim_heap
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.external_writes import ExternalWrites, refuse_to_empty, unwatched
 from offloadkit.offload.gradients import Gradients
+from offloadkit.offload.graphs import BlockGraphs
 from offloadkit.offload.layer_memory import Changes
-from offloadkit.offload.layers import FlatLayer
+from offloadkit.offload.layers import FlatLayer, repeated_blocks
 from offloadkit.offload.placed_layers import PlacedLayers
 from offloadkit.offload.recompute import Checkpoint, OffloadedInputs, Recomputation
 from offloadkit.offload.shards import WeightGathers
@@ -88,11 +89,19 @@ class PlacedModel:
         undo.callback(self.layers.bind_to_ram)
         self.offloaded_inputs = OffloadedInputs(device, self._waits)
         self.caching = caching_configs(module)
+        tied = {owner for layer in layers for view in layer.views if view.shared for owner, _ in view.owners}
         if config.compile_blocks:
-            tied = {owner for layer in layers for view in layer.views if view.shared for owner, _ in view.owners}
             undo.callback(compile_blocks(module, tied))
+        self.graphs: BlockGraphs | None = None
+        if device.type in BlockGraphs.device_types and not config.compile_blocks and ranks.size == 1:
+            self.graphs = BlockGraphs(repeated_blocks(module), device, tied)
+            undo.callback(self.graphs.close)
         self.recomputation = Recomputation(
-            module, self.offloaded_inputs, always=config.activation_checkpointing, compiled=config.compile_blocks
+            module,
+            self.offloaded_inputs,
+            self.graphs,
+            always=config.activation_checkpointing,
+            compiled=config.compile_blocks,
         )
         undo.callback(self.recomputation.end)
         self.external_writes = ExternalWrites(
@@ -173,6 +182,8 @@ class PlacedModel:
                 if (activations := state.placement.activations) != "keep":
                     choices[block] = activations
         self.recomputation.arrange(choices, weights)
+        if self.graphs is not None:
+            self.graphs.arrange(weights)
         self.gradients.arrange([state.gradient for state in self.trained], staging)
         self.is_whole = True
 
@@ -206,6 +217,7 @@ class PlacedModel:
             moved(new)
 
         self.is_whole = False
+        self.release_graphs()
         self.gradients.forget_buffers()
         self.layers.leave_rings()
         try:
@@ -223,7 +235,8 @@ class PlacedModel:
     def in_forward(self) -> Iterator[None]:
         """While open: forward builds a graph and does not use the key/value cache."""
         saved_tensors = nullcontext() if self.layers.weight_ring is None else self.layers.weight_ring.saved_tensors()
-        with self._waits.during("forward"), without_caches(self.caching), saved_tensors:
+        graphed = nullcontext() if self.graphs is None else self.graphs.in_forward()
+        with self._waits.during("forward"), without_caches(self.caching), saved_tensors, graphed:
             try:
                 yield
             except BaseException:
@@ -245,9 +258,16 @@ class PlacedModel:
             with self._waits.during("backward"), self.external_writes.released(), recomputing:
                 yield
                 self.gradients.end_of_backward()
+            if self.graphs is not None:
+                self.graphs.end_of_backward()
         except BaseException:
             self.end_modules()
             raise
+
+    def release_graphs(self) -> None:
+        """Free the VRAM of graphs, which only training uses. They are captured again."""
+        if self.graphs is not None:
+            self.graphs.release()
 
     def settle(self) -> None:
         """Finish pending updates, including copies, so that the newest weights are in the tensors they live in."""

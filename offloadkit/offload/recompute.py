@@ -18,6 +18,7 @@ from offloadkit.device import host_memory
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.errors import ConfigError, ModelError
+from offloadkit.offload.graphs import BlockGraphs, Recomputed
 from offloadkit.offload.kept_results import KeptResults
 from offloadkit.offload.layers import repeated_blocks, replace_forwards
 from offloadkit.offload.weights import LayerWeights
@@ -35,6 +36,7 @@ def checkpoint_activations(
     offloaded: OffloadedInputs,
     *,
     compiled: bool = False,
+    graphs: BlockGraphs | None = None,
 ) -> Callable[[], None]:
     """Make backward recompute the activations of the blocks in `choices`; returns a function that undoes this.
 
@@ -45,6 +47,7 @@ def checkpoint_activations(
         weights: by block, the layers that a recomputation needs in VRAM.
         compiled: the blocks are compiled. Then HuggingFace's switch is not used, because with it compiled T5 blocks
             have other gradients.
+        graphs: runs the blocks, and recomputes those that run eagerly.
 
     Raises:
         ConfigError: the model has no repeated blocks to recompute.
@@ -69,6 +72,11 @@ def checkpoint_activations(
 
         return call
 
+    def recomputed(block: nn.Module) -> Recomputed:
+        sends = partial(offloaded.sends, f"{names[block]} input") if choices[block] == "offload" else nullcontext
+        why_eager = "results of its matmuls are kept" if choices[block] == "cheap" else None
+        return Recomputed(recompute(block), sends, why_eager)
+
     if getattr(model, "supports_gradient_checkpointing", False) and not compiled:
         untyped: Any = model
         switch_off = _switch_on(untyped)
@@ -77,11 +85,16 @@ def checkpoint_activations(
             for inner in block.modules():  # otherwise T5's mask gets a gradient, which selects other attention kernels
                 if hasattr(inner, "gradient_checkpointing") and inner is not block:
                     inner.gradient_checkpointing = False
-            if block in choices:
+            if block in choices and graphs is None:
                 block._gradient_checkpointing_func = recompute(block)
             else:
                 block.gradient_checkpointing = False
+        if graphs is not None:
+            graphs.recompute({block: recomputed(block) for block in choices}, in_training_only=True)
         return switch_off
+    if graphs is not None:
+        graphs.recompute({block: recomputed(block) for block in choices}, in_training_only=False)
+        return lambda: None
     return replace_forwards({block: partial(recompute(block), block.forward) for block in choices})
 
 
@@ -196,13 +209,22 @@ def _checkpoint(
 class Recomputation:
     """Makes backward recompute the blocks that the present placements choose."""
 
-    def __init__(self, model: nn.Module, offloaded: OffloadedInputs, *, always: bool, compiled: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        offloaded: OffloadedInputs,
+        graphs: BlockGraphs | None,
+        *,
+        always: bool,
+        compiled: bool,
+    ) -> None:
         """
         Args:
             always: use HuggingFace's switch even if no block is recomputed.
-            compiled: as for `checkpoint_activations`.
+            graphs, compiled: as for `checkpoint_activations`.
         """
-        self._model, self._offloaded, self._always, self._compiled = model, offloaded, always, compiled
+        self._model, self._offloaded, self._graphs = model, offloaded, graphs
+        self._always, self._compiled = always, compiled
         self._choices: Mapping[nn.Module, Checkpoint] | None = None
         self._weights: dict[nn.Module, Sequence[LayerWeights]] = {}
         self._undo: Callable[[], None] = lambda: None
@@ -210,6 +232,8 @@ class Recomputation:
     @property
     def in_training_only(self) -> bool:
         """Whether transformers' own checkpointing recomputes blocks, only in training mode."""
+        if self._graphs is not None:
+            return self._graphs.recomputes_in_training_only
         return any(getattr(block, "gradient_checkpointing", False) for block in self._choices or ())
 
     def arrange(
@@ -223,11 +247,18 @@ class Recomputation:
         self.end()
         if choices or self._always:
             self._undo = checkpoint_activations(
-                self._model, choices, self._weights, self._offloaded, compiled=self._compiled
+                self._model,
+                choices,
+                self._weights,
+                self._offloaded,
+                compiled=self._compiled,
+                graphs=self._graphs,
             )
         self._choices = choices
 
     def end(self) -> None:
+        if self._graphs is not None:
+            self._graphs.recompute({}, in_training_only=False)
         self._undo()
         self._undo = lambda: None
 
@@ -265,9 +296,16 @@ class OffloadedInputs:
         Raises:
             ModelError: the block wrote to its first argument while it was being copied.
         """
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        with self.sends(name, first):
+            return _checkpoint(self.device, recomputed_in_backward, weights, buffers, forward, *args, **kwargs)
+
+    @contextmanager
+    def sends(self, name: str, first: torch.Tensor | None) -> Iterator[None]:
+        """While open, autograd saves `first` in RAM. Arguments and errors as for `checkpoint`."""
+        if not torch.is_grad_enabled():
+            yield
+            return
         # An address, not the tensor, because autograd keeps `pack`, which would keep the tensor's memory.
         address, version = (None, 0) if first is None else (first.data_ptr(), first._version)
 
@@ -276,10 +314,9 @@ class OffloadedInputs:
             return self._send(tensor, name) if sent else (tensor, tensor._version)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
-            output = _checkpoint(self.device, recomputed_in_backward, weights, buffers, forward, *args, **kwargs)
+            yield
         if first is not None and first._version != version:
             raise changed_in_place(first)
-        return output
 
     def release(self) -> None:
         """Free the RAM. The model may keep this object alive, in its blocks' recomputation functions."""

@@ -56,6 +56,8 @@ class StreamedWeights(LayerWeights):
         shared: RAM shared by several ranks, or None at world size 1.
     """
 
+    is_streamed = True
+
     def __init__(
         self,
         layer: FlatLayer,
@@ -134,6 +136,7 @@ class StreamedWeights(LayerWeights):
                 self.unbind()  # so that autograd puts the gradient on the device
         use: torch.Tensor = read(view.parameter, value)
         self._read_outside.add(view)
+        self.used_outside = True
         self.bind_to_ram()
         return use
 

@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -53,7 +53,11 @@ class LayerWeights:
         num_updates: number of changes, by updates or by the user.
         stepped_on_gpu: the GPU steps the layer. Otherwise the CPU steps it, and the weights are copied to the device.
         bound: the tensors whose memory the parameters share, one for each view.
+        used_outside: a parameter was used outside its module, so its gradient may be a sum over several uses.
+        is_streamed: the weights visit VRAM, in several places.
     """
+
+    is_streamed: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -69,7 +73,7 @@ class LayerWeights:
         self.own = flat if shard is layer else flat[shard.begin : shard.begin + shard.numel]
         self.pending: PendingUpdate | None = None
         self.num_updates = 0
-        self.stepped_on_gpu = False
+        self.stepped_on_gpu = self.used_outside = False
         self._waits, self._process = waits, os.getpid()
         self.bound: list[torch.Tensor] = []
         self._home: list[torch.Tensor] = []
@@ -177,6 +181,7 @@ class LayerWeights:
         It keeps the weights on the compute device until backward, and passes its gradient to the parameter. The
         parameter itself may be bound to other memory in backward if the weights are streamed.
         """
+        self.used_outside = True
         return view.parameter
 
     def bind_to_ram(self) -> None:
@@ -432,7 +437,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, None, None]:
-        if _has_hooks(ctx.view.parameter):
+        if has_hooks(ctx.view.parameter):
             return gradients[0], None, None
         ctx.sink(ctx.view, *gradients)
         return None, None, None
@@ -442,7 +447,8 @@ _Sink = Callable[[ParameterView, torch.Tensor], None]
 _use: Any = _Use.apply
 
 
-def _has_hooks(parameter: Any) -> bool:
+def has_hooks(parameter: Any) -> bool:
+    """Whether the user has hooks on the parameter's gradient."""
     return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 

@@ -1,0 +1,991 @@
+"""Repeated blocks as graphs that are captured once: Python launches a block's forward or backward by one call.
+
+A block that is called with the same kinds of arguments a second time is captured; `_Facts` and the arguments say
+whether a captured graph still computes what the block would. Otherwise the block runs eagerly, and is captured again if
+it can be. Two graphs belong to a block:
+
+| activations | forward | backward |
+|---|---|---|
+| kept | forward; saved tensors stay alive | `autograd.grad` |
+| recomputed | forward; saved tensors are dropped | forward and `autograd.grad` |
+
+Between graphs, inputs are copied into *static* memory, outputs and gradients are cloned, and autograd hands the
+gradients of parameters to the engine's hooks. An input that many blocks share, such as an encoder's output, is also an
+output of each block that uses it, and the next block gets that one. So backward adds the uses' gradients one by one, in
+the order of eager blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from operator import is_
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from offloadkit.device.graphs import Graph, Results, Work, pools, without_owning
+from offloadkit.errors import EngineStateError
+from offloadkit.offload.layers import replace_forwards
+from offloadkit.offload.weights import LayerWeights, has_hooks
+
+logger = logging.getLogger(__name__)
+
+MOST_KINDS = 8
+"""A block is captured for at most this many kinds of arguments, such as lengths of rows."""
+MOST_CHANGES = 3
+"""A block whose attributes changed this often in succession is not captured any more."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Recomputed(NamedTuple):
+    """How a block is recomputed in backward."""
+
+    run: Callable[..., Any]
+    """`run(forward, *args, **kwargs)` runs `forward`, which backward runs again."""
+    saves: Callable[[Any], AbstractContextManager[None]]
+    """Context manager for saving the block's inputs; its argument is the first input."""
+    why_eager: str | None
+    """Why the block cannot be captured, or None."""
+
+
+class _EagerlyError(Exception):
+    """The block must run eagerly; the message says why."""
+
+
+class Meta(NamedTuple):
+    """The metadata of a tensor that kernels may depend on."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class _At(NamedTuple):
+    """The place of a tensor in a structure of arguments or outputs."""
+
+    place: int
+
+
+class _Input(NamedTuple):
+    """An output that is the input in this place."""
+
+    place: int
+
+
+class _Captured(NamedTuple):
+    graph: Graph
+    number: int
+    """In the order of captures."""
+
+
+class BlockGraphs:
+    """The graphs of a model's repeated blocks.
+
+    Attributes:
+        is_open: a forward of the engine is running.
+        pool: the memory of all graphs.
+    """
+
+    device_types: ClassVar[set[str]] = set()
+    """Device types on which blocks are captured. None until plans count the VRAM of graphs; tests add theirs."""
+
+    def __init__(
+        self, blocks: Sequence[tuple[str, nn.Module]], device: torch.device, tied: Collection[nn.Module]
+    ) -> None:
+        """`tied`: modules with hooks that replace a weight while they run."""
+        self.device, self.pool, self.is_open = device, pools[device.type](device), False
+        self.weights: dict[nn.Module, Sequence[LayerWeights]] = {}
+        self._statics: dict[tuple[str, int, Meta], _Static] = {}
+        self._passed_on: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._borrowed: list[torch.Tensor] = []
+        self._blocks = [_Block(self, name, block, tied) for name, block in blocks]
+        self.recomputes_in_training_only = False
+        self._undo = replace_forwards({each.module: each.forward for each in self._blocks})
+        self._num_captures = 0
+        self._waiting: list[weakref.ref[_Call]] = []
+        self._has_begun = self._is_out_of_order = False
+        self._num_disorders = 0
+
+    def arrange(self, weights: Mapping[nn.Module, Sequence[LayerWeights]]) -> None:
+        """The layers of each block, after they were placed or moved. Drops all graphs."""
+        self.weights = dict(weights)
+        self.release()
+
+    def recompute(self, blocks: Mapping[nn.Module, Recomputed], *, in_training_only: bool) -> None:
+        """Recompute these blocks only. `in_training_only`: only in training mode."""
+        self.recomputes_in_training_only = in_training_only and bool(blocks)
+        for block in self._blocks:
+            block.how = blocks.get(block.module)
+
+    def release(self) -> None:
+        """Drop all graphs and their memory. Those whose backward may still come stay until then."""
+        for block in self._blocks:
+            block.drop()
+        self._statics.clear()
+        if self._has_begun:
+            self.pool.free()
+        self._has_begun = self._is_out_of_order = False
+
+    def close(self) -> None:
+        self._undo()
+        self.weights.clear()
+        self.release()
+        self._blocks.clear()
+
+    @contextmanager
+    def in_forward(self) -> Iterator[None]:
+        """While open, blocks run as graphs."""
+        before, self.is_open = self.is_open, True
+        if self._is_out_of_order and self._num_disorders < MOST_CHANGES and not any(each.live for each in self._blocks):
+            self._num_disorders += 1
+            self.release()
+        for block in self._blocks:
+            block.num_calls = 0
+        try:
+            yield
+        finally:
+            self.is_open = before
+            self._passed_on.clear()
+
+    def end_of_backward(self) -> None:
+        """Release the inputs of this micro-batch."""
+        for block in self._blocks:
+            block.ran_eagerly = False
+        for static in self._statics.values():
+            static.present = None
+
+    def capture(self, work: Work) -> _Captured:
+        """
+        Raises:
+            RuntimeError: the work cannot be captured.
+            _EagerlyError: the VRAM does not suffice.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            self.pool.begin()
+        if self.pool.is_broken:
+            raise _EagerlyError("an earlier capture failed")
+        self._num_captures += 1
+        captured = _Captured(self.pool.capture(work), self._num_captures)
+        statics = sum(static.memory.nbytes for static in self._statics.values())
+        if (missing := self.pool.missing_bytes(statics)) > 0:
+            raise _EagerlyError(f"graphs need {missing / 2**20:.0f} MiB more VRAM than is free")
+        return captured
+
+    def may_replay(self, captured: _Captured, call: _Call | None) -> bool:
+        """Whether a replay leaves the activations alone that backward still needs.
+
+        While a graph is captured, the activations of all earlier graphs are kept. But its memory may later be used for
+        the activations of a newer graph. Blocks that run in the order of their captures pass, and in backward the other
+        way round.
+        """
+        waiting = self._waiting
+        while waiting and ((last := waiting[-1]()) is None or last not in last.entry.block.live):
+            waiting.pop()
+        others = (each for ref in reversed(waiting) if (each := ref()) is not None and each is not call)
+        newest = next((each for each in others if each in each.entry.block.live), None)
+        may = newest is None or captured.number > newest.entry.number()
+        self._is_out_of_order |= not may
+        return may and not self.pool.is_broken
+
+    def keeps(self, call: _Call) -> None:
+        """The call's activations wait for backward."""
+        self._waiting.append(weakref.ref(call))
+
+    def lend(self, gradients: list[torch.Tensor]) -> None:
+        """Gradients that autograd gets without a copy. They are gone when the next graph is replayed."""
+        self._borrowed = gradients
+
+    def replay(self, captured: _Captured) -> Results:
+        """The results of a replay, which are gone after the next one."""
+        if any(torch._C._storage_Use_Count(each.untyped_storage()._cdata) > _own_users() for each in self._borrowed):
+            raise EngineStateError(
+                "a gradient was still in use when its memory was needed: a parameter of a block is used outside it, "
+                "in a way that the engine did not see"
+            )
+        self._borrowed = []
+        captured.graph.replay()
+        return captured.graph.results
+
+    def num_graphs(self) -> int:
+        return sum(block.num_graphs() for block in self._blocks)
+
+    def static(self, what: str, index: int, meta: Meta) -> _Static:
+        """Memory for input or gradient number `index`. All graphs that name it so share it."""
+        key = (what, index, meta)
+        if key not in self._statics:
+            self._statics[key] = _Static(meta, self.device)
+        return self._statics[key]
+
+    def own_static(self, meta: Meta) -> _Static:
+        """Memory for the input of one kind of call of one block."""
+        return self.static("own input", len(self._statics), meta)
+
+    def pass_on(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
+        """Later blocks of this forward get `alias` instead of `tensor`."""
+        given = self._passed_on.get(id(tensor))
+        original = tensor if given is None else given[0]
+        self._passed_on[id(original)] = original, alias
+        self._passed_on[id(alias)] = original, alias
+
+    def newest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that blocks get instead of `tensor`."""
+        found = self._passed_on.get(id(tensor))
+        if found is None:
+            return tensor
+        original, _ = found
+        return self._passed_on[id(original)][1]
+
+
+@cache
+def _own_users() -> int:
+    """Storage use count of a tensor that nobody else uses: the tensor, and this query."""
+    tensor = torch.zeros(1)
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+class _Static:
+    """Memory of an input, or of an output's gradient.
+
+    Attributes:
+        present: the tensor whose copy the memory holds; it shares the version counter of that tensor.
+    """
+
+    def __init__(self, meta: Meta, device: torch.device) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            strided = list(meta.stride)
+            self.memory = torch.empty_strided(meta.shape, strided, dtype=meta.dtype, device=device)
+        self._expanded = [dim for dim, stride in enumerate(strided) if stride == 0]
+        self.present: torch.Tensor | None = None
+        self._version = 0
+
+    def copy(self, tensor: torch.Tensor) -> None:
+        self.present = None
+        into, source = self.memory, tensor.detach()
+        for dim in self._expanded:
+            into, source = into.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+        into.copy_(source)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Copy `tensor`, unless the memory holds its values."""
+        present = self.present
+        if (
+            present is None
+            or present.data_ptr() != tensor.data_ptr()
+            or self._version != tensor._version
+            or present._version != self._version
+        ):
+            self.copy(tensor)
+            self.present, self._version = tensor.detach(), tensor._version
+
+
+class _Block:
+    """A block whose forward runs as a graph if possible.
+
+    Attributes:
+        how: the block is recomputed so; None if it keeps its activations.
+        live: forwards through graphs whose backward may come.
+        ran_eagerly: since the last backward, with gradients.
+        num_calls: in this forward.
+    """
+
+    def __init__(self, graphs: BlockGraphs, name: str, module: nn.Module, tied: Collection[nn.Module]) -> None:
+        self.graphs, self.name, self.module = graphs, name, module
+        self.own_forward: Callable[..., Any] = module.forward
+        self.how: Recomputed | None = None
+        self._tied = any(each in tied for each in module.modules())
+        self._said: set[str] = set()
+        self._num_changes = 0
+        self._repeats = self.ran_eagerly = False
+        self.num_calls = 0
+        self.live: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self.drop()
+
+    def drop(self) -> None:
+        self._facts: _Facts | None = None
+        self._entries: dict[Any, _Entry | _FirstRun] = {}
+
+    def num_graphs(self) -> int:
+        return sum(entry.num_graphs() for entry in self._entries.values() if isinstance(entry, _Entry))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        graphs = self.graphs
+        if not (graphs.is_open and torch.is_grad_enabled()):
+            return self._eagerly(args, kwargs)
+        tensors: list[torch.Tensor] = []
+        self.num_calls += 1
+        try:
+            spec = _flatten((args, kwargs), tensors, graphs.newest)
+            entry = self._entry(spec, tensors)
+        except _EagerlyError as reason:
+            self._say(str(reason))
+            entry = None
+        if entry is None:
+            args, kwargs = _rebuilt((args, kwargs), graphs.newest)
+            return self._eagerly(args, kwargs)
+        if isinstance(entry, _FirstRun):
+            args, kwargs = _rebuilt((args, kwargs), graphs.newest)
+            with entry:
+                return self._eagerly(args, kwargs)
+        with nullcontext() if self.recomputed is None else self.recomputed.saves(tensors[0] if tensors else None):
+            return entry.run(tensors)
+
+    @property
+    def recomputed(self) -> Recomputed | None:
+        """How to recompute the block in this forward; None if it keeps its activations."""
+        return None if self.graphs.recomputes_in_training_only and not self.module.training else self.how
+
+    def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.ran_eagerly |= torch.is_grad_enabled()
+        if self.recomputed is None or not torch.is_grad_enabled():
+            return self.own_forward(*args, **kwargs)
+        return self.recomputed.run(self.own_forward, *args, **kwargs)
+
+    def _entry(self, spec: Any, tensors: list[torch.Tensor]) -> _Entry | _FirstRun:
+        """The captured graphs for this call, or the first run of such a call, before it is captured next time."""
+        if self.num_calls > 1:
+            self._repeats = True
+        if self._repeats:  # eager blocks add the gradients of all uses of a parameter one by one
+            raise _EagerlyError("it is called more than once")
+        _check_surroundings(self.graphs.device)
+        facts = self._facts
+        if facts is None or (changed := facts.changed()) is not None:
+            if facts is not None:
+                self._num_changes += 1
+                self._say(f"{changed} changed; it is captured again")
+            self._entries.clear()
+            facts = self._facts = _Facts(self.module)
+        if self._num_changes >= MOST_CHANGES:
+            raise _EagerlyError("its attributes change in every step")
+        key = (spec, tuple(map(_meta, tensors)), facts.addresses(), self.recomputed is not None, _flags())
+        if key not in self._entries:
+            if self.recomputed is not None and self.recomputed.why_eager is not None:
+                raise _EagerlyError(self.recomputed.why_eager)
+            if self._tied:
+                raise _EagerlyError("it contains a tied weight")
+            if self.recomputed is None and any(layer.is_streamed for layer in self.graphs.weights.get(self.module, ())):
+                raise _EagerlyError("it keeps its activations, but backward may have its weights in another place")
+            if (reason := facts.reason()) is not None:
+                raise _EagerlyError(reason)
+            if len({each[:2] for each in self._entries} - {key[:2]}) >= MOST_KINDS:
+                raise _EagerlyError(f"it was called with more than {MOST_KINDS} kinds of arguments")
+            first = self._entries[key] = _FirstRun(self.module, tensors)
+            return first
+        self._num_changes = 0
+        entry = self._entries[key]
+        if isinstance(entry, _FirstRun):
+            entry = self._entries[key] = _Entry(self, spec, key[1], facts.parameters, entry.reason)
+            entry.capture(tensors)
+        if entry.reason is not None:
+            raise _EagerlyError(entry.reason)
+        if (why := entry.why_not_now()) is not None:
+            raise _EagerlyError(why)
+        return entry
+
+    def _say(self, why: str) -> None:
+        if why not in self._said:
+            self._said.add(why)
+            logger.info("%s runs eagerly: %s", self.name, why)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks for what a graph would not repeat: memory that the block does not own, and waits for the device.
+
+    Attributes:
+        reason: why the block cannot be captured, or None.
+    """
+
+    def __init__(self, block: nn.Module, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reason: str | None = None
+        self._device = device
+        own = [*tensors, *block.parameters(), *block.buffers()]
+        own += [each for module in block.modules() for each in vars(module).values() if isinstance(each, torch.Tensor)]
+        self._known = {_storage(each) for each in own}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, torch.Tensor) and each.numel():
+                if each.device != self._device:
+                    self.reason = f"it uses a tensor on the {each.device.type}"
+                elif _storage(each) not in self._known:
+                    self.reason = "it uses a tensor that is neither an argument nor its own"
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            self.reason = f"it waits for the device ({func})"
+        found = func(*args, **kwargs or {})
+        self._known |= {_storage(each) for each in tree_leaves(found) if isinstance(each, torch.Tensor)}
+        return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _FirstRun:
+    """Context of a block's first run with such arguments, which is eager: kernels are compiled, libraries initialised.
+
+    Attributes:
+        reason: why the block cannot be captured, or None.
+    """
+
+    def __init__(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+        self.reason: str | None = "its first run failed"
+        written = [("an argument", tensors), ("a buffer", module.buffers()), ("a parameter", module.parameters())]
+        self._before: list[tuple[str, torch.Tensor, int]] = []
+        for what, each in written:
+            self._before += [(what, tensor, tensor._version) for tensor in each]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            changed = [what for what, tensor, version in self._before if tensor._version != version]
+            self.reason = f"it writes {changed[0]}" if changed else None
+        self._before.clear()
+
+
+class _Facts:
+    """The facts that a block's graph depends on, in addition to its arguments: attributes, parameters, buffers, hooks.
+
+    Values are compared by identity, and kept, so that no other value gets their identity.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.modules = list(block.modules())
+        self._attributes = [(module, vars(module), list(vars(module).values())) for module in self.modules]
+        members = [(module, each) for module in self.modules for each in _members(module)]
+        self._members = [(module, each, list(each.values())) for module, each in members]
+        configs = {id(config): config for module in self.modules if (config := vars(module).get("config")) is not None}
+        attributes: list[dict[str, Any]] = [vars(each) for each in configs.values() if hasattr(each, "__dict__")]
+        self._configs = [(each, list(each.values())) for each in attributes]
+        self.parameters: list[nn.Parameter] = list(block.parameters())
+        self._requires_grad = [parameter.requires_grad for parameter in self.parameters]
+        self._hooks = [getattr(module, name) for module in self.modules[1:] for name in _HOOKS]
+        self._is_hooked = any(self._hooks)
+
+    def addresses(self) -> tuple[int, ...]:
+        return tuple([parameter.data_ptr() for parameter in self.parameters])
+
+    def reason(self) -> str | None:
+        """Why the block cannot be captured, or None."""
+        if self._is_hooked:
+            return "a module in it has hooks"
+        for module in self.modules:
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+                return f"its {type(module).__name__} writes its statistics"
+        return None
+
+    def changed(self) -> str | None:
+        """The name of a changed fact, or None."""
+        for module, now, then in self._attributes:
+            if not _same(now.values(), then):
+                name = next((name for name, each in zip(now, then, strict=False) if now[name] is not each), "__dict__")
+                return f"{type(module).__name__}.{name}"
+        for module, members, then in self._members:
+            if not _same(members.values(), then):
+                return f"a parameter, buffer or module of {type(module).__name__}"
+        if not all(_same(now.values(), then) for now, then in self._configs):
+            return "its config"
+        if [parameter.requires_grad for parameter in self.parameters] != self._requires_grad:
+            return "requires_grad of a parameter"
+        if any(self._hooks) != self._is_hooked:
+            return "hooks of a module in it"
+        return None
+
+
+def _members(module: nn.Module) -> list[dict[str, Any]]:
+    untyped: Any = module
+    return [each for each in (untyped._parameters, untyped._buffers, untyped._modules) if each]
+
+
+def _same(one: Collection[Any], other: Collection[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _check_surroundings(device: torch.device) -> None:
+    """
+    Raises:
+        _EagerlyError: this thread runs operations in a way that a graph would not.
+    """
+    untyped: Any = torch._C
+    if torch.is_autocast_enabled(device.type):
+        raise _EagerlyError("autocast is on")
+    if untyped._len_torch_dispatch_stack() or untyped._is_torch_function_mode_enabled():
+        raise _EagerlyError("a mode watches torch's operations")
+    if torch.compiler.is_compiling() or untyped._functorch.peek_interpreter_stack() is not None:
+        raise _EagerlyError("torch transforms it")
+    if torch.is_anomaly_enabled():
+        raise _EagerlyError("anomaly detection is on")
+    modules: Any = torch_module
+    if modules._has_any_global_hook():
+        raise _EagerlyError("torch has hooks of all modules")
+
+
+def _flags() -> tuple[Any, ...]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+    )
+
+
+def _meta(tensor: torch.Tensor) -> Meta:
+    return Meta(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+def _flatten(value: Any, tensors: list[torch.Tensor], newest: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with places instead of tensors, which are added to `tensors`.
+
+    Raises:
+        _EagerlyError: a value that a graph may not depend on.
+    """
+    if isinstance(value, torch.Tensor):
+        value = newest(value)
+        for index, other in enumerate(tensors):
+            if other is value:
+                return _At(index)
+        _check_tensor(value)
+        tensors.append(value)
+        return _At(len(tensors) - 1)
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return type(value), value
+    if type(value) in (tuple, list):
+        return type(value), tuple([_flatten(each, tensors, newest) for each in value])
+    if type(value) is dict:
+        return dict, tuple([(key, _flatten(each, tensors, newest)) for key, each in value.items()])
+    raise _EagerlyError(f"it gets or returns a {type(value).__name__}")
+
+
+def _check_tensor(tensor: torch.Tensor) -> None:
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        raise _EagerlyError(f"it gets or returns a {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_inference():
+        raise _EagerlyError("it gets or returns a sparse, quantised or inference tensor")
+
+
+def _unflatten(spec: Any, tensors: Sequence[Any], inputs: Sequence[Any] = ()) -> Any:
+    if isinstance(spec, _At):
+        return tensors[spec.place]
+    if isinstance(spec, _Input):
+        return inputs[spec.place]
+    kind, value = spec
+    if kind in (tuple, list):
+        return kind([_unflatten(each, tensors, inputs) for each in value])
+    if kind is dict:
+        return {key: _unflatten(each, tensors, inputs) for key, each in value}
+    return value
+
+
+def _rebuilt(value: Any, newest: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with the newest of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return newest(value)
+    if type(value) in (tuple, list):
+        return type(value)([_rebuilt(each, newest) for each in value])
+    if type(value) is dict:
+        return {key: _rebuilt(each, newest) for key, each in value.items()}
+    return value
+
+
+@dataclass(eq=False)
+class _Run:
+    """The autograd graph of one run of a block.
+
+    Attributes:
+        leaves: the inputs, then the trained parameters.
+        roots: for each output that is no input; None if it requires no gradient. A root does not keep the output.
+        passed_on: the inputs that are outputs too.
+    """
+
+    leaves: list[torch.Tensor]
+    roots: list[torch.Tensor | None]
+    passed_on: list[torch.Tensor]
+
+    def reaches_others(self) -> bool:
+        """Whether gradients would flow to tensors that are neither arguments nor parameters of the block."""
+        own = {id(leaf) for leaf in self.leaves}
+        waiting: list[Any] = [root.grad_fn for root in self.roots if root is not None]
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in own:
+                return True
+            new = {following for following, _ in node.next_functions} - seen - {None}
+            seen |= new
+            waiting += new
+        return False
+
+
+@dataclass(eq=False)
+class _Call:
+    """One forward through an entry, until its backward."""
+
+    entry: _Entry
+    random: Any
+    seen: list[int]
+
+
+class _Entry:
+    """The graphs of one block for one kind of call.
+
+    Attributes:
+        reason: why the block cannot run as a graph, or None.
+    """
+
+    def __init__(
+        self,
+        block: _Block,
+        spec: Any,
+        metas: Sequence[Meta],
+        parameters: Sequence[nn.Parameter],
+        reason: str | None,
+    ) -> None:
+        self.block, self._spec, self._metas = block, spec, metas
+        self._parameters, self._addresses = parameters, tuple([parameter.data_ptr() for parameter in parameters])
+        self.trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.recomputes = block.recomputed is not None
+        graphs = block.graphs
+        self._statics = [graphs.static("input", index, meta) for index, meta in enumerate(metas)]
+        if metas and not self.recomputes:
+            self._statics[0] = graphs.own_static(metas[0])  # autograd saves it
+        self._passes_on = [index for index, meta in enumerate(metas) if index > 0 and meta.requires_grad]
+        at = {parameter: len(metas) + index for index, parameter in enumerate(self.trained)}
+        self._layers = [
+            (layer, [at[view.parameter] for view in layer.layer.views])
+            for layer in graphs.weights.get(block.module, ())
+            if not layer.layer.shared and all(view.parameter in at for view in layer.layer.views)
+        ]
+        self._run: _Run | None = None
+        self._forward: _Captured | None = None
+        self._output_spec: Any = None
+        self._output_metas: list[Meta] = []
+        self._differentiable: list[bool] = []
+        self._backwards: dict[Any, _Captured] = {}
+        self._newest: Callable[[], _Call | None] = lambda: None
+        self.reason = reason
+
+    def num_graphs(self) -> int:
+        return (self._forward is not None) + len(self._backwards)
+
+    def number(self) -> int:
+        return 0 if self._forward is None else self._forward.number
+
+    def why_not_now(self) -> str | None:
+        """Why a replay of forward would overwrite activations that backward still needs, or None."""
+        newest = self._newest()
+        if not self.recomputes and newest is not None and newest in self.block.live:
+            return "an earlier forward still waits for its backward"
+        assert self._forward is not None
+        if not self.block.graphs.may_replay(self._forward, None):
+            return "blocks ran in another order than before"
+        return None
+
+    def capture(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Capture the forward. Without success, `reason` says why."""
+        graphs = self.block.graphs
+        if self.reason is not None:
+            return
+        random = torch.default_generator.get_state() if graphs.device.type != "cpu" else None
+        try:
+            if (reason := self._watched(tensors)) is not None:
+                raise _EagerlyError(reason)
+            self._hold(tensors)
+            self._forward = graphs.capture(self._work_of_forward)
+            if not any(self._differentiable):
+                raise _EagerlyError("its outputs require no gradient")
+            if random is not None and not torch.equal(random, torch.default_generator.get_state()):
+                raise _EagerlyError("it draws random numbers on the CPU")
+            # Backward too, so that an error shows before the graph is used. Later it is captured again if it gets
+            # gradients of other outputs or with other strides.
+            results = [each for each in self._forward.graph.results if each is not None]
+            gradients = [
+                torch.zeros_like(each) if has else None for each, has in zip(results, self._differentiable, strict=True)
+            ]
+            self._captured_backward(gradients, [None] * len(self._passes_on))
+        except (RuntimeError, _EagerlyError) as error:
+            self._fail(error)
+            if graphs.pool.is_broken:
+                graphs.release()
+
+    def _watched(self, tensors: Sequence[torch.Tensor]) -> str | None:
+        """Run the block once more, without effects. Returns why it cannot be captured, or None."""
+        graphs, block = self.block.graphs, self.block
+        args, kwargs = _unflatten(self._spec, [each.detach() for each in tensors])
+        watch = _Watch(block.module, tensors, graphs.device)
+        with graphs.pool.random_from(graphs.pool.random_state()), torch.no_grad(), watch:
+            block.own_forward(*args, **kwargs)
+        return watch.reason
+
+    def _fail(self, error: Exception) -> None:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        self.reason = lines[0] if isinstance(error, _EagerlyError) else f"it cannot be captured ({lines[0]})"
+        self._forget()
+
+    def _forget(self) -> None:
+        self._run = self._forward = None
+        self._backwards.clear()
+
+    def _hold(self, tensors: Sequence[torch.Tensor]) -> None:
+        for index, (static, tensor) in enumerate(zip(self._statics, tensors, strict=True)):
+            if index == 0:
+                static.copy(tensor)
+            else:
+                static.hold(tensor)
+
+    def _work_of_forward(self) -> list[torch.Tensor]:
+        run, outputs = self._compute()
+        if run.reaches_others():
+            raise _EagerlyError("it uses parameters or activations of other modules")
+        self._run = None if self.recomputes else run
+        return outputs
+
+    def _compute(self) -> tuple[_Run, list[torch.Tensor]]:
+        """Run the block on the static inputs. Returns autograd's graph and the outputs that are no inputs."""
+        with torch.enable_grad(), saved_tensors_hooks(_detached, _unchanged):
+            leaves = [
+                static.memory.detach().requires_grad_(meta.requires_grad)
+                for static, meta in zip(self._statics, self._metas, strict=True)
+            ]
+            aliases = [without_owning(each).requires_grad_(each.requires_grad) for each in self._parameters]
+            args, kwargs = _unflatten(self._spec, leaves)
+            with _exchanged(self.block.module, dict(zip(self._parameters, aliases, strict=True))):
+                output = self.block.own_forward(*args, **kwargs)
+            outputs: list[torch.Tensor] = []
+            spec = _outputs(_flatten(output, outputs, lambda tensor: tensor), outputs, leaves)
+            outputs = [each for each in outputs if not any(each is leaf for leaf in leaves)]
+            roots = [_root(each) if each.requires_grad else None for each in outputs]
+            passed_on = [leaves[index].view_as(leaves[index]) for index in self._passes_on]
+        self._output_spec, self._differentiable = spec, [each.requires_grad for each in outputs]
+        run = _Run([*leaves, *(alias for alias in aliases if alias.requires_grad)], roots, passed_on)
+        return run, outputs
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        graphs, block = self.block.graphs, self.block
+        seen = [layer.num_updates for layer in graphs.weights.get(block.module, ())]
+        call = _Call(self, graphs.pool.random_state(), seen)
+        block.live.add(call)
+        self._newest = weakref.ref(call)
+        if not self.recomputes:
+            graphs.keeps(call)
+        found = _apply(call, len(tensors), *tensors, *self.trained)
+        outputs, passed_on = found[: len(self._differentiable)], found[len(self._differentiable) :]
+        inputs = list(tensors)
+        for index, alias in zip(self._passes_on, passed_on, strict=True):
+            graphs.pass_on(tensors[index], alias)
+            inputs[index] = alias
+        return _unflatten(self._output_spec, outputs, inputs)
+
+    def replay_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(outputs, aliases of the inputs that are handed on)."""
+        assert self._forward is not None
+        self._hold(tensors)
+        results = self.block.graphs.replay(self._forward)
+        outputs = [result.clone() for result in results if result is not None]
+        return outputs, [tensors[index].view_as(tensors[index]) for index in self._passes_on]
+
+    def differentiable(self) -> list[bool]:
+        return self._differentiable
+
+    def kept_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The inputs that backward needs."""
+        return list(tensors) if self.recomputes else list(tensors[1:])
+
+    def backward(
+        self, call: _Call, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the inputs and of the trained parameters."""
+        graphs, block = self.block.graphs, self.block
+        if not self.recomputes and self._newest() is not call:
+            raise EngineStateError(f"the activations of {block.name} were overwritten before this backward")
+        for layer, num_updates in zip(graphs.weights.get(block.module, ()), call.seen, strict=True):
+            layer.check_seen(num_updates)
+            layer.use()
+        statics = self._statics if self.recomputes else self._statics[1:]
+        for index, (static, tensor) in enumerate(zip(statics, inputs, strict=True)):
+            if self.recomputes and index == 0:
+                static.copy(tensor)
+            else:
+                static.hold(tensor)
+        num = len(self._differentiable)
+        try:
+            graph = self._captured_backward(gradients[:num], gradients[num:])
+        except (RuntimeError, _EagerlyError) as error:
+            self._fail(error)
+            graph = None
+        if graph is None or not graphs.may_replay(graph, call):
+            places = self._hold_gradients(gradients[:num], gradients[num:])
+            with graphs.pool.random_from(call.random):
+                own = self._gradients(self._compute()[0], gradients[:num], places)
+            block.live.discard(call)
+            return list(own)
+        if self.recomputes:
+            with graphs.pool.random_from(call.random):
+                results = graphs.replay(graph)
+        else:
+            results = graphs.replay(graph)
+        borrowed = self._taken_at_once(results)
+        graphs.lend([each for index in borrowed if (each := results[index]) is not None])
+        block.live.discard(call)
+        return [
+            None if result is None else result.detach() if index in borrowed else result.clone()
+            for index, result in enumerate(results)
+        ]
+
+    def _taken_at_once(self, results: Results) -> set[int]:
+        """Indices of gradients that the engine copies to a bucket before the next graph is replayed.
+
+        These are the gradients of layers that this backward completes.
+        """
+        block = self.block
+        if len(block.live) > 1 or block.ran_eagerly:  # autograd waits for the gradients of all calls
+            return set()
+        return {
+            index
+            for layer, indices in self._layers
+            if not layer.used_outside
+            and all(results[index] is not None for index in indices)
+            and not any(has_hooks(self.trained[index - len(self._metas)]) for index in indices)
+            for index in indices
+        }
+
+    def _captured_backward(
+        self, gradients: Sequence[torch.Tensor | None], handed_on: Sequence[torch.Tensor | None]
+    ) -> _Captured | None:
+        """The graph of backward, with the gradients in its static memory; None if it has to run eagerly."""
+        places = self._hold_gradients(gradients, handed_on)
+        addresses = tuple([each.data_ptr() for each in self._parameters])
+        key = tuple([None if each is None else _meta(each) for each in gradients]), addresses
+        can_capture = self.recomputes or (self._run is not None and addresses == self._addresses)
+        if key not in self._backwards and self.reason is None and can_capture:
+
+            def work() -> Results:
+                run = self._compute()[0] if self.recomputes else self._run
+                assert run is not None
+                return self._gradients(run, key[0], places)
+
+            self._backwards[key] = self.block.graphs.capture(work)
+        return self._backwards.get(key)
+
+    def _hold_gradients(
+        self, gradients: Sequence[torch.Tensor | None], handed_on: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """Copy the gradients of outputs, and of inputs that were handed on, into static memory."""
+        graphs, places = self.block.graphs, []
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                place = graphs.static("gradient", index, _meta(gradient))
+                place.copy(gradient)
+                places.append(place.memory)
+        for index, incoming in zip(self._passes_on, handed_on, strict=True):
+            place = graphs.static("handed on", index, self._metas[index])
+            if incoming is None:
+                place.memory.fill_(-0.0)  # x + -0.0 is x
+            else:
+                place.copy(incoming)
+            places.append(place.memory)
+        return places
+
+    def _gradients(self, run: _Run, given: Sequence[Any], places: Sequence[torch.Tensor]) -> Results:
+        """Gradients of the leaves of `run`, from those in `places`. `given`: None for outputs without a gradient."""
+        roots = [root for root, each in zip(run.roots, given, strict=True) if root is not None and each is not None]
+        wanted = [leaf for leaf in run.leaves if leaf.requires_grad]
+        found = torch.autograd.grad(
+            [*roots, *run.passed_on], wanted, places, retain_graph=not self.recomputes, allow_unused=True
+        )
+        gradients = iter(found)
+        return [next(gradients) if leaf.requires_grad else None for leaf in run.leaves]
+
+
+def _outputs(spec: Any, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> Any:
+    """`spec` of a block's outputs, with `_Input` for those that are its inputs."""
+    inputs = {at: index for at, each in enumerate(outputs) for index, leaf in enumerate(leaves) if each is leaf}
+    places, num = dict[int, Any](), 0
+    for at in range(len(outputs)):
+        places[at] = _Input(inputs[at]) if at in inputs else _At(num)
+        num += at not in inputs
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, _At):
+            return places[value.place]
+        kind, inner = value
+        if kind in (tuple, list):
+            return kind, tuple(map(replaced, inner))
+        if kind is dict:
+            return kind, tuple((key, replaced(each)) for key, each in inner)
+        return value
+
+    return replaced(spec)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor  # an output saved by its own node would stay alive
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@contextmanager
+def _exchanged(block: nn.Module, aliases: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    """While open, the block's modules have the aliases instead of their parameters."""
+    own = [(module._parameters, name, each) for module in block.modules() for name, each in module._parameters.items()]
+    places: list[tuple[dict[str, Any], str, Any]] = [place for place in own if place[2] is not None]
+    for parameters, name, parameter in places:
+        parameters[name] = aliases[parameter]
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in places:
+            parameters[name] = parameter
+
+
+class _Root(torch.autograd.Function):
+    """Passes the gradient of an output on, without keeping the output's memory."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.new_empty(()).expand(output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+_root: Any = _Root.apply
+
+
+class _Replay(torch.autograd.Function):
+    """A block's forward and backward, replayed."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, num_inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        inputs = tensors[:num_inputs]
+        ctx.save_for_backward(*call.entry.kept_inputs(inputs))
+        outputs, passed_on = call.entry.replay_forward(inputs)
+        ctx.mark_non_differentiable(
+            *[each for each, has in zip(outputs, call.entry.differentiable(), strict=True) if not has]
+        )
+        return *outputs, *passed_on
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        return None, None, *ctx.call.entry.backward(ctx.call, ctx.saved_tensors, gradients)
+
+
+_apply: Any = _Replay.apply

@@ -1,0 +1,118 @@
+"""CUDA graphs of blocks compute the bits of eager blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.offload.graphs import BlockGraphs, _Entry
+from tests.graphs import PLACEMENTS, assert_equals_eager, batches, llama, t5, train
+
+SIZES = {
+    "t5": {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 3},
+    "llama": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def graphs_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockGraphs, "device_types", {"cuda"})
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Otherwise the backward of torch's attention adds in any order."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_graphs_train_the_bits_of_eager_blocks(
+    kind: str, placement: Placement, deterministic: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout, two lengths of rows and accumulation."""
+    make, data = {"t5": t5, "llama": llama}[kind], batches(kind, 8, "cuda", length=96)
+    options: dict[str, Any] = {"device": "cuda", "gradient_accumulation": 2, "working_dtype": "bf16"}
+
+    def run() -> Any:
+        return train(make(**SIZES[kind]), data, placement, **options)
+
+    found = run()
+    if placement.weights == "vram" or placement.activations != "keep":
+        assert found[2] >= 2 * 3 * 2  # forward and backward, three blocks, two lengths
+    assert_equals_eager(found, run, monkeypatch)
+
+
+def waiting() -> Any:
+    """T5, with a block that waits for the device."""
+    model = t5(**SIZES["t5"])
+    block = model.encoder.block[1]
+    own = block.forward
+
+    def reads(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        return found if float(found[0].detach().sum()) != 0.5 else None
+
+    block.forward = reads
+    return model
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_block_that_waits_for_the_device_runs_eagerly(
+    is_seen: bool, deterministic: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If nobody sees it, its capture fails, and all blocks run eagerly, with the same random numbers."""
+    caplog.set_level("INFO", "offloadkit")
+    if not is_seen:
+        monkeypatch.setattr(_Entry, "_watched", lambda *_: None)
+    data = batches("t5", 6, "cuda", length=96)
+    found = train(waiting(), data, device="cuda")
+    assert (found[2] > 0) == is_seen
+    why = "it waits for the device" if is_seen else "it cannot be captured"
+    assert f"encoder.block.1 runs eagerly: {why}" in caplog.text
+    assert_equals_eager(found, lambda: train(waiting(), data, device="cuda"), monkeypatch)
+
+
+def test_evaluation_frees_the_memory_of_graphs() -> None:
+    model, data = t5(**SIZES["t5"]), batches("t5", 4, "cuda", length=96)[::2]
+    with OffloadEngine(model, OffloadConfig(placement=Placement()), device="cuda") as engine:
+        for batch in data * 2:
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        graphs = engine.placed.graphs
+        assert graphs is not None
+        assert graphs.num_graphs() > 0
+        with torch.no_grad():
+            engine(**data[0])
+        assert graphs.num_graphs() == 0
+        for batch in data * 2:
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        assert graphs.num_graphs() > 0
+
+
+def test_python_takes_less_time_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = batches("t5", 1, "cuda", length=96) * 20
+    seconds = {}
+    for device_types in ({"cuda"}, set[str]()):
+        monkeypatch.setattr(BlockGraphs, "device_types", device_types)
+        model = t5(**SIZES["t5"] | {"num_layers": 12}).train()
+        with OffloadEngine(
+            model, OffloadConfig(placement=Placement(activations="checkpoint")), device="cuda"
+        ) as engine:
+            for step, batch in enumerate(data):
+                if step == 5:
+                    began = time.perf_counter()
+                engine.backward(engine(**batch).loss)
+                engine.step()
+            seconds[len(device_types)] = time.perf_counter() - began
+    assert seconds[1] < 0.6 * seconds[0]

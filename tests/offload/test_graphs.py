@@ -1,0 +1,291 @@
+"""Blocks as graphs compute the bits of eager blocks. On the CPU a graph is a function that runs again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from offloadkit.device.graphs import RunAgain
+from offloadkit.engine.engine import OffloadEngine
+from offloadkit.errors import EngineStateError
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.offload.graphs import BlockGraphs
+from tests.graphs import PLACEMENTS, Trained, assert_equals_eager, batches, llama, t5, train
+
+
+@pytest.fixture(autouse=True)
+def graphs_are_on(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    monkeypatch.setattr(BlockGraphs, "device_types", {"cpu"})
+    monkeypatch.setattr(RunAgain, "fill_with_nan", True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "placement"), [*(("t5", each) for each in PLACEMENTS), ("llama", PLACEMENTS[0]), ("llama", PLACEMENTS[2])]
+)
+def test_graphs_train_the_bits_of_eager_blocks(
+    kind: str, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout, two lengths of rows and accumulation, in bf16, where the order of sums shows."""
+    model, data = {"t5": t5, "llama": llama}[kind], batches(kind, 6)
+    found = train(model(), data, placement, gradient_accumulation=2, working_dtype="bf16")
+    if placement.weights == "vram" or placement.activations != "keep":
+        assert found[2] >= 2 * 2 * 2  # forward and backward, two blocks, two lengths
+    assert_equals_eager(
+        found, lambda: train(model(), data, placement, gradient_accumulation=2, working_dtype="bf16"), monkeypatch
+    )
+
+
+# ---- guards
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.5)
+        self.factor = 1.0
+        self.register_buffer("shift", torch.zeros(8), persistent=False)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
+        return x + self.down(self.drop(torch.tanh(self.up(x)))) * (scale * self.factor) + self.shift
+
+
+class InPlace(Block):
+    def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
+        x = super().forward(x)
+        return x if pair is None else x + pair.mul_(2.0)
+
+
+class CountsCalls(Block):
+    def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
+        self.shift.add_(0.25)  # type: ignore[operator]
+        return super().forward(x)
+
+
+class Reads(Block):
+    def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
+        return super().forward(x) if float(x.detach().sum()) > 0 else x - super().forward(x)
+
+
+SHARED = torch.ones(8)
+
+
+class UsesAnotherTensor(Block):
+    def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
+        return super().forward(x) * SHARED
+
+
+class Remembers(Block):
+    def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
+        self.newest = x.detach()
+        return super().forward(x)
+
+
+class Normalizes(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
+        return super().forward(self.norm(x.flatten(0, 1)).view(x.shape))
+
+
+class Stack(nn.Module):
+    """Blocks that get `arguments`, called by a number of rows and a length."""
+
+    def __init__(self, kind: type[Block] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([kind() for _ in range(3)])
+        self.arguments: dict[str, Any] = {}
+        self.order = [0, 1, 2]
+
+    def forward(self, size: tuple[int, int]) -> torch.Tensor:
+        x = torch.linspace(-1, 1, size[0] * size[1] * 8).view(*size, 8).to(self.blocks[0].up.weight.dtype)
+        for index in self.order:
+            x = self.blocks[index](x, **self.arguments)
+        return x.float().square().mean()
+
+
+def after(step: int, change: Callable[[Stack], Any]) -> Callable[[Stack, int], Any]:
+    return lambda model, now: change(model) if now == step else None
+
+
+def set_dropout(model: Stack) -> None:
+    model.blocks[1].drop.p = 0.25
+
+
+def set_mode(model: Stack) -> None:
+    model.blocks[1].drop.eval()
+
+
+def set_attribute(model: Stack) -> None:
+    model.blocks[1].factor = 0.5
+
+
+def exchange_module(model: Stack) -> None:
+    model.blocks[1].drop = nn.Dropout(0.25)
+
+
+def exchange_buffer(model: Stack) -> None:
+    model.blocks[1].shift = torch.ones(8)
+
+
+def set_argument(model: Stack) -> None:
+    model.arguments["scale"] = 0.5
+
+
+def freeze(model: Stack) -> None:
+    model.blocks[1].up.bias.requires_grad_(False)
+
+
+def hook(model: Stack) -> None:
+    model.blocks[1].drop.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def hook_all(model: Stack) -> Any:
+    return nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+
+
+def give_object(model: Stack) -> None:
+    model.arguments["pair"] = object()
+
+
+def reverse(model: Stack) -> None:
+    model.order = [2, 1, 0]
+
+
+def call_twice(model: Stack) -> None:
+    model.order = [0, 1, 1, 2]
+
+
+CHANGES: list[tuple[Callable[[Stack], Any], str]] = [
+    (set_dropout, "Dropout.p changed"),
+    (set_mode, "Dropout.training changed"),
+    (set_attribute, "Block.factor changed"),
+    (exchange_module, "a parameter, buffer or module of Block changed"),
+    (exchange_buffer, "a parameter, buffer or module of Block changed"),
+    (set_argument, ""),
+    (freeze, "requires_grad of a parameter changed"),
+    (hook, "a module in it has hooks"),
+    (hook_all, "torch has hooks of all modules"),
+    (give_object, "it gets or returns a object"),
+    (reverse, ""),
+    (call_twice, "it is called more than once"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGES, ids=lambda each: getattr(each, "__name__", ""))
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+def test_a_block_that_changes_is_captured_again_or_runs_eagerly(
+    change: Callable[[Stack], Any],
+    said: str,
+    activations: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "offloadkit")
+
+    def run() -> Trained:
+        return train(Stack(), [(2, 3)] * 6, Placement(activations=activations), after(3, change))
+
+    found = run()
+    assert said in caplog.text
+    assert_equals_eager(found, run, monkeypatch)
+
+
+KINDS: list[tuple[type[Block], str]] = [
+    (Reads, "it waits for the device (aten._local_scalar_dense.default)"),
+    (UsesAnotherTensor, "it uses a tensor that is neither an argument nor its own"),
+    (CountsCalls, "it writes a buffer"),
+    (Remembers, "its attributes change in every step"),
+    (Normalizes, "its BatchNorm1d writes its statistics"),
+]
+
+
+@pytest.mark.parametrize(("kind", "said"), KINDS, ids=lambda each: getattr(each, "__name__", ""))
+def test_blocks_that_no_graph_can_hold_run_eagerly(
+    kind: type[Block], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "offloadkit")
+
+    def run() -> Trained:
+        return train(Stack(kind), [(2, 3)] * 6)
+
+    found = run()
+    assert said in caplog.text
+    assert found[2] == 0
+    assert_equals_eager(found, run, monkeypatch)
+
+
+# ---- several forwards, other uses of weights, evaluations
+
+
+def trained_by(
+    loss_of: Callable[[OffloadEngine, Stack], torch.Tensor], activations: Any
+) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses, weights, and the number of graphs."""
+    torch.manual_seed(7)
+    model, losses = Stack(), []
+    config = OffloadConfig(learning_rate=1e-2, working_dtype="fp32", placement=Placement(activations=activations))
+    with OffloadEngine(model, config, device="cpu") as engine:
+        for _ in range(5):
+            loss = loss_of(engine, model)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        engine.synchronize()
+        num = 0 if engine.placed.graphs is None else engine.placed.graphs.num_graphs()
+    return losses, {name: weight.detach().clone() for name, weight in model.state_dict().items()}, num
+
+
+def two_forwards(engine: OffloadEngine, model: Stack) -> torch.Tensor:
+    return cast(torch.Tensor, engine((2, 3)) + engine((2, 4)))
+
+
+def the_same_forward_twice(engine: OffloadEngine, model: Stack) -> torch.Tensor:
+    return cast(torch.Tensor, engine((2, 3)) + engine((2, 3)))
+
+
+def dropped_forward(engine: OffloadEngine, model: Stack) -> torch.Tensor:
+    engine((2, 3))
+    return cast(torch.Tensor, engine((2, 3)))
+
+
+def penalty(engine: OffloadEngine, model: Stack) -> torch.Tensor:
+    weights = cast(Any, model.blocks[1]).up.weight.square().sum() + cast(Any, model.blocks[0]).down.bias.abs().sum()
+    return cast(torch.Tensor, engine((2, 3)) + 0.1 * weights)
+
+
+def evaluation(engine: OffloadEngine, model: Stack) -> torch.Tensor:
+    loss: torch.Tensor = engine((2, 3))
+    with torch.no_grad():
+        engine((2, 3))
+    return loss
+
+
+@pytest.mark.parametrize("loss_of", [two_forwards, the_same_forward_twice, dropped_forward, penalty, evaluation])
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+def test_other_loops_train_the_bits_of_eager_blocks(
+    loss_of: Any, activations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = trained_by(loss_of, activations)
+    assert (found[2] == 0) == (loss_of is evaluation)  # it drops them
+    assert_equals_eager(found, lambda: trained_by(loss_of, activations), monkeypatch)
+
+
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+def test_a_step_between_forward_and_backward_is_an_error(activations: Any) -> None:
+    config = OffloadConfig(working_dtype="fp32", placement=Placement(activations=activations))
+    with OffloadEngine(Stack(), config, device="cpu") as engine:
+        for _ in range(3):
+            late = None  # frees the activations
+            late, loss = engine((2, 4)), engine((2, 3))
+            engine.backward(loss)
+            engine.step()
+        with pytest.raises(EngineStateError, match="were stepped, written or moved after this loss was computed"):
+            engine.backward(late)
