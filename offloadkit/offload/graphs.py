@@ -18,6 +18,7 @@ the order of eager blocks.
 from __future__ import annotations
 
 import logging
+import random
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +27,7 @@ from functools import cache
 from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -146,7 +148,7 @@ class BlockGraphs:
     @contextmanager
     def in_forward(self) -> Iterator[None]:
         """While open, blocks run as graphs."""
-        before, self.is_open = self.is_open, True
+        before, num_captures, self.is_open = self.is_open, self._num_captures, True
         if self._is_out_of_order and self._num_disorders < MOST_CHANGES and not any(each.live for each in self._blocks):
             self._num_disorders += 1
             self.release()
@@ -157,6 +159,8 @@ class BlockGraphs:
         finally:
             self.is_open = before
             self._passed_on.clear()
+            if self._num_captures > num_captures:
+                logger.info("%d graphs of blocks take %.0f MiB of VRAM", self.num_graphs(), self.num_bytes() / 2**20)
 
     def end_of_backward(self) -> None:
         """Release the inputs of this micro-batch."""
@@ -178,8 +182,7 @@ class BlockGraphs:
             raise _EagerlyError("an earlier capture failed")
         self._num_captures += 1
         captured = _Captured(self.pool.capture(work), self._num_captures)
-        statics = sum(static.memory.nbytes for static in self._statics.values())
-        if (missing := self.pool.missing_bytes(statics)) > 0:
+        if (missing := self.pool.missing_bytes(self._static_bytes())) > 0:
             raise _EagerlyError(f"graphs need {missing / 2**20:.0f} MiB more VRAM than is free")
         return captured
 
@@ -220,6 +223,13 @@ class BlockGraphs:
 
     def num_graphs(self) -> int:
         return sum(block.num_graphs() for block in self._blocks)
+
+    def num_bytes(self) -> int:
+        """VRAM of the pool, kept activations included, and of static memory."""
+        return self.pool.num_bytes + self._static_bytes()
+
+    def _static_bytes(self) -> int:
+        return sum(static.memory.nbytes for static in self._statics.values())
 
     def static(self, what: str, index: int, meta: Meta) -> _Static:
         """Memory for input or gradient number `index`. All graphs that name it so share it."""
@@ -426,6 +436,25 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = func(*args, **kwargs or {})
         self._known |= {_storage(each) for each in tree_leaves(found) if isinstance(each, torch.Tensor)}
         return found
+
+
+class _HostRandom:
+    """The random states of Python, numpy and torch's CPU generator."""
+
+    def __init__(self) -> None:
+        self._python, self._torch = random.getstate(), torch.default_generator.get_state()
+        self._numpy: Any = np.random.get_state()
+
+    def has_changed(self) -> bool:
+        numpy: Any = np.random.get_state()
+        same_numpy = numpy[2:] == self._numpy[2:] and np.array_equal(numpy[1], self._numpy[1])
+        same_torch = torch.equal(torch.default_generator.get_state(), self._torch)
+        return not (same_numpy and same_torch and random.getstate() == self._python)
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.default_generator.set_state(self._torch)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -698,7 +727,6 @@ class _Entry:
         graphs = self.block.graphs
         if self.reason is not None:
             return
-        random = torch.default_generator.get_state() if graphs.device.type != "cpu" else None
         try:
             if (reason := self._watched(tensors)) is not None:
                 raise _EagerlyError(reason)
@@ -706,8 +734,6 @@ class _Entry:
             self._forward = graphs.capture(self._work_of_forward)
             if not any(self._differentiable):
                 raise _EagerlyError("its outputs require no gradient")
-            if random is not None and not torch.equal(random, torch.default_generator.get_state()):
-                raise _EagerlyError("it draws random numbers on the CPU")
             # Backward too, so that an error shows before the graph is used. Later it is captured again if it gets
             # gradients of other outputs or with other strides.
             results = [each for each in self._forward.graph.results if each is not None]
@@ -724,10 +750,13 @@ class _Entry:
         """Run the block once more, without effects. Returns why it cannot be captured, or None."""
         graphs, block = self.block.graphs, self.block
         args, kwargs = _unflatten(self._spec, [each.detach() for each in tensors])
-        watch = _Watch(block.module, tensors, graphs.device)
-        with graphs.pool.random_from(graphs.pool.random_state()), torch.no_grad(), watch:
-            block.own_forward(*args, **kwargs)
-        return watch.reason
+        watch, before = _Watch(block.module, tensors, graphs.device), _HostRandom()
+        try:
+            with graphs.pool.random_from(graphs.pool.random_state()), torch.no_grad(), watch:
+                block.own_forward(*args, **kwargs)
+            return "it draws random numbers on the host" if before.has_changed() else watch.reason
+        finally:
+            before.restore()
 
     def _fail(self, error: Exception) -> None:
         lines = str(error).strip().splitlines() or [type(error).__name__]

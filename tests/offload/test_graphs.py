@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -69,6 +70,11 @@ class CountsCalls(Block):
 class Reads(Block):
     def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
         return super().forward(x) if float(x.detach().sum()) > 0 else x - super().forward(x)
+
+
+class DrawsInPython(Block):
+    def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
+        return super().forward(x, random.random())
 
 
 SHARED = torch.ones(8)
@@ -195,10 +201,12 @@ def test_a_block_that_changes_is_captured_again_or_runs_eagerly(
 
     found = run()
     assert said in caplog.text
+    assert "6 graphs of blocks take" in caplog.text
     assert_equals_eager(found, run, monkeypatch)
 
 
 KINDS: list[tuple[type[Block], str]] = [
+    (DrawsInPython, "it draws random numbers on the host"),
     (Reads, "it waits for the device (aten._local_scalar_dense.default)"),
     (UsesAnotherTensor, "it uses a tensor that is neither an argument nor its own"),
     (CountsCalls, "it writes a buffer"),
@@ -214,6 +222,7 @@ def test_blocks_that_no_graph_can_hold_run_eagerly(
     caplog.set_level(logging.INFO, "offloadkit")
 
     def run() -> Trained:
+        random.seed(0)
         return train(Stack(kind), [(2, 3)] * 6)
 
     found = run()
