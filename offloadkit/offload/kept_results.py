@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MIN_PRODUCTS = 257
@@ -29,6 +30,8 @@ RandomStates = Sequence[tuple[torch.Generator, torch.Tensor]]
 @cache
 def _kind(operation: Any) -> int | None:
     """The position of the left matrix; -1 for attention and convolutions, and None for all other operations."""
+    if not isinstance(operation, OpOverload):  # a higher-order operator, such as flex attention
+        return -1 if "attention" in operation.name() and "backward" not in operation.name() else None
     name = operation._schema.name.rpartition("::")[2]
     if operation._schema.is_mutable or "backward" in name or operation._overloadname != "default":
         return None
@@ -44,7 +47,7 @@ def is_kept(operation: Any, args: Sequence[Any]) -> bool:
 
 @cache
 def _dropout_argument(operation: Any) -> tuple[int, str] | None:
-    names = [argument.name for argument in operation._schema.arguments]
+    names = [argument.name for argument in operation._schema.arguments] if isinstance(operation, OpOverload) else []
     return next(((at, name) for at, name in enumerate(names) if name in ("dropout", "dropout_p")), None)
 
 

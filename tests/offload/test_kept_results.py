@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offloadkit.kernels import attention as attention_op
@@ -27,12 +28,18 @@ Function = Callable[..., torch.Tensor]
 class Ran(TorchDispatchMode):
     """Counts operations by name."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.names: Counter[str] = Counter()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names[operation.overloadpacket.__name__] += 1
+        self.names[operation.name().partition(".")[0].rpartition("::")[2]] += 1
         return operation(*args, **(kwargs or {}))
 
 
@@ -188,6 +195,19 @@ def test_our_attention_is_kept_with_its_dropped_weights(monkeypatch: pytest.Monk
     assert again["sin"] == 1
     assert again["tanh"] == 1
     assert again["attention"] == 0
+
+
+@pytest.mark.slow
+def test_flex_attention_is_kept() -> None:
+    """Without a GPU it has no gradient."""
+    x = torch.linspace(-1, 1, 2 * 128 * 16).view(1, 2, 128, 16)
+
+    def function(w: torch.Tensor) -> torch.Tensor:
+        return (flex_attention(x.sin(), x, x) * w).tanh()  # type: ignore[operator]
+
+    again = check(function, (1, 2, 128, 16))
+    assert again["sin"] == again["tanh"] == 1
+    assert again["flex_attention"] == 0
 
 
 @pytest.mark.gpu
