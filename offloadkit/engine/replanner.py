@@ -55,6 +55,11 @@ from offloadkit.planner import Plan, placed
 
 logger = logging.getLogger(__name__)
 
+_REPEAT = (
+    "The gradients since the last update were dropped: repeat this window, from its first micro-batch and with its "
+    "original random states, and training continues with the same numbers"
+)
+
 _T = TypeVar("_T")
 
 
@@ -342,8 +347,11 @@ class Replanner:
     # ---- choosing the plan ---------------------------------------------------------------------------------------
 
     def _leave_vram(self, error: OutOfVramError, why: str) -> OutOfVramError:
-        plan, full = with_less_vram(self.plan, self._device, self._ranks), full_gpu(self.plan, self._device)
         error.is_final = True
+        full = full_gpu(self.plan, self._device)
+        if self._loop.placed.give_up_graphs():
+            return RepeatWindowError(f"{full}. CUDA graphs of blocks are not used any more. {_REPEAT}")
+        plan = with_less_vram(self.plan, self._device, self._ranks)
         if plan is None:
             return error
         try:
@@ -355,9 +363,7 @@ class Replanner:
         if self._ranks.size > 1:
             full = why
         return RepeatWindowError(
-            f"{full}. The engine has moved to a leaner plan ({words}), which changes no number. The gradients since "
-            "the last update were dropped: repeat this window, from its first micro-batch and with its original random "
-            "states, and training continues with the same numbers"
+            f"{full}. The engine has moved to a leaner plan ({words}), which changes no number. {_REPEAT}"
         )
 
     def _leave_vram_at_rest(self, error: OutOfVramError) -> None:

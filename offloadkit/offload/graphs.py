@@ -116,7 +116,7 @@ class BlockGraphs:
         self._undo = replace_forwards({each.module: each.forward for each in self._blocks})
         self._num_captures = 0
         self._waiting: list[weakref.ref[_Call]] = []
-        self._has_begun = self._is_out_of_order = False
+        self._has_begun = self._is_out_of_order = self._is_given_up = False
         self._num_disorders = 0
 
     def arrange(self, weights: Mapping[nn.Module, Sequence[LayerWeights]]) -> None:
@@ -138,6 +138,13 @@ class BlockGraphs:
         if self._has_begun:
             self.pool.free()
         self._has_begun = self._is_out_of_order = False
+
+    def give_up(self) -> bool:
+        """Drop all graphs, and capture no more. Returns whether there were some."""
+        found = self.num_graphs() > 0
+        self._is_given_up = True
+        self.release()
+        return found
 
     def close(self) -> None:
         self._undo()
@@ -175,11 +182,13 @@ class BlockGraphs:
             RuntimeError: the work cannot be captured.
             _EagerlyError: the VRAM does not suffice.
         """
+        if self.pool.is_broken:
+            raise _EagerlyError("an earlier capture failed")
+        if self._is_given_up:
+            raise _EagerlyError("the GPU was full")
         if not self._has_begun:
             self._has_begun = True
             self.pool.begin()
-        if self.pool.is_broken:
-            raise _EagerlyError("an earlier capture failed")
         self._num_captures += 1
         captured = _Captured(self.pool.capture(work), self._num_captures)
         if (missing := self.pool.missing_bytes(self._static_bytes())) > 0:

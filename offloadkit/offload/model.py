@@ -269,6 +269,10 @@ class PlacedModel:
         if self.graphs is not None:
             self.graphs.release()
 
+    def give_up_graphs(self) -> bool:
+        """Use no graphs any more; returns whether there were some."""
+        return self.graphs is not None and self.graphs.give_up()
+
     def settle(self) -> None:
         """Finish pending updates, including copies, so that the newest weights are in the tensors they live in."""
         if self.is_whole:  # otherwise a move failed; everything was settled before it

@@ -13,7 +13,7 @@ from torch import nn
 
 from offloadkit.device.graphs import RunAgain
 from offloadkit.engine.engine import OffloadEngine
-from offloadkit.errors import EngineStateError
+from offloadkit.errors import EngineStateError, RepeatWindowError
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload.graphs import BlockGraphs
 from tests.graphs import PLACEMENTS, Trained, assert_equals_eager, batches, llama, t5, train
@@ -298,3 +298,31 @@ def test_a_step_between_forward_and_backward_is_an_error(activations: Any) -> No
             engine.step()
         with pytest.raises(EngineStateError, match="were stepped, written or moved after this loss was computed"):
             engine.backward(late)
+
+
+def test_a_full_gpu_gives_up_graphs_before_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack()
+    with OffloadEngine(model, OffloadConfig(working_dtype="fp32", placement=Placement()), device="cpu") as engine:
+        graphs = engine.placed.graphs
+        assert graphs is not None
+
+        def step() -> None:
+            engine.backward(engine((2, 3)))
+            engine.step()
+
+        for _ in range(3):
+            step()
+        assert graphs.num_graphs() == 6
+        with monkeypatch.context() as full:
+            full.setattr(model, "arguments", {"scale": _Full()})
+            with pytest.raises(RepeatWindowError, match="CUDA graphs of blocks are not used any more"):
+                step()
+        for _ in range(3):
+            step()
+        assert graphs.num_graphs() == 0
+        assert engine.plan.placements == (Placement(),) * len(engine.plan.placements)
+
+
+class _Full(float):
+    def __mul__(self, other: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
