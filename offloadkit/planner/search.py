@@ -159,7 +159,7 @@ class Search:
             return self.placements(everything[0])
         room = Room(vram, ram, disk)
         tried = _Tried(self, room)
-        tried.add(self._coarse(room, self._levels()))
+        tried.add(self._coarse(room, self._levels(), _grid(self._num_streamed)))
         promising = tried.ranked(self._promise)
         for counts in tried.ranked(_step)[:2]:
             self._refine(counts, tried)
@@ -169,7 +169,8 @@ class Search:
         for counts in sorted(shared, key=tried.step)[:3]:
             self._refine(counts, tried)
         if self._tries_cheap:
-            grid = sorted(tried.add(self._coarse(room, self._cheap_levels())), key=tried.step)[:2]
+            streamed = sorted({0, *(counts.streamed for counts in tried.ranked(_step)[:2])})
+            grid = sorted(tried.add(self._coarse(room, self._cheap_levels(), streamed)), key=tried.step)[:2]
             shared = tried.add(islice((other for counts in grid for other in self._shared(counts, room)), MAX_SHARED))
             for counts in dict.fromkeys([*tried.ranked(_step)[:1], *grid[:1], *sorted(shared, key=tried.step)[:1]]):
                 self._refine(counts, tried, cheap=True)
@@ -208,13 +209,13 @@ class Search:
         mixed = [(number, 0, self._num_blocks - number) for number in numbers[:-1]]
         return [*((0, 0, number) for number in numbers), *mixed]
 
-    def _coarse(self, room: Room, levels: Sequence[tuple[int, int, int]]) -> Iterator[Counts]:
+    def _coarse(self, room: Room, levels: Sequence[tuple[int, int, int]], streamed: Sequence[int]) -> Iterator[Counts]:
         options: list[InVram] = ["all", "none"] if self._accumulation > 1 else ["none"]
         corners = [
-            Counts(again, offloaded, streamed, 0, gradients_in_vram=in_vram, cheap=cheap)
+            Counts(again, offloaded, number, 0, gradients_in_vram=in_vram, cheap=cheap)
             for again, offloaded, cheap in levels
             for in_vram in options
-            for streamed in _grid(self._num_streamed)
+            for number in streamed
         ]
         for counts, most in zip(corners, self._most_states(corners, room), strict=True):
             states = [number for number in _grid(len(self._layers)) if number < most]
