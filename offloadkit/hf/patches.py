@@ -353,10 +353,11 @@ def _rotary_by_kernel(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, is_partial: bool) -> bool:
+    if query.device.type not in KINDS or query.dim() != 4:
+        return False
     batch, _, length, width = query.shape
     return (
-        query.device.type in KINDS
-        and query.dtype == key.dtype == cos.dtype == sin.dtype
+        query.dtype == key.dtype == cos.dtype == sin.dtype
         and query.dtype in decoder_kernel.DTYPES
         and cos.dim() == 3
         and cos.shape == sin.shape

@@ -113,7 +113,7 @@ def _rotate_heads(
     half: tl.constexpr, inverse: tl.constexpr, block: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
 ):  # fmt: skip
     for first in range(0, heads, block):
-        head = first + tl.arange(0, block)[:, None]
+        head = (first + tl.arange(0, block)[:, None]).to(tl.int64)
         column = tl.arange(0, half_block)[None, :]
         inside = (head < heads) & (column < half)
         at, to = source + head * head_stride + column, target + head * width + column

@@ -91,6 +91,18 @@ def test_other_rotary_embeddings_stay(model_type: str) -> None:
     assert vars(file_of(model)).get("apply_rotary_pos_emb") is before
 
 
+def test_queries_without_a_batch_are_rotated_as_before() -> None:
+    model = tiny("llama")
+    own = file_of(model).apply_rotary_pos_emb
+    tensors = [torch.randn(shape, device=META) for shape in ((5, 3, 8), (5, 3, 8), (5, 8), (5, 8))]
+    with AsOnGpu():
+        undo = fuse(model)
+        patched = file_of(model).apply_rotary_pos_emb
+        assert patched is not own
+        assert [each.shape for each in patched(*tensors)] == [each.shape for each in own(*tensors)]
+    undo()
+
+
 class Raises(nn.Module):
     """A gated layer by its attributes that computes something else."""
 
