@@ -504,21 +504,23 @@ def step_range(
     *,
     compiled: bool = False,
 ) -> tuple[float, float] | None:
-    """Seconds of a step with the smallest and with the largest time of Python, the middle of them if they are further
-    apart than `WIDEST_RANGE`; None unless Python is the busiest resource of the step.
+    """Seconds of a step with the smallest and with the largest time of Python; None unless Python is the busiest
+    resource of the step. A range wider than `WIDEST_RANGE` is narrowed towards its middle and keeps the planned step.
     """
 
     def seconds(factor: float) -> Seconds:
         machine = replace(hardware, launch_seconds=factor * hardware.launch_seconds)
         return StepModel(layers, work, machine, accumulation, compiled=compiled).seconds(placements)
 
-    busy = dict(seconds(1.0).busy)
+    planned = seconds(1.0)
+    busy = dict(planned.busy)
     gpu, launches = sum(busy.pop(name) for name in ("forward", "backward", "GPU step")), busy.pop("launches")
     if launches <= max(gpu, *busy.values()):
         return None
     least, most = seconds(1 / PYTHON_VARIES).step, seconds(PYTHON_VARIES * work.python_spread).step
     too_wide = max(1.0, most / least / WIDEST_RANGE)
-    return least * too_wide**0.5, most / too_wide**0.5
+    least = min(planned.step, max(planned.step / WIDEST_RANGE, least * too_wide**0.5))
+    return least, max(planned.step, min(most, least * WIDEST_RANGE))
 
 
 def place_in_stages(layers: Sequence[LayerShape], stages: Sequence[Stage]) -> list[int]:

@@ -320,6 +320,18 @@ def test_a_step_that_python_bounds_has_a_range(flops: int, spread: float) -> Non
     assert found[1] / found[0] == pytest.approx(WIDEST_RANGE)
 
 
+@pytest.mark.parametrize("spread", [1.0, 1.3, 2.0, 3.0])
+def test_the_range_contains_the_planned_step(spread: float) -> None:
+    layers, hardware = [shape(f"block.{index}", N) for index in range(4)], machine(launch_seconds=1e-3)
+    work = Pass(num_operations=1000)
+    batch = MicroBatch(tuple(stage(layer.name, forward=work) for layer in layers), 640, python_spread=spread)
+    found = step_range(layers, batch, hardware, 1, [IN_VRAM] * 4)
+    assert found is not None
+    least, most = found
+    assert least <= StepModel(layers, batch, hardware, 1).seconds([IN_VRAM] * 4).step <= most
+    assert most <= WIDEST_RANGE * least * (1 + 1e-9)
+
+
 def test_what_python_does_not_bound_makes_the_range_narrower() -> None:
     """Python starts forward in 10.8 s and backward in 15; the GPU computes backward in 20."""
     hardware = machine(launch_seconds=1e-3, bf16_flops_per_second=1e12)
