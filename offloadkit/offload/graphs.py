@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from operator import is_
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 MOST_KINDS = 8
 """A block is captured for at most this many kinds of arguments, such as lengths of rows."""
+MOST_CONTENTS = 2000
+"""Most values in the dicts, lists and objects that a block's attributes hold; they are compared in every call."""
 MOST_CHANGES = 3
 """A block whose attributes changed this often in succession is not captured any more."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -505,9 +508,7 @@ class _Facts:
         self._attributes = [(module, vars(module), list(vars(module).values())) for module in self.modules]
         members = [(module, each) for module in self.modules for each in _members(module)]
         self._members = [(module, each, list(each.values())) for module, each in members]
-        configs = {id(config): config for module in self.modules if (config := vars(module).get("config")) is not None}
-        attributes: list[dict[str, Any]] = [vars(each) for each in configs.values() if hasattr(each, "__dict__")]
-        self._configs = [(each, list(each.values())) for each in attributes]
+        self._contents = _contents(self.modules)
         self.parameters: list[nn.Parameter] = list(block.parameters())
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters]
         self._hooks = [getattr(module, name) for module in self.modules[1:] for name in _HOOKS]
@@ -520,6 +521,8 @@ class _Facts:
         """Why the block cannot be captured, or None."""
         if self._is_hooked:
             return "a module in it has hooks"
+        if self._contents is None:
+            return f"its attributes hold more than {MOST_CONTENTS} values"
         for module in self.modules:
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
                 return f"its {type(module).__name__} writes its statistics"
@@ -534,13 +537,42 @@ class _Facts:
         for module, members, then in self._members:
             if not _same(members.values(), then):
                 return f"a parameter, buffer or module of {type(module).__name__}"
-        if not all(_same(now.values(), then) for now, then in self._configs):
-            return "its config"
+        for owner, now, then in self._contents or ():
+            if not _same(now.values() if isinstance(now, dict) else now, then):
+                return f"the contents of {owner}"
         if [parameter.requires_grad for parameter in self.parameters] != self._requires_grad:
             return "requires_grad of a parameter"
         if any(self._hooks) != self._is_hooked:
             return "hooks of a module in it"
         return None
+
+
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes of every module, which are compared apart."""
+_WITHOUT_CONTENTS = (nn.Module, torch.Tensor, torch.Generator, type, FunctionType, MethodType, ModuleType)
+
+
+def _contents(modules: Sequence[nn.Module]) -> list[tuple[str, Collection[Any], list[Any]]] | None:
+    """(name of the attribute, container, its values) of the dicts, lists, sets and objects that the attributes of
+    modules hold, such as configs, with those inside them. None if they hold more than `MOST_CONTENTS` values.
+    """
+    found: list[tuple[str, Collection[Any], list[Any]]] = []
+    seen, num_values = set(map(id, modules)), 0
+    held = [(type(module).__name__, name, each) for module in modules for name, each in vars(module).items()]
+    left = [(f"{kind}.{name}", each) for kind, name, each in held if name not in _OWN_ATTRIBUTES]
+    while left:
+        owner, value = left.pop()
+        container = value if isinstance(value, dict | list | tuple | set) else getattr(value, "__dict__", None)
+        if container is None or id(value) in seen or isinstance(value, _WITHOUT_CONTENTS):
+            continue
+        seen.add(id(value))
+        values = list(container.values() if isinstance(container, dict) else container)
+        found.append((owner, container, values))
+        num_values += len(values)
+        if num_values > MOST_CONTENTS:
+            return None
+        left += [(owner, each) for each in values]
+    return found
 
 
 def _members(module: nn.Module) -> list[dict[str, Any]]:
@@ -572,10 +604,17 @@ def _check_surroundings(device: torch.device) -> None:
 
 
 def _flags() -> tuple[Any, ...]:
+    """Settings of torch that choose kernels."""
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         torch.get_default_dtype(),
+        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
+        *(cuda.cudnn_sdp_enabled(), cuda.preferred_blas_library()),
+        *(cuda.matmul.allow_bf16_reduced_precision_reduction, cuda.matmul.allow_fp16_reduced_precision_reduction),
+        *(cudnn.enabled, cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -49,10 +50,15 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.5)
         self.factor = 1.0
+        self.options = {"scales": [1.0], "more": SimpleNamespace(scale=1.0)}
         self.register_buffer("shift", torch.zeros(8), persistent=False)
 
     def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
-        return x + self.down(self.drop(torch.tanh(self.up(x)))) * (scale * self.factor) + self.shift
+        return x + self.down(self.drop(torch.tanh(self.up(x)))) * (scale * self.factor * self.scale) + self.shift
+
+    @property
+    def scale(self) -> float:
+        return float(self.options["scales"][0] * self.options["more"].scale)
 
 
 class InPlace(Block):
@@ -133,6 +139,14 @@ def set_attribute(model: Stack) -> None:
     model.blocks[1].factor = 0.5
 
 
+def set_item(model: Stack) -> None:
+    model.blocks[1].options["scales"][0] = 0.5
+
+
+def set_attribute_of_attribute(model: Stack) -> None:
+    model.blocks[1].options["more"].scale = 0.5
+
+
 def exchange_module(model: Stack) -> None:
     model.blocks[1].drop = nn.Dropout(0.25)
 
@@ -173,6 +187,8 @@ CHANGES: list[tuple[Callable[[Stack], Any], str]] = [
     (set_dropout, "Dropout.p changed"),
     (set_mode, "Dropout.training changed"),
     (set_attribute, "Block.factor changed"),
+    (set_item, "the contents of Block.options changed"),
+    (set_attribute_of_attribute, "the contents of Block.options changed"),
     (exchange_module, "a parameter, buffer or module of Block changed"),
     (exchange_buffer, "a parameter, buffer or module of Block changed"),
     (set_argument, ""),
@@ -205,12 +221,29 @@ def test_a_block_that_changes_is_captured_again_or_runs_eagerly(
     assert_equals_eager(found, run, monkeypatch)
 
 
+def test_a_setting_that_chooses_kernels_captures_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_flag(model: Stack, step: int) -> None:
+        torch.backends.cuda.enable_flash_sdp(step < 3)
+
+    try:
+        assert train(Stack(), [(2, 3)] * 6, change=set_flag)[2] == 12
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+
+
+class HoldsMuch(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = list(range(3000))
+
+
 KINDS: list[tuple[type[Block], str]] = [
     (DrawsInPython, "it draws random numbers on the host"),
     (Reads, "it waits for the device (aten._local_scalar_dense.default)"),
     (UsesAnotherTensor, "it uses a tensor that is neither an argument nor its own"),
     (CountsCalls, "it writes a buffer"),
     (Remembers, "its attributes change in every step"),
+    (HoldsMuch, "its attributes hold more than 2000 values"),
     (Normalizes, "its BatchNorm1d writes its statistics"),
 ]
 
