@@ -537,8 +537,8 @@ class _Facts:
         for module, members, then in self._members:
             if not _same(members.values(), then):
                 return f"a parameter, buffer or module of {type(module).__name__}"
-        for owner, now, then in self._contents or ():
-            if not _same(now.values() if isinstance(now, dict) else now, then):
+        for owner, container, then in self._contents or ():
+            if not _same(container.values() if isinstance(container, dict) else container, then):
                 return f"the contents of {owner}"
         if [parameter.requires_grad for parameter in self.parameters] != self._requires_grad:
             return "requires_grad of a parameter"
