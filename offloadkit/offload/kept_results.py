@@ -14,8 +14,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from offloadkit.errors import ModelError
 
 MIN_PRODUCTS = 257
 """Fewest products in an element of a kept result. A matmul that adds fewer, such as attention's scores, is bound by the
@@ -61,14 +64,49 @@ def _draws(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
+class _Call:
+    """An operation and its inputs, to find out whether the second run is like the first.
+
+    Attributes:
+        parameters: ids of the parameters among the inputs and of those that inputs are views of, such as a transposed
+            weight. A streamed weight may have another address in the second run, but its parameter is the same.
+    """
+
+    operation: Any
+    inputs: list[tuple[torch.Size, torch.dtype]]
+    parameters: list[int | None]
+
+    @classmethod
+    def of(cls, operation: Any, args: Sequence[Any]) -> _Call:
+        tensors = _tensors(args)
+        return cls(operation, [(each.shape, each.dtype) for each in tensors], [_parameter(each) for each in tensors])
+
+    def is_like(self, other: _Call) -> bool:
+        if self.operation is not other.operation or self.inputs != other.inputs:
+            return False
+        both = zip(self.parameters, other.parameters, strict=True)
+        return all(one == two or one is None or two is None for one, two in both)
+
+    def __str__(self) -> str:
+        return f"{self.operation.name()} of {', '.join(described(*each) for each in self.inputs) or 'no tensors'}"
+
+
+def _parameter(tensor: torch.Tensor) -> int | None:
+    found = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+    return id(found) if isinstance(found, nn.Parameter) else None
+
+
+@dataclass
 class _Result:
     """
     Attributes:
+        output: None once it is dropped.
         versions: version counters of the tensors. A result that was written later is computed again.
         num_saved: number of tensors that autograd had saved before the operation ran.
         random_states: states after the operation, if it drew random numbers.
     """
 
+    call: _Call
     output: Any
     versions: list[int]
     num_saved: int
@@ -77,14 +115,23 @@ class _Result:
     def is_unchanged(self) -> bool:
         return self.versions == [tensor._version for tensor in _tensors(self.output)]
 
+    def drop(self) -> None:
+        self.output = None
+
 
 class KeptResults:
-    """The kept results of one run of a block, by their position in it; None for a dropped one."""
+    """The kept results of one run of a block, in the order of the operations.
+
+    Attributes:
+        position: number of these operations that the present run has begun. Both runs must have the same number at
+            each tensor that autograd saves; then no operation is missing in the second run, and none is new.
+    """
 
     def __init__(self, random_states: Callable[[], RandomStates]) -> None:
         """`random_states`: returns the present states of the generators that the block may use."""
         self.random_states = random_states
-        self._results: list[_Result | None] = []
+        self.position = 0
+        self._results: list[_Result] = []
         self._is_reusing = False
 
     @contextmanager
@@ -95,37 +142,51 @@ class KeptResults:
         """
         with _Keeping(self, saved):
             yield
-        for at, result in enumerate(self._results):
-            if result is not None and (result.num_saved == len(saved) or not result.is_unchanged()):
-                self._results[at] = None
+        for result in self._results:
+            if result.num_saved == len(saved) or not result.is_unchanged():
+                result.drop()
 
     @contextmanager
     def reusing(self) -> Iterator[None]:
         """Return the kept results of operations in this context. Dropped ones are computed."""
-        before, self._is_reusing = self._is_reusing, True
+        before = self._is_reusing, self.position
+        self._is_reusing, self.position = True, 0
         try:
             with _Reusing(self):
                 yield
         finally:
-            self._is_reusing = before
+            self._is_reusing, self.position = before
 
-    def add(self, output: Any, num_saved: int, *, drew: bool) -> None:
+    def add(self, call: _Call, output: Any, num_saved: int, *, drew: bool) -> None:
         if not self._is_reusing:  # else the block itself runs a backward
             output, states = _alias(output), self.random_states() if drew else ()
-            self._results.append(_Result(output, [each._version for each in _tensors(output)], num_saved, states))
+            versions = [each._version for each in _tensors(output)]
+            self._results.append(_Result(call, output, versions, num_saved, states))
+            self.position += 1
 
-    def take(self, at: int) -> Any:
-        """The output at this position; None if it must be computed. It is dropped, unless the graph is retained."""
-        result = self._results[at] if at < len(self._results) else None
-        if result is None:
+    def take(self, call: _Call) -> Any:
+        """The next output; None if it must be computed. It is dropped, unless the graph is retained.
+
+        Raises:
+            ModelError: the first run had another operation here.
+        """
+        at, self.position = self.position, self.position + 1
+        if at >= len(self._results):
+            raise changed(f"ran {call} as number {at + 1} of its matmuls and attention", f"only {at}")
+        result = self._results[at]
+        if not call.is_like(result.call):
+            same = " with another parameter" if str(call) == str(result.call) else ""
+            raise changed(f"ran {call}", f"{result.call}{same}")
+        if result.output is None:
             return None
+        output, is_unchanged = result.output, result.is_unchanged()
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self._results[at] = None
-        if not result.is_unchanged():
+            result.drop()
+        if not is_unchanged:
             return None
         for generator, state in result.random_states:
             generator.set_state(state)
-        return _alias(result.output)
+        return _alias(output)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -148,24 +209,36 @@ class _Keeping(_Mode):
         kwargs = kwargs or {}
         output = operation(*args, **kwargs)
         if is_kept(operation, args):
-            self._results.add(output, len(self._saved), drew=_draws(operation, args, kwargs))
+            call, drew = _Call.of(operation, args), _draws(operation, args, kwargs)
+            self._results.add(call, output, len(self._saved), drew=drew)
         return output
 
 
 class _Reusing(_Mode):
     def __init__(self, results: KeptResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._results, self._at = results, 0
+        self._results = results
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if is_kept(operation, args):
-            output = self._results.take(self._at)
-            self._at += 1
+            output = self._results.take(_Call.of(operation, args))
             if output is not None:
                 return output
         return operation(*args, **(kwargs or {}))
+
+
+def described(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def changed(found: str, expected: str) -> ModelError:
+    """The error for a second run that is not like the first."""
+    return ModelError(
+        f"a recomputed block {found}, but in its forward {expected}: its result depends on something that changed in "
+        "between (a cache, a counter). Train it with Placement(activations='keep')"
+    )
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

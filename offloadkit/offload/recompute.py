@@ -19,7 +19,7 @@ from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.offload.graphs import BlockGraphs, Recomputed
-from offloadkit.offload.kept_results import KeptResults
+from offloadkit.offload.kept_results import KeptResults, changed, described
 from offloadkit.offload.layers import repeated_blocks, replace_forwards
 from offloadkit.offload.weights import LayerWeights
 
@@ -476,7 +476,7 @@ class _Recomputation:
         self._at = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         self._saved_args: Any = _save(_ANCHOR, *[args[index] for index in self._at])
         self._environment = _Environment(device)
-        self._saved: list[tuple[torch.Size, torch.dtype]] = []
+        self._saved: list[tuple[torch.Size, torch.dtype, int]] = []
         self._found: dict[int, tuple[torch.Tensor, int]] = {}
 
     def keeping_results(self) -> AbstractContextManager[None]:
@@ -486,8 +486,11 @@ class _Recomputation:
 
     def pack(self, tensor: torch.Tensor) -> int:
         """Saves the tensor's index, in the order of saving, instead of the tensor."""
-        self._saved.append((tensor.shape, tensor.dtype))
+        self._saved.append((tensor.shape, tensor.dtype, self._position()))
         return len(self._saved) - 1
+
+    def _position(self) -> int:
+        return 0 if self._results is None else self._results.position
 
     def unpack(self, index: int) -> torch.Tensor:
         """The tensor with this index. It is not kept; unpacking it again takes another run."""
@@ -505,8 +508,12 @@ class _Recomputation:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             index = len(found)
-            if (tensor.shape, tensor.dtype) != expected[index]:
-                raise _changed(f"tensor {index} {_described(tensor.shape, tensor.dtype)}", _described(*expected[index]))
+            shape, dtype, position = expected[index]
+            if (tensor.shape, tensor.dtype) != (shape, dtype):
+                raise changed(f"saved tensor {index} {described(tensor.shape, tensor.dtype)}", described(shape, dtype))
+            if self._position() != position:
+                ran = f"{self._position()} of its matmuls and attention before it saved tensor {index}"
+                raise changed(f"ran {ran}", str(position))
             if tensor.requires_grad:
                 tensor = tensor.detach()  # an operation's output saved by its own node would keep itself alive
             found[index] = tensor, tensor._version
@@ -527,7 +534,7 @@ class _Recomputation:
                 self._function(*args, **self._kwargs)
         except _FoundAllError:
             return found
-        raise _changed(f"{len(found)} tensors", f"{num_saved}")
+        raise changed(f"saved {len(found)} tensors", f"{num_saved}")
 
 
 def drop_recomputed(memory: Callable[[torch.Tensor], bool]) -> None:
@@ -553,23 +560,12 @@ class _FoundAllError(Exception):
     """Ends the second run when it has found all tensors that backward needs."""
 
 
-def _described(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
-
-
 def changed_in_place(tensor: torch.Tensor) -> ModelError:
     """The error for a tensor that was written to after autograd had saved it."""
     return ModelError(
-        f"a tensor {_described(tensor.shape, tensor.dtype)} that backward needs was modified after it was saved. "
+        f"a tensor {described(tensor.shape, tensor.dtype)} that backward needs was modified after it was saved. "
         "Either an in-place operation did it (x.mul_(2): compute x = x * 2 instead), or engine.step() was called "
         "before engine.backward(loss)"
-    )
-
-
-def _changed(found: str, expected: str) -> ModelError:
-    return ModelError(
-        f"a recomputed block saved {found}, but in its forward {expected}: its result depends on something that "
-        "changed in between (a cache, a counter). Train it with Placement(activations='keep')"
     )
 
 

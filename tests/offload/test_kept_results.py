@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offloadkit.errors import ModelError
 from offloadkit.kernels import attention as attention_op
 from offloadkit.offload import kept_results
 from offloadkit.offload.recompute import cheaply_recomputed_in_backward, recomputed_in_backward
@@ -113,6 +114,56 @@ def test_a_result_that_is_written_after_the_block_is_computed_again() -> None:
         second.sum().backward()
         found.append(x.grad)
     assert torch.equal(found[0], found[1])
+
+
+class OtherTheSecondTime(nn.Module):
+    """Runs other matmuls the second time. All of them have equal shapes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.how, self.num_runs = how, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_runs += 1
+        first, second, is_second = self.first, self.second, self.num_runs == 2
+        if self.how == "swapped" and is_second:
+            first, second = second, first
+        if (self.how == "fewer" and not is_second) or (self.how == "more" and is_second):
+            x = x + x.detach() @ torch.ones(8, 8)
+        found = first(x).tanh() * second(x).sigmoid()
+        if self.how == "more, at the end" and is_second:
+            found = found + x.detach() @ x.detach()
+        return found.sin()
+
+
+@pytest.mark.usefixtures("all_kept")
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ("fewer", "ran 0 of its matmuls and attention before it saved tensor 0, but in its forward 1"),
+        ("more", "ran 1 of its matmuls and attention before it saved tensor 0, but in its forward 0"),
+        ("more, at the end", r"ran aten::mm.* as number 3 of its matmuls and attention, but in its forward only 2"),
+        ("swapped", r"ran aten::mm.* of \[8, 8\] float32, .* but in its forward aten::mm.* with another parameter"),
+    ],
+)
+def test_a_second_run_with_other_matmuls_raises(how: str, found: str) -> None:
+    x = torch.ones(8, 8, requires_grad=True)
+    output = cheaply_recomputed_in_backward(DEVICE, OtherTheSecondTime(how), x)
+    with pytest.raises(ModelError, match=f"a recomputed block {found}: its result depends on .*activations='keep'"):
+        output.sum().backward()
+
+
+@pytest.mark.usefixtures("all_kept")
+def test_a_second_run_with_another_operation_raises() -> None:
+    other = iter([False, True])
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (torch.addmm(x, x, x) if next(other) else x @ x).sin()
+
+    output = cheaply_recomputed_in_backward(DEVICE, function, torch.ones(3, 3, requires_grad=True))
+    with pytest.raises(ModelError, match=r"ran aten::addmm.* but in its forward aten::mm.*: its result depends on"):
+        output.sum().backward()
 
 
 @pytest.mark.usefixtures("all_kept")
