@@ -27,7 +27,7 @@ from offloadkit.distributed.machine import measured_by, planning_ranks
 from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
 from offloadkit.engine.checks import used_elsewhere
 from offloadkit.engine.python_time import blocks_called
-from offloadkit.engine.tracing import Call, masks_nothing, trace_micro_batch
+from offloadkit.engine.tracing import Call, trace_micro_batch
 from offloadkit.facts.changes import caching_configs, changed, claim
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.hardware import Hardware, with_disk
@@ -325,7 +325,6 @@ class FirstWindow:
         self._outline = _outline_of_copy(model, config, device, ranks, param_groups)
         self._example: Call | None = None
         self._example_elements = -1
-        self._masks_nothing = True
         if self._outline is None:
             self.plan = plan_of(model, layers, config)
         else:
@@ -346,7 +345,6 @@ class FirstWindow:
     def record_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a micro-batch of the first window. Only the shapes of the largest one are kept."""
         call = Call(args, kwargs)
-        self._masks_nothing = self._masks_nothing and masks_nothing(kwargs)
         elements = _num_elements(call)
         if elements > self._example_elements:
             self._example, self._example_elements = call.without_memory(), elements
@@ -366,8 +364,7 @@ class FirstWindow:
     def _plan_now(self) -> Plan | None:
         if self._outline is None or self._example is None:
             return None
-        example = replace(self._example, masks_nothing=self._masks_nothing)
-        work = _work(self._outline, example, self._evaluation_rows)
+        work = _work(self._outline, self._example, self._evaluation_rows)
         made = None if work is None else self._outline.plan(work)
         if made is not None and not made.fits and not self._is_on_cpu:
             logger.warning(

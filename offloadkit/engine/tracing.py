@@ -6,6 +6,7 @@ rest, so eighty layers take as long as two.
 
 from __future__ import annotations
 
+import inspect
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from offloadkit.errors import ModelError
@@ -244,7 +245,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     masks_nothing: bool = False
-    """Whether no token is masked by an attention mask."""
+    """Whether the attention masks of all planned micro-batches are known to mask no token."""
 
     @staticmethod
     def of(batch: Any) -> Call:
@@ -252,7 +253,7 @@ class Call:
         if isinstance(batch, Call):
             return batch
         if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-            return Call((), dict(batch), masks_nothing(batch))
+            return Call((), dict(batch))
         return Call(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
 
     def without_memory(self) -> Call:
@@ -263,11 +264,16 @@ class Call:
         return _tensors(tree_flatten((self.args, dict(self.kwargs)))[0])
 
 
-def masks_nothing(batch: Any) -> bool:
-    """Whether the attention masks of a mapping are known to mask no token."""
-    masks = [value for name, value in batch.items() if name.endswith("attention_mask") and value is not None]
-    plain = all(isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_meta for mask in masks)
-    return plain and all(bool(mask.all()) for mask in masks)
+def _has_mask(model: nn.Module, call: Call) -> bool:
+    """Whether forward gets an attention mask, also by position. One of several unnamed arguments may be a mask."""
+    signature = inspect.signature(model.forward)
+    given = signature.bind(*call.args, **call.kwargs).arguments
+    unnamed = [each.name for each in signature.parameters.values() if each.kind is each.VAR_POSITIONAL]
+    if any(len(given.pop(name, ())) > 1 for name in unnamed):
+        return True
+    leaves, _ = tree_flatten_with_path(given)
+    names = (str(getattr(key, "key", "")) for path, leaf in leaves if leaf is not None for key in path)
+    return any(name.endswith("mask") for name in names)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -281,12 +287,13 @@ def trace_micro_batch(model: nn.Module, batch: Any, loss_of: Callable[[Any], tor
 
     Args:
         model: on the meta device, in its computing dtype and in training mode.
-        batch: as for `Call.of`; only shapes and dtypes of tensors matter, and whether attention masks mask a token.
+        batch: as for `Call.of`; only shapes and dtypes of tensors matter. An attention mask counts as one that masks
+            tokens, unless the call's `masks_nothing` is set: later micro-batches may be padded.
         loss_of: computes the loss from the model's output; None: `_loss_of`.
     """
     call = Call.of(batch).without_memory()
     known = [*model.parameters(), *model.buffers(), *call.tensors()]
-    counter = OpCounter(known, mask_is_full=call.masks_nothing or "attention_mask" not in call.kwargs)
+    counter = OpCounter(known, mask_is_full=call.masks_nothing or not _has_mask(model, call))
     stages = _Stages(counter)
     with ExitStack() as undo:
         undo.callback(random.setstate, random.getstate())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from offloadkit.engine.tracing import Call, masks_nothing
+from offloadkit.engine.tracing import Call
 
 MOST_ROWS = 4096
 """Maximum number of measured rows, spread evenly over the dataset."""
@@ -145,6 +145,12 @@ def _lengths(row: Any) -> dict[str, int]:
         for name, value in row.items()
         if (isinstance(value, torch.Tensor) and value.dim()) or isinstance(value, Sequence)
     }
+
+
+def masks_nothing(batch: Any) -> bool:
+    """Whether the masks of a collated batch are known to mask no token."""
+    masks = [value for name, value in batch.items() if name.endswith("mask") and value is not None]
+    return all(isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()) for mask in masks)
 
 
 def _form(value: Any) -> Any:

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from offloadkit import OffloadConfig, OffloadEngine, Placement
 from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.engine import outline
 from offloadkit.errors import DoesNotFitError, NonFiniteGradientError
 from offloadkit.facts.fitted import LOADED_LATER_BYTES
+from offloadkit.offload.layers import flat_layers
 from offloadkit.offload.placed_layers import PlacedLayers
 from offloadkit.planner.layout import ALLOCATOR_BYTES
 from tests.models import TinyLM
@@ -90,6 +92,24 @@ def test_without_one_the_largest_micro_batch_of_the_first_window_is(plain: dict[
     assert {where.activations for where in planned.placements} == {"keep"}
     assert before.seconds is None
     assert all(weights[name].equal(weight) for name, weight in plain.items())
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_a_mask_of_ones_is_planned_as_one_over_padding() -> None:
+    """A later micro-batch may be padded. Without a mask, no bias is planned."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    network = LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=1, vocab_size=64))
+    config, device, ids = OffloadConfig(), torch.device("cpu"), torch.ones(2, 64, dtype=torch.int64)
+    whole, plans = {"input_ids": ids, "labels": ids}, []
+    for example in (whole, whole | {"attention_mask": ids}, whole | {"attention_mask": ids.tril()}):
+        first = outline.FirstWindow(network, flat_layers(network, config), config, device)
+        first.record_micro_batch((), example)
+        plans += [first.plan_now(), outline.plan_for(network, config, device, example)]
+    without, _, ones, *_ = vram = [plan and plan.tiers["vram"]["activations"] for plan in plans]
+    assert without is not None
+    assert ones is not None
+    assert without < ones
+    assert vram == [without, without, ones, ones, ones, ones]
 
 
 @pytest.mark.usefixtures("on_a_card")

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from offloadkit.engine import tracing
-from offloadkit.engine.tracing import trace_micro_batch
+from offloadkit.engine.tracing import Call, trace_micro_batch
 from offloadkit.hf.loss import compute_loss_in_chunks
 from offloadkit.hf.patches import fuse_norms
 from offloadkit.planner import MicroBatch
@@ -240,10 +240,32 @@ def test_padding_makes_a_mask() -> None:
     whole = trace_micro_batch(model, batch)
     padded = trace_micro_batch(model, batch | {"attention_mask": torch.empty(2, 64, device="meta")})
     assert padded.stages[1].kept_bytes > whole.stages[1].kept_bytes  # keys and values are repeated for each head
-    ones = torch.ones(2, 64)
-    assert trace_micro_batch(model, batch | {"attention_mask": ones}).stages[1] == whole.stages[1]
-    ones[0, 63] = 0
-    assert trace_micro_batch(model, batch | {"attention_mask": ones}).stages[1] == padded.stages[1]
+    with_ones = batch | {"attention_mask": torch.ones(2, 64)}
+    assert trace_micro_batch(model, with_ones).stages[1] == padded.stages[1]  # later rows may be padded
+    full = Call((), with_ones, masks_nothing=True)
+    assert trace_micro_batch(model, full).stages[1] == whole.stages[1]
+
+
+class Wrapper(nn.Module):
+    """Passes its unnamed arguments on."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *given: torch.Tensor) -> Any:
+        return self.inner(*given)
+
+
+def test_a_mask_by_position_is_found() -> None:
+    model, ids, ones = on_meta(llama()), tokens(2, 64)["input_ids"], torch.ones(2, 64)
+    whole, padded = (trace_micro_batch(model, given).stages[1] for given in (ids, (ids, ones)))
+    assert padded.kept_bytes > whole.kept_bytes
+    assert padded == trace_micro_batch(model, {"input_ids": ids, "attention_mask": ones}).stages[1]
+    assert trace_micro_batch(model, (ids, None)).stages[1] == whole
+    unnamed = Wrapper(model)
+    assert trace_micro_batch(unnamed, (ids,)).stages[1].kept_bytes == whole.kept_bytes
+    assert trace_micro_batch(unnamed, (ids, ones)).stages[1].kept_bytes == padded.kept_bytes
 
 
 def test_a_loss_in_chunks_keeps_no_logits() -> None:
