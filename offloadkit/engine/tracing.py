@@ -42,6 +42,8 @@ _SDPA = (
     torch.ops.aten._scaled_dot_product_efficient_attention_backward,
 )
 _INDEXING = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "_index_put_impl_"))
+_UNLIKE_THE_FIRST_RUN = (ModelError, RuntimeError, ValueError, TypeError, AttributeError, LookupError)
+"""Errors of a block that cannot run again with the same arguments, because they changed: a cache of keys and values."""
 _EMPTY = Stage("", Pass(), Pass(), 0, 0, 0, 0, 0, 0)
 _ALLOCATION = 512
 """torch's CUDA allocator rounds tensors up to multiples of this many bytes."""
@@ -398,7 +400,8 @@ class _Stages:
         kind = self._passes(forward, leaves, spec)
         try:
             other = self._passes(partial(cheaply_recomputed_in_backward, _CPU, as_on_gpu), leaves, spec).stage
-        except ModelError:  # its second run is not like the first
+        except _UNLIKE_THE_FIRST_RUN:
+            self.begin()
             return kind
         again = other.backward - kind.stage.backward
         return replace(kind, stage=replace(kind.stage, cheap=Cheap(other.kept_bytes, other.backward_peak_bytes, again)))

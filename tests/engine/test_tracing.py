@@ -177,6 +177,18 @@ def test_a_cheap_block_keeps_its_matmuls_and_attention_and_recomputes_the_rest()
     assert 0.5 * block.forward.moved_bytes < block.cheap.again.moved_bytes < block.forward.moved_bytes
 
 
+def test_blocks_that_cannot_run_again_have_no_cheap_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of keys and values, which the blocks extend, is among their arguments."""
+    model, batch = on_meta(llama()), {**tokens(2, 64), "use_cache": True}
+    traced = trace_micro_batch(model, batch)
+    assert not any(stage.cheap for stage in traced.stages)
+    monkeypatch.setattr(tracing._Stages, "_follow", tracing._Stages._passes)
+    without = trace_micro_batch(model, batch)
+    assert traced.stages[1:] == without.stages[1:]
+    # The cache keeps the first block's input alive, through the graph of the run that failed.
+    assert traced.stages[0].backward_peak_bytes > without.stages[0].backward_peak_bytes
+
+
 def test_queries_that_share_keys_are_counted_by_torch_2_11_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11's formulas require as many heads of keys as of queries."""
     asked = []
