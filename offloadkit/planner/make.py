@@ -173,7 +173,7 @@ def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, i
     if config.placement is None and work is not None and hardware is not None and hardware.device != "cpu":
         return _search(tuple(layers), basis, work, hardware).best(*_room(config, budgets, hardware))
     placement = config.placement or Placement()
-    if config.activation_checkpointing and placement.activations in ("keep", "cheap"):
+    if config.activation_checkpointing and placement.activations == "keep":
         placement = replace(placement, activations="checkpoint")
     found = tuple(possible(placement, layer) for layer in layers)
     if config.placement is None:

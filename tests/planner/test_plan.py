@@ -211,6 +211,12 @@ def test_a_wished_placement_is_taken() -> None:
     assert plan.placements == (STREAMED,) * 3
 
 
+@pytest.mark.parametrize("how", ["cheap", "checkpoint", "offload"])
+def test_a_wished_kind_of_recomputation_is_taken(how: Any) -> None:
+    config = OffloadConfig(placement=replace(STREAMED, activations=how), activation_checkpointing=True)
+    assert make_plan([shape()], config, work=WORK, hardware=H200).placements[0].activations == how
+
+
 def test_checkpoints_on_disk() -> None:
     plan = make_plan([shape()], OffloadConfig(), frozen=5, frozen_bytes=10)
     assert plan.checkpoint_bytes == 10 + 12 * 1024
