@@ -26,6 +26,8 @@ memory of its result, and is as cheap to compute again as an element-wise operat
 """
 _LEFT_MATRIX = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0, "_grouped_mm": 0}
 """The position of the left matrix among the arguments. Its last size is the number of products."""
+_NAMESPACES = ("aten", "offloadkit", "flash_attn")
+"""Namespaces of operations whose use of random numbers is known (`_draws`). All other operations are run again."""
 
 RandomStates = Sequence[tuple[torch.Generator, torch.Tensor]]
 
@@ -33,8 +35,10 @@ RandomStates = Sequence[tuple[torch.Generator, torch.Tensor]]
 @cache
 def _kind(operation: Any) -> int | None:
     """The position of the left matrix; -1 for attention and convolutions, and None for all other operations."""
-    if not isinstance(operation, OpOverload):  # a higher-order operator, such as flex attention
-        return -1 if "attention" in operation.name() and "backward" not in operation.name() else None
+    if not isinstance(operation, OpOverload):
+        return -1 if operation.name() == "flex_attention" else None
+    if operation.namespace not in _NAMESPACES:
+        return None
     name = operation._schema.name.rpartition("::")[2]
     if operation._schema.is_mutable or "backward" in name or operation._overloadname != "default":
         return None

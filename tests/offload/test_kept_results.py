@@ -248,6 +248,18 @@ def test_our_attention_is_kept_with_its_dropped_weights(monkeypatch: pytest.Monk
     assert again["attention"] == 0
 
 
+def test_unknown_attention_is_run_again_because_it_may_draw_random_numbers() -> None:
+    with torch.library._scoped_library("others", "FRAGMENT") as library:
+        library.define("random_attention(Tensor x, float rate) -> Tensor")
+        library.impl("random_attention", lambda x, rate: F.dropout(x, rate), "CPU")
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            found = torch.ops.others.random_attention(x.detach(), 0.5)
+            return F.dropout(found + x, 0.5).sin()
+
+        assert check(function, (8, 8))["random_attention"] == 1
+
+
 @pytest.mark.slow
 def test_flex_attention_is_kept() -> None:
     """Without a GPU it has no gradient."""
