@@ -18,8 +18,8 @@ from offloadkit.engine.tracing import Call
 
 MOST_ROWS = 4096
 """Maximum number of measured rows, spread evenly over the dataset."""
-_MASKED_ROWS = 3
-"""At least this many rows, from the shortest one on, are collated to read their attention masks."""
+_MOST_LENGTHS = 64
+"""With one row for each micro-batch, at most this many rows of different lengths are collated to read their masks."""
 SECONDS = 60
 _COLUMNS = ("input_ids", "labels")
 """Columns to measure; without these, all columns with a length."""
@@ -52,7 +52,9 @@ def longest_batch(trainer: Any) -> tuple[Call, str]:
         if not len(rows):
             continue
         rows, collate = _as_trained(trainer, rows, description)
-        read.append(_read_elsewhere(_Longest(rows, collate, trainer.args.per_device_train_batch_size)))
+        size, evaluated = trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size
+        together = size if description == "training" else evaluated
+        read.append(_read_elsewhere(_Longest(rows, collate, size, together)))
         if len(rows) > MOST_ROWS and description == "training":
             said = f"lengths of {MOST_ROWS:,} of the {len(rows):,} rows were read, evenly spaced"
     if not read:
@@ -98,12 +100,13 @@ def _as_trained(trainer: Any, rows: Any, description: str) -> tuple[Any, Callabl
 
 class _Longest(Dataset[Any]):
     """A dataset of one item: for each measured column, the shapes of a micro-batch of the longest rows, as a list of
-    `{name: (shape, dtype) of a tensor, or a value}`; and whether the attention masks of these micro-batches, and of
-    some that mix lengths, mask no token.
+    `{name: (shape, dtype) of a tensor, or a value}`; and whether the attention masks of all micro-batches are known to
+    mask no token.
     """
 
-    def __init__(self, rows: Any, collate: Callable[[Any], Any], batch_size: int) -> None:
-        self.rows, self.collate, self.batch_size = rows, collate, min(batch_size, len(rows))
+    def __init__(self, rows: Any, collate: Callable[[Any], Any], batch_size: int, together: int) -> None:
+        """`together`: number of rows that are padded to one length. It differs from `batch_size` in evaluation."""
+        self.rows, self.collate, self.batch_size, self.together = rows, collate, min(batch_size, len(rows)), together
 
     def __len__(self) -> int:
         return 1
@@ -112,28 +115,31 @@ class _Longest(Dataset[Any]):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the forked process has no tokenizer threads
         number = len(self.rows)
         indices = range(0, number, -(-number // MOST_ROWS))
-        lengths = [(index, _lengths(row)) for index, row in zip(indices, self._columns(indices), strict=True)]
+        lengths, full = [], number <= MOST_ROWS
+        for index, row in zip(indices, self._columns(indices), strict=True):
+            lengths.append((index, _lengths(row)))
+            full = full and not _is_padded(row)
         names = dict.fromkeys(name for _, own in lengths for name in own)
-        batches, full = [], True
-        for name in [each for each in _COLUMNS if each in names] or list(names) or [""]:
+        batches, measured = [], [each for each in _COLUMNS if each in names] or list(names) or [""]
+        for name in measured:
             longest = sorted(lengths, key=lambda item: -item[1].get(name, 0))[: self.batch_size]
             chosen = [index for index, _ in longest]
             chosen += [index for index in range(number) if index not in chosen][: self.batch_size - len(chosen)]
             batch = dict(self.collate([self.rows[index] for index in chosen]))
             batches.append({key: _form(value) for key, value in batch.items()})
-            full = full and masks_nothing(batch)
-        if full and any(key.endswith("attention_mask") for key in batches[0]):
-            by_length = [index for index, own in sorted(lengths, key=lambda item: sum(item[1].values()))]
-            spread = by_length[:: -(-len(by_length) // max(_MASKED_ROWS, self.batch_size))]
-            mixed = (spread[at : at + self.batch_size] for at in range(0, len(spread), self.batch_size))
-            full = all(masks_nothing(self.collate([self.rows[index] for index in some])) for some in mixed)
+            full = full and _masks_nothing(batch)
+        of_length = {tuple(own.get(name) for name in measured): index for index, own in lengths}
+        full = full and "input_ids" in names and len(of_length) <= (1 if self.together > 1 else _MOST_LENGTHS)
+        if full and len(of_length) > 1:
+            full = all(_masks_nothing(self.collate([self.rows[index]])) for index in of_length.values())
         return batches, full
 
     def _columns(self, indices: Iterable[int]) -> Iterable[Any]:
         rows = self.rows
         known = [name for name in _COLUMNS if name in getattr(rows, "column_names", ())]
         if known and hasattr(rows, "select_columns"):
-            rows = rows.select_columns(known)
+            masks = filter(_is_attention_mask, rows.column_names) if len(rows) <= MOST_ROWS else ()
+            rows = rows.select_columns([*known, *masks])
         return (rows[index] for index in indices)
 
 
@@ -147,9 +153,24 @@ def _lengths(row: Any) -> dict[str, int]:
     }
 
 
-def masks_nothing(batch: Any) -> bool:
+def _is_attention_mask(name: Any) -> bool:
+    return str(name).endswith("attention_mask")
+
+
+def _is_padded(row: Any) -> bool:
+    masks = [value for name, value in row.items() if _is_attention_mask(name)] if isinstance(row, Mapping) else []
+    return not all(_is_full(mask) for mask in masks)
+
+
+def _is_full(mask: Any) -> bool:
+    if isinstance(mask, torch.Tensor):
+        return bool(mask.all())
+    return isinstance(mask, Sequence) and mask.count(1) == len(mask)
+
+
+def _masks_nothing(batch: Any) -> bool:
     """Whether the masks of a collated batch are known to mask no token."""
-    masks = [value for name, value in batch.items() if name.endswith("mask") and value is not None]
+    masks = [value for name, value in batch.items() if str(name).endswith("mask") and value is not None]
     return all(isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()) for mask in masks)
 
 

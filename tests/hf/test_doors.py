@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -421,6 +422,53 @@ def test_masks_of_other_than_the_longest_rows_are_read(
     call, _ = longest_batch(trainer)
     assert shapes(call)["attention_mask"] == (batch_size, 8)
     assert call.masks_nothing == full
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "is_dataset", "column", "padded", "full"),
+    [
+        (1, True, True, 37, False),
+        (2, False, True, 37, False),
+        (2, True, True, None, True),
+        (2, True, False, None, True),
+    ],
+)
+def test_masks_of_rows_that_were_padded_beforehand_are_all_read(
+    batch_size: int, is_dataset: bool, column: bool, padded: int | None, full: bool, tmp_path: Path
+) -> None:
+    """All rows have the same length. One row of the 50 may be padded."""
+    rows = [{"input_ids": [1] * 8, "labels": [1] * 8} for _ in range(50)]
+    if column:
+        rows = [row | {"attention_mask": [1] * 7 + [int(at != padded)]} for at, row in enumerate(rows)]
+
+    def collate(some: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        batch = {name: torch.tensor([row[name] for row in some]) for name in some[0]}
+        return {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}
+
+    trainer = OffloadTrainer(
+        model=t5(),
+        args=arguments(tmp_path, per_device_train_batch_size=batch_size),
+        train_dataset=datasets.Dataset.from_list(rows) if is_dataset else rows,
+        data_collator=collate,
+    )
+    assert longest_batch(trainer)[0].masks_nothing == full
+
+
+def test_rows_that_were_not_all_read_may_be_padded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, collate = of_lengths([(8, 2)] * 5), PadsWithMask(1)
+    trainer = OffloadTrainer(model=t5(), args=arguments(tmp_path), train_dataset=rows, data_collator=collate)
+    assert longest_batch(trainer)[0].masks_nothing
+    monkeypatch.setattr("offloadkit.hf.longest.MOST_ROWS", 4)
+    assert not longest_batch(trainer)[0].masks_nothing
+
+
+def test_evaluation_may_pad_rows_that_training_reads_one_by_one(tmp_path: Path) -> None:
+    sets: Any = dict.fromkeys(("train_dataset", "eval_dataset"), of_lengths([(8, 2), (5, 2)]))
+    options: dict[str, Any] = {"per_device_train_batch_size": 1, "eval_strategy": "epoch"}
+    for size in (1, 2):
+        args = arguments(tmp_path, per_device_eval_batch_size=size, **options)
+        trainer = OffloadTrainer(model=t5(), args=args, data_collator=PadsWithMask(1), **sets)
+        assert longest_batch(trainer)[0].masks_nothing == (size == 1)
 
 
 def test_a_loss_that_labels_are_smoothed_in_is_not_planned_as_the_models_own(tmp_path: Path) -> None:
