@@ -486,11 +486,9 @@ class _Recomputation:
 
     def pack(self, tensor: torch.Tensor) -> int:
         """Saves the tensor's index, in the order of saving, instead of the tensor."""
-        self._saved.append((tensor.shape, tensor.dtype, self._position()))
+        results = self._results
+        self._saved.append((tensor.shape, tensor.dtype, 0 if results is None else results.position))
         return len(self._saved) - 1
-
-    def _position(self) -> int:
-        return 0 if self._results is None else self._results.position
 
     def unpack(self, index: int) -> torch.Tensor:
         """The tensor with this index. It is not kept; unpacking it again takes another run."""
@@ -504,15 +502,15 @@ class _Recomputation:
     def _run_again(self) -> dict[int, tuple[torch.Tensor, int]]:
         """{index: (tensor, version counter)} of the tensors that the second run saves."""
         expected, found = self._saved, dict[int, tuple[torch.Tensor, int]]()
-        num_saved = len(expected)
+        num_saved, results = len(expected), self._results
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             index = len(found)
             shape, dtype, position = expected[index]
             if (tensor.shape, tensor.dtype) != (shape, dtype):
                 raise changed(f"saved tensor {index} {described(tensor.shape, tensor.dtype)}", described(shape, dtype))
-            if self._position() != position:
-                ran = f"{self._position()} of its matmuls and attention before it saved tensor {index}"
+            if results is not None and results.position != position:
+                ran = f"{results.position} of its matmuls and attention before it saved tensor {index}"
                 raise changed(f"ran {ran}", str(position))
             if tensor.requires_grad:
                 tensor = tensor.detach()  # an operation's output saved by its own node would keep itself alive

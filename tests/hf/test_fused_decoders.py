@@ -37,8 +37,9 @@ SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "
 
 @pytest.fixture(autouse=True)
 def nothing_stays_changed() -> Iterator[None]:
+    before = set(changes.claims)
     yield
-    assert not changes.claims
+    assert set(changes.claims) <= before
 
 
 def tiny(model_type: str, device: str = "meta", **changes: Any) -> Any:
