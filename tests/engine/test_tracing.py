@@ -184,9 +184,12 @@ def test_blocks_that_cannot_run_again_have_no_cheap_level(monkeypatch: pytest.Mo
     assert not any(stage.cheap for stage in traced.stages)
     monkeypatch.setattr(tracing._Stages, "_follow", tracing._Stages._passes)
     without = trace_micro_batch(model, batch)
-    assert traced.stages[1:] == without.stages[1:]
-    # The cache keeps the first block's input alive, through the graph of the run that failed.
-    assert traced.stages[0].backward_peak_bytes > without.stages[0].backward_peak_bytes
+
+    def work(micro_batch: MicroBatch) -> list[Any]:
+        """Without peaks, since the cache keeps tensors of the failed run alive until the collector runs."""
+        return [(stage.forward, stage.backward, stage.kept_bytes, stage.cheap) for stage in micro_batch.stages]
+
+    assert work(traced) == work(without)
 
 
 def test_queries_that_share_keys_are_counted_by_torch_2_11_too(monkeypatch: pytest.MonkeyPatch) -> None:
