@@ -514,14 +514,13 @@ EXPORT int offloadkit_populate(uintptr_t address, uint64_t num_bytes) {
 /* Seconds of a step for `number` placements; `out` has four numbers for each (see plan_seconds). Returns 0 or ENOMEM. */
 EXPORT int offloadkit_step_seconds(const struct plan_model *model, const int64_t *codes, const int64_t *levels,
                                    int64_t number, double *out) {
-    size_t room = (size_t)(model->num_stages + 6 * model->num_layers + 1);
+    size_t room = (size_t)(model->num_stages + 5 * model->num_layers + 1);
     double *memory = malloc(room * sizeof *memory);
     if (!memory) return ENOMEM;
     struct plan_memory parts = {.ends = memory, .sent = memory + model->num_stages};
     parts.added = parts.sent + model->num_layers;
     parts.staged = parts.added + model->num_layers;
-    parts.squares = parts.staged + model->num_layers;
-    parts.starts = parts.squares + model->num_layers;
+    parts.starts = parts.staged + model->num_layers;
     parts.seconds = parts.starts + model->num_layers;
     for (int64_t i = 0; i < number; i++) {
         struct candidate of = {codes + i * model->num_layers, levels[3 * i], levels[3 * i + 1], levels[3 * i + 2]};

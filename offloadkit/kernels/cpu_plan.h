@@ -12,7 +12,7 @@ enum { STREAMED = 1, KEEPS = 2, ON_GPU = 4, ON_DISK = 8, IN_VRAM = 16 };
 
 struct layer_cost {
     double weight_bytes, stepped_bytes, sent_bytes, gradient_bytes, state_bytes, num_chunks, cpu_step, gpu_step, bucket,
-        adding_in_vram, adding_in_ram, squares_in_ram, norm_in_ram, exchange, sums_exchange, summing_in_vram, gather;
+        adding_in_vram, adding_in_ram, norm_in_ram, exchange, sums_exchange, summing_in_vram, gather;
 };
 
 struct stage_cost {
@@ -43,9 +43,9 @@ struct plan_model {
     int64_t num_stages, num_layers;
 };
 
-/* Room for what one simulation remembers: num_stages + 4 * num_layers numbers, and num_layers copies. */
+/* Room for what one simulation remembers: num_stages + 3 * num_layers numbers, and num_layers copies. */
 struct plan_memory {
-    double *ends, *sent, *added, *staged, *squares;
+    double *ends, *sent, *added, *staged;
     double *starts, *seconds; /* copies to VRAM that the ring has not met yet */
 };
 
@@ -57,7 +57,6 @@ struct candidate {
 struct queues {
     double gpu, cores, h2d, d2h, disk, launches, link;
     double busy_forward, busy_cores;
-    double squares_left;
     double slow_until[2], slow_factor[2];
     int shares_cores;
 };
@@ -244,14 +243,14 @@ static void plan_slowing(const struct plan_model *model, const struct candidate 
 }
 
 static struct queues plan_forward(const struct plan_model *model, const struct candidate *of, struct plan_memory *memory,
-                                  int updates, double squares_left) {
+                                  int updates) {
     const struct plan_machine *m = model->machine;
     struct queues q = {.shares_cores = m->shares_cores != 0.0};
     struct plan_ring ring = {0.0, 0.0, 0};
     struct plan_bus bus = plan_bus_in_update(model, of, updates);
     int64_t num_buffers = (int64_t)m->num_weight_buffers, num_ends = 0;
     if (updates) {
-        double norm = squares_left;
+        double norm = 0.0;
         for (int64_t at = 0; at < model->num_layers; at++)
             if (gradients_in_ram(of->codes[at])) norm += model->layers[at].norm_in_ram;
         plan_cores(&q, norm, 0.0);
@@ -378,7 +377,7 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
     struct plan_bus bus = plan_bus_in_backward(model, of, is_last);
     double h2d = bus.h2d, d2h = bus.d2h, before = 0.0, drained = 0.0;
     int64_t num_buffers = (int64_t)m->num_weight_buffers, num_buckets = (int64_t)m->num_gradient_buckets;
-    int64_t num_streamed = 0, num_ends = 0, num_sent = 0, first_square = 0, num_squares = 0;
+    int64_t num_streamed = 0, num_ends = 0, num_sent = 0;
     struct plan_staging staging = {0.0, 0, 0};
     for (int64_t at = 0; at < model->num_layers; at++)
         if (gradients_in_ram(of->codes[at])) staging.free = larger(staging.free, model->layers[at].sent_bytes);
@@ -444,10 +443,8 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
             drained = plan_take(&q.d2h, layer->sent_bytes / d2h, larger(complete, *python));
             if (layer->exchange == 0.0) memory->sent[num_sent++] = drained;
             if (!adds) continue;
-            while (first_square < num_squares && q.cores < drained) plan_cores(&q, memory->squares[first_square++], 0.0);
             memory->staged[staging.number] = layer->sent_bytes;
             memory->added[staging.number++] = plan_cores(&q, layer->adding_in_ram, drained);
-            if (is_last) memory->squares[num_squares++] = layer->squares_in_ram;
         }
     }
     if (is_last) {
@@ -459,7 +456,6 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
                 plan_take(&q.d2h, model->layers[at].gradient_bytes / d2h, done);
         }
     }
-    for (; first_square < num_squares; first_square++) q.squares_left += memory->squares[first_square];
     return q;
 }
 
@@ -467,14 +463,13 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
 static void plan_seconds(const struct plan_model *model, const struct candidate *of, struct plan_memory *memory,
                          double out[4]) {
     double others = model->machine->accumulation - 1.0;
-    struct queues last = plan_backward(model, of, memory, 1);
-    struct queues first = plan_forward(model, of, memory, 1, last.squares_left);
+    struct queues first = plan_forward(model, of, memory, 1), last = plan_backward(model, of, memory, 1);
     out[0] = plan_last(&first) + model->machine->agreeing;
     out[1] = plan_last(&last);
     out[2] = first.busy_forward + last.busy_forward;
     out[3] = first.busy_cores + last.busy_cores;
     if (others == 0.0) return;
-    struct queues forward = plan_forward(model, of, memory, 0, 0.0), before = plan_backward(model, of, memory, 0);
+    struct queues forward = plan_forward(model, of, memory, 0), before = plan_backward(model, of, memory, 0);
     double between = plan_last(&forward), adding = before.cores;
     before.cores = 0.0;
     out[0] += others * between;

@@ -131,26 +131,14 @@ class RamSums:
     """Accumulates micro-batches in RAM. A gradient passes through the staging ring; the stepping thread adds it."""
 
     def __init__(
-        self,
-        d2h: CopyStream,
-        waits: Waits,
-        submit: Callable[[Callable[[], None]], None],
-        staging: torch.Tensor,
-        *,
-        in_last: Callable[[], bool],
+        self, d2h: CopyStream, waits: Waits, submit: Callable[[Callable[[], None]], None], staging: torch.Tensor
     ) -> None:
         """
         Args:
             submit: queues a job for the stepping thread.
             staging: memory of the ring.
-            in_last: whether this backward is the last of the window.
         """
         self._d2h, self._submit, self._staging = d2h, submit, Staging(staging, waits)
-        self._in_last = in_last
-        self._coming: deque[Event] = deque()
-        """Ends of the copies of gradients that the stepping thread has not begun to add, oldest first."""
-        self._whole: dict[LayerGradient, None] = {}
-        """Layers with the window's last gradient whose squares are not summed. Only the stepping thread uses it."""
 
     def add(self, layer: LayerGradient, source: torch.Tensor, ranges: Ranges) -> Event:
         """Copy `source` to RAM, and have its `ranges` added to the layer's sum. Returns the end of the copy.
@@ -176,15 +164,11 @@ class RamSums:
         starts = list(accumulate((piece.numel() for piece in pieces), initial=0))
         copies = [(piece, source[begin:end]) for piece, (begin, end) in zip(pieces, pairwise(starts), strict=True)]
         arrived = self._d2h.copy_all(copies, layer.layer.name)
-        layer.sums_on_host, is_last = True, self._in_last() and not layer.all_sums
-        self._coming.append(arrived)
+        layer.sums_on_host = True
 
         def add_to_window() -> None:
             try:
-                self._coming.remove(arrived)
                 arrived.synchronize()  # wait: a copy before it is accumulated
-                layer.has_sums = False
-                self._whole.pop(layer, None)
                 for at, start, length, add in ranges:
                     for piece, begin in zip(pieces, starts, strict=False):
                         low, high = max(at, begin), min(at + length, begin + piece.numel())
@@ -193,20 +177,10 @@ class RamSums:
                             cpu.accumulate(into, piece[low - begin : high - begin], add=add)
             finally:
                 is_free.set()
-            if is_last:
-                self._whole[layer] = None
-                self._sum_squares()
 
         self._submit(add_to_window)
         layer.sent = arrived
         return arrived
-
-    def _sum_squares(self) -> None:
-        """Sum the squares of whole layers until another gradient arrives. Before the step, the rest is summed."""
-        while self._whole and not (self._coming and self._coming[0].done()):
-            layer = next(iter(self._whole))
-            del self._whole[layer]
-            layer.compute_sums_on_host()
 
 
 class NormSums:
@@ -215,16 +189,10 @@ class NormSums:
     Gradients that stay in VRAM share one buffer per dtype, so that one operation sums their squares.
     """
 
-    def __init__(
-        self, layers: Sequence[LayerGradient], device: torch.device, *, is_sum: bool, sums_in_ram: bool
-    ) -> None:
-        """
-        Args:
-            is_sum: gradients in VRAM are fp32 sums; otherwise buckets.
-            sums_in_ram: the CPU sums the squares of gradients in RAM.
-        """
+    def __init__(self, layers: Sequence[LayerGradient], device: torch.device, *, is_sum: bool) -> None:
+        """is_sum: gradients in VRAM are fp32 sums; otherwise buckets."""
         self._device = device
-        groups: dict[torch.dtype | None, list[LayerGradient]] = {None: []}
+        groups: dict[torch.dtype | None, list[LayerGradient]] = {}
         for layer in layers:
             dtype_in_vram = torch.float32 if is_sum else layer.bucket_dtype
             groups.setdefault(dtype_in_vram if layer.on_device else None, []).append(layer)
@@ -234,14 +202,12 @@ class NormSums:
         self._on_device = torch.zeros(num_blocks, dtype=torch.float64, device=device)
         self._in_vram: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         """(gradients of one dtype in VRAM, their norm blocks, their block sums)."""
-        end = self._first_of_device = 0
+        end = 0
         for dtype, group in groups.items():
             first = end
             for layer in group:
                 start, end = end, end + len(layer.host_blocks)
                 layer.sums, layer.device_sums = self._host[start:end], self._on_device[start:end]
-            if dtype is None and sums_in_ram:
-                self._first_of_device = end
             if dtype is not None:
                 starts = list(accumulate((layer.window_numel for layer in group), initial=0))
                 flat = torch.zeros(starts[-1], dtype=dtype, device=device)
@@ -265,5 +231,5 @@ class NormSums:
         for layer in window:
             if layer.on_device and layer.host is not None:
                 d2h.copy(layer.host, layer.kept, layer.layer.name, timed=True)
-        d2h.copy(self._host[self._first_of_device :], self._on_device[self._first_of_device :], "norm sums")
+        d2h.copy(self._host, self._on_device, "norm sums")
         return d2h.record()

@@ -6,7 +6,7 @@ and `.grad` is dropped. Then ("sums": sums of squares by norm block):
 | | `gradients="ram"` | `gradients="vram"` |
 |---|---|---|
 | one micro-batch | sums on the device, D2H on the copy stream | bucket stays; sums and D2H at the boundary |
-| several | D2H; the stepping thread adds in fp32, sums last | added into fp32 on the device; D2H at the boundary |
+| several | D2H, then the stepping thread adds into fp32 in RAM | added into fp32 on the device; D2H at the boundary |
 
 With one micro-batch per window, or `exchange="micro_batch"`, several ranks exchange each bucket first, and the table
 applies to the range that a rank owns. With `exchange="step"`, each rank accumulates whole layers, and the ranks
@@ -98,7 +98,7 @@ class Gradients:
                 if nothing accumulates in RAM.
         """
         self._use(layers, staging)
-        self._norm_sums = NormSums(layers, self._device, is_sum=self._is_sum, sums_in_ram=self._accumulation > 1)
+        self._norm_sums = NormSums(layers, self._device, is_sum=self._is_sum)
         for gradient in layers:
             for index, view in enumerate(gradient.layer.views):
                 self._layer_of[view] = (gradient, index)
@@ -106,7 +106,7 @@ class Gradients:
     def _use(self, layers: Sequence[LayerGradient], staging: torch.Tensor) -> None:
         self.layers, self._norm_sums = layers, None
         self.buckets = Buckets(layers, self._device, self._waits, is_sum=self._is_sum)
-        self._ram_sums = RamSums(self.d2h, self._waits, self._submit, staging, in_last=lambda: self.ends_window)
+        self._ram_sums = RamSums(self.d2h, self._waits, self._submit, staging)
         if self.reduction is not None:
             self.reduction.arrange(layers, self.buckets, self._ram_sums)
 

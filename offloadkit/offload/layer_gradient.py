@@ -38,7 +38,6 @@ class LayerGradient:
             else in the layer's dtype. Ranges of views without a gradient are undefined. None: only the GPU steps it.
         sums: fp64 [num_blocks] in pinned RAM: sums of squares of the window's gradient by norm block, after `sent`.
         sums_on_host: the CPU computes the sums, because the gradient is accumulated in RAM.
-        has_sums: the CPU has computed the sums of the present gradient. Only the stepping thread uses it.
         received: indices of the views that got a gradient in this micro-batch.
         window: indices of the views that got a gradient in this accumulation window.
         known: indices of the views that ever got a gradient.
@@ -72,7 +71,7 @@ class LayerGradient:
         self._first_block = list(accumulate(num_blocks, initial=0))
         self.device_blocks = self.host_blocks.to(weights.device)
         self.device_sums = torch.empty(0)
-        self.sums_on_host = self.has_sums = False
+        self.sums_on_host = False
         self.received, self.window, self.known = set[int](), set[int](), set[int]()
         self.stage = Stage.FILLING
         self.at_end_only = self.layer.shared
@@ -91,7 +90,7 @@ class LayerGradient:
         """Release buffers in VRAM and sums. No window may be open."""
         self.buffer = self.own_buffer = self.accumulated = self.sent = None
         self.sums = self.device_sums = torch.empty(0)
-        self.sums_on_host = self.has_sums = False
+        self.sums_on_host = False
         self._places.clear()
 
     @property
@@ -158,10 +157,9 @@ class LayerGradient:
         return found
 
     def compute_sums_on_host(self) -> None:
-        """Compute the sums of squares on the CPU, if the gradient was accumulated in RAM, unless it has been done."""
-        if self.sums_on_host and self.host is not None and not self.has_sums:
+        """Compute the sums of squares on the CPU, if the gradient was accumulated in RAM."""
+        if self.sums_on_host and self.host is not None:
             block_sums(self.host, self.host_blocks, self.sums)
-            self.has_sums = True
 
 
 def runs(layer: FlatLayer, indices: set[int]) -> list[tuple[int, int]]:

@@ -56,8 +56,8 @@ class QuickSeconds:
         layers = [
             (
                 *(of.weight_bytes, of.stepped_bytes, of.sent_bytes, of.gradient_bytes, of.state_bytes, of.num_chunks),
-                *(of.cpu_step, of.gpu_step, of.bucket, of.adding_in_vram, of.adding_in_ram),
-                *(of.squares_in_ram, of.norm_in_ram, of.exchange, of.sums_exchange, of.summing_in_vram, of.gather),
+                *(of.cpu_step, of.gpu_step, of.bucket, of.adding_in_vram, of.adding_in_ram, of.norm_in_ram),
+                *(of.exchange, of.sums_exchange, of.summing_in_vram, of.gather),
             )
             for of in model.layers
         ]

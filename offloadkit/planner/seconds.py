@@ -214,8 +214,7 @@ class StepModel:
 
     def seconds(self, placements: Sequence[Placement]) -> Seconds:
         others = self._accumulation - 1
-        last = self._backward(placements, is_last=True)
-        first = self._forward(placements, updates=True, squares_left=last.squares_left)
+        first, last = self._forward(placements, updates=True), self._backward(placements, is_last=True)
         update, backward = max(first.free.values()) + self.agreeing, max(last.free.values())
         busy = {name: first.busy[name] + last.busy[name] for name in self._resources}
         if others:
@@ -253,11 +252,11 @@ class StepModel:
             found["CPU step"] = sum(layer.step_bytes for layer in stepped) / seconds
         return found
 
-    def _forward(self, placements: Sequence[Placement], *, updates: bool, squares_left: float = 0.0) -> Queues:
+    def _forward(self, placements: Sequence[Placement], *, updates: bool) -> Queues:
         queues = Queues(self._hardware.num_cores)
         ring, bus = Ring(queues), self._bus_in_update(placements, updates)
         if updates:
-            norm = squares_left
+            norm = 0.0
             for layer in self.layers:
                 norm += layer.norm_in_ram if placements[layer.index].gradients == "ram" else 0.0
             queues.take("CPU step", norm, 0.0)
@@ -395,7 +394,6 @@ class StepModel:
         sent: list[float] = []
         through_ram = [layer.sent_bytes for layer in self.layers if placements[layer.index].gradients == "ram"]
         staging = Staging(NUM_STAGING * max(through_ram, default=0))
-        squares: deque[float] = deque()
         for unit in reversed(self.stages):
             ready = sent[-NUM_GRADIENT_BUCKETS] if len(sent) >= NUM_GRADIENT_BUCKETS else 0.0
             fetched, num_layers, seconds = 0, 0, unit.backward
@@ -450,11 +448,7 @@ class StepModel:
                     if not layer.exchange:
                         sent.append(drained)
                     if adds:
-                        while squares and queues.free["CPU step"] < drained:  # until the gradient arrives
-                            queues.take("CPU step", squares.popleft(), 0.0)
                         staging.added(queues.take("CPU step", layer.adding_in_ram, drained), layer.sent_bytes)
-                        if is_last:
-                            squares.append(layer.squares_in_ram)
         if is_last:
             done = queues.launched(LAYER_LAUNCHES * self.num_trained * self._hardware.launch_seconds, 0.0)
             done = max(done, queues.free["link"])
@@ -462,8 +456,6 @@ class StepModel:
                 where = placements[layer.index]
                 if where.step == "cpu" and where.gradients == "vram":
                     queues.take("D2H", layer.gradient_bytes / d2h, done)
-        for seconds in squares:
-            queues.squares_left += seconds
         return queues
 
     def _bus(self, placements: Sequence[Placement], *, is_last: bool) -> _Bus:
@@ -591,10 +583,10 @@ class LayerCost:
     added_bytes: int
     """DRAM traffic of adding a gradient to the fp32 sum in RAM, with the copy's write."""
     adding_in_ram: float
-    squares_in_ram: float
-    """Computing the norm of a sum in RAM, beside the last backward as far as no gradient waits to be added."""
     norm_in_ram: float
-    """Adding up all ranks' sums in RAM, if they are exchanged once a step, and computing their norm."""
+    """Computing the norm of a sum that is only in RAM, after adding up all ranks' sums if they are exchanged once a
+    step.
+    """
     exchange: float
     """Receiving all ranks' gradients of one micro-batch; 0 with world size 1, and if sums are exchanged."""
     sums_exchange: float
@@ -642,7 +634,8 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
         orthogonalising += layer.update_bytes() / link_rate(hardware, ranks) + 2 * EXCHANGE_SECONDS
     gathered = layer.weight_bytes() - layer.stepped_bytes()
     norm = gradient / (dram * NORM_EFFICIENCY) if accumulation > 1 else 0.0
-    adding_up = 4 * own * (3 * (ranks - 1) + 2) / (dram * ADD_EFFICIENCY)  # to rank 0's sum, which the others then copy
+    if sums:  # added to rank 0's sum, which the other ranks then copy
+        norm += 4 * own * (3 * (ranks - 1) + 2) / (dram * ADD_EFFICIENCY)
     return LayerCost(
         index=index,
         weight_bytes=layer.weight_bytes(),
@@ -660,8 +653,7 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
         adding_in_vram=(8 * added + received) / vram,
         added_bytes=8 * added + 2 * received,
         adding_in_ram=(8 * added + 2 * received) / (dram * ADD_EFFICIENCY),
-        squares_in_ram=0.0 if sums else norm,
-        norm_in_ram=norm + adding_up if sums else 0.0,
+        norm_in_ram=norm,
         exchange=0.0 if sums else exchange,
         sums_exchange=exchange if sums else 0.0,
         summing_in_vram=(8 * own * ranks + of_all) / vram if sums else 0.0,
@@ -731,11 +723,9 @@ class Queues:
     Attributes:
         python: the resource that Python occupies.
         slowing: (end, factor) of consecutive periods with a slower Python.
-        squares_left: seconds of the norm of sums in RAM that are left to the update.
     """
 
     def __init__(self, num_cores: int) -> None:
-        self.squares_left = 0.0
         self.python = "CPU step" if num_cores <= FEW_CORES else "launches"
         self.slowing: tuple[tuple[float, float], ...] = ()
         self.free: defaultdict[str, float] = defaultdict(float)

@@ -13,11 +13,8 @@ import torch
 
 from offloadkit.device import watchdog
 from offloadkit.device.streams import CopyStream, Waits
-from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import HangError
-from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload.gradient_buffers import RamSums, Staging
-from tests.models import TinyLM, tokens
 from tests.simulated_streams import Simulation
 
 CPU = torch.device("cpu")
@@ -59,7 +56,7 @@ def test_sums_equal_those_without_a_ring(dtype: torch.dtype) -> None:
     expected = [torch.zeros(size) for size in sizes]
     with Simulation(seed=0, longest=1e-3).running():
         memory = torch.empty(2 * num_ranks * max(sizes) * dtype.itemsize, dtype=torch.uint8)
-        sums = RamSums(CopyStream(CPU, "D2H"), Waits(CPU), jobs.put, memory, in_last=lambda: False)
+        sums = RamSums(CopyStream(CPU, "D2H"), Waits(CPU), jobs.put, memory)
         for number in range(12):
             for layer, sum_, size in zip(layers, expected, sizes, strict=True):
                 gradient = torch.randn(num_ranks * size).to(dtype)
@@ -70,44 +67,3 @@ def test_sums_equal_those_without_a_ring(dtype: torch.dtype) -> None:
         jobs.put(None)
         thread.join(60)
     assert all(torch.equal(layer.window_in_ram, sum_) for layer, sum_ in zip(layers, expected, strict=True))
-
-
-@pytest.mark.parametrize("num_backwards", [1, 2, 3], ids=["ends early", "full", "goes on"])
-def test_norms_of_sums_in_ram_and_in_vram_are_equal(num_backwards: int) -> None:
-    """Squares are summed after the last gradient of a full window, again if there are more, or before the step."""
-    found = []
-    for gradients in ("ram", "vram"):
-        place = Placement(gradients=gradients)  # type: ignore[arg-type]
-        torch.manual_seed(0)
-        model = Halves()
-        with OffloadEngine(model, OffloadConfig(gradient_accumulation=2, placement=place), device="cpu") as engine:
-            norms = []
-            for batch in tokens(3):
-                for number in range(num_backwards):
-                    engine.backward(engine(batch, number))
-                engine.step(boundary=True)
-                norms.append(engine.grad_norm())
-        found.append((norms, model.state_dict()))
-    (norms, weights), (in_vram, others) = found
-    assert norms == in_vram
-    assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
-
-
-class Halves(TinyLM):
-    """Every second micro-batch does not use the last block."""
-
-    def forward(self, batch: torch.Tensor, number: int = 0) -> torch.Tensor:
-        x = self.embed(batch)
-        for block in self.blocks[: -1 if number % 2 else None]:
-            x = block(x)
-        return torch.nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch.flip(-1).flatten())
-
-
-def test_squares_are_summed_before_the_step() -> None:
-    with OffloadEngine(TinyLM(), OffloadConfig(gradient_accumulation=2), device="cpu") as engine:
-        layers = [state.gradient for state in engine.placed.trained]
-        for number, batch in enumerate(tokens(2)):
-            engine.backward(engine(batch))
-            engine.step_thread.settle()
-            assert {layer.has_sums for layer in layers if layer.window} == {number == 1}
-        engine.step()

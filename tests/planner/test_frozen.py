@@ -125,6 +125,6 @@ def test_lora_of_a_llama_of_8_billion_fits_a_small_card(rows: int, vram: int) ->
     placed = list(zip(plan.layers, plan.placements, strict=True))
     assert {where.weights for layer, where in placed if layer.looked_up} == {"ram"}
     assert {where.weights for layer, where in placed if layer.kind.is_trained} == {"vram"}
-    assert plan.tiers["ram"]["frozen weights"] > 12 * GIB
+    assert plan.tiers["ram"]["frozen weights"] > 10 * GIB
     assert plan.slowdown is not None
     assert plan.slowdown < 2
