@@ -7,6 +7,7 @@ other memory of a graph, its results included, is valid until the next capture o
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Protocol
@@ -55,7 +56,7 @@ class Pool(Protocol):
         """
 
     def random_state(self) -> Any:
-        """The random state with which the next replay starts."""
+        """The random state of the next replay."""
 
     def random_from(self, state: Any) -> Any:
         """Context manager: replays start with this random state."""
@@ -70,7 +71,24 @@ class Pool(Protocol):
         """Free the memory of dropped graphs."""
 
 
-class RunAgain:
+class _Draws(ABC):
+    @abstractmethod
+    def random_state(self) -> Any: ...
+
+    @abstractmethod
+    def _set_random(self, state: Any) -> None: ...
+
+    @contextmanager
+    def random_from(self, state: Any) -> Iterator[None]:
+        now = self.random_state()
+        self._set_random(state)
+        try:
+            yield
+        finally:
+            self._set_random(now)
+
+
+class RunAgain(_Draws):
     """The pool of the CPU: a replay runs the work again, into the memory of the first results."""
 
     fill_with_nan: ClassVar[bool] = False
@@ -96,14 +114,8 @@ class RunAgain:
     def random_state(self) -> Any:
         return torch.default_generator.get_state()
 
-    @contextmanager
-    def random_from(self, state: Any) -> Iterator[None]:
-        now = torch.default_generator.get_state()
+    def _set_random(self, state: Any) -> None:
         torch.default_generator.set_state(state)
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(now)
 
     def free(self) -> None:
         self.newest = None
@@ -125,7 +137,7 @@ class _Function:
                 into.copy_(source.detach())
 
 
-class CudaPool:
+class CudaPool(_Draws):
     """Graphs are captured on a stream of their own, in the mode that forbids unsafe calls to this thread alone: the
     stepping thread works on.
     """
@@ -181,15 +193,6 @@ class CudaPool:
 
     def random_state(self) -> Any:
         return self._generator.initial_seed(), self._generator.get_offset()
-
-    @contextmanager
-    def random_from(self, state: Any) -> Iterator[None]:
-        now = self.random_state()
-        self._set_random(state)
-        try:
-            yield
-        finally:
-            self._set_random(now)
 
     def _set_random(self, state: tuple[int, int]) -> None:
         seed, offset = state

@@ -515,7 +515,8 @@ class OffloadEngine:
 
     def save_checkpoint(self, folder: str | Path, *, scheduler: Any = None, position: Any = None) -> None:
         """Write everything that an exact continuation needs: weights, states, counts and random states. Frozen
-        weights are included if the program wrote them after the engine was built; the base model has the others.
+        weights are included if the program wrote them after the engine was built; the base model has all other frozen
+        weights.
 
         An older checkpoint in `folder` stays until the new one is complete. All ranks save together, into a shared
         folder. Any number of ranks may continue from it; new ranks take rank 0's random states. If the continued run
@@ -584,8 +585,9 @@ class OffloadEngine:
     def close(self) -> None:
         """Apply pending updates, detach from the model and free the engine's memory.
 
-        The model keeps its trained weights, on its device if they all were there, else all in RAM. Optimizer states are
-        freed before weights move, so there is no second copy of the weights. In a forked process, nothing happens.
+        The model keeps its trained weights, on its device if all of them were there, otherwise all in RAM. Optimizer
+        states are freed before weights move, so there is no second copy of the weights. In a forked process, nothing
+        happens.
 
         All ranks must close. While an exception propagates (also in `except` and `finally`), this rank does not wait
         for the other ranks, which get a `RankError`. Its weights may then lack parts of the newest update that other

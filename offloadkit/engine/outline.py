@@ -31,7 +31,7 @@ from offloadkit.engine.tracing import Call, trace_micro_batch
 from offloadkit.facts.changes import caching_configs, changed, claim
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.hardware import Hardware, with_disk
-from offloadkit.offload.layers import FlatLayer, flat_layers, frozen_dtypes, plan_of, repeated_blocks
+from offloadkit.offload.layers import FlatLayer, flat_layers, frozen_dtypes, hooks_of, plan_of, repeated_blocks
 from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage
 from offloadkit.planner.plan import check_fits
 from offloadkit.planner.words import misfit_message
@@ -140,8 +140,7 @@ def without_memory(model: nn.Module) -> nn.Module:
     copied = copy.deepcopy(model, memo)
     ours = set(model.modules())
     for module in copied.modules():
-        tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-        for hooks in tables:
+        for hooks in hooks_of(module):
             hooks.clear()
         if _calls_one_of(ours, vars(module).get("forward")):
             del module.forward

@@ -215,7 +215,7 @@ def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _sdpa_flops(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: int) -> dict[str, int]:
-    """`number` FLOPs if every query sees every key, less those of the keys that a causal mask hides."""
+    """The FLOPs of queries and the keys that they see. `number`: FLOPs if every query sees every key."""
     names = [each.name for each in function._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     queries, keys = given["query"].shape[-2], given["key"].shape[-2]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
 from offloadkit.hf.masks import added_mask, avoid_mask_syncs
 from offloadkit.kernels import attention as attention_kernel
 from offloadkit.kernels import decoder as decoder_kernel
+from offloadkit.offload.layers import hooks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -158,7 +159,7 @@ def fuse_norms(model: nn.Module) -> Callable[[], None]:
     changes = ExitStack()
     for module in model.modules():
         kind: Any = type(module)
-        if "forward" not in vars(module) and _is_rms_norm(kind):
+        if "forward" not in vars(module) and _is_norm(kind, ("RMSNorm", "LayerNorm"), "variance_epsilon", 0.0):
             changes.callback(give_method(module, "forward", _normalize))
     return changes.close
 
@@ -172,19 +173,23 @@ def _normalize(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 @cache
-def _is_rms_norm(kind: Any) -> bool:
-    """Whether `kind(width)` computes weight * x / sqrt(mean(x^2) + variance_epsilon), tested on an example, because
+def _is_norm(kind: Any, names: tuple[str, ...], epsilon_name: str, offset: float) -> bool:
+    """Whether `kind(width)` computes (weight + offset) * x / sqrt(mean(x^2) + epsilon), tested on an example, because
     transformers has one class per family, and some differ in a detail.
+
+    Args:
+        names: ends of the classes' names.
+        epsilon_name: name of the attribute with epsilon.
     """
-    if not kind.__name__.endswith(("RMSNorm", "LayerNorm")) or kind.__module__.startswith("torch."):
+    if not kind.__name__.endswith(names) or kind.__module__.startswith("torch."):
         return False
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        x, weight, epsilon = torch.linspace(-1.0, 2.0, 96).view(3, 32), torch.linspace(0.5, 1.5, 32), 0.5
+        x, factors, epsilon = torch.linspace(-1.0, 2.0, 96).view(3, 32), torch.linspace(0.5, 1.5, 32), 0.5
         try:
             norm: Any = kind(32)
-            norm.weight.copy_(weight)
-            norm.variance_epsilon = epsilon
-            return torch.allclose(norm(x), F.rms_norm(x, weight.shape, weight, epsilon))
+            norm.weight.copy_(factors - offset)
+            setattr(norm, epsilon_name, epsilon)
+            return torch.allclose(norm(x), F.rms_norm(x, factors.shape, factors, epsilon))
         except Exception:  # unknown class: other arguments or attributes
             return False
 
@@ -212,14 +217,14 @@ def fuse_decoders(model: nn.Module, capability: tuple[int, int] | None = None) -
         capability: compute capability of the GPU to plan for, if not the present GPU.
     """
     changes, files = ExitStack(), dict[int, Any]()
-    if not _decoder_kernels_run(capability):
+    if not _kernels_run(decoder_kernel.LEAST_CAPABILITY, decoder_kernel.available, capability):
         return changes.close
     for module in model.modules():
         kind: Any = type(module)
         for forward in (_feed_forward, _joint_feed_forward):
             if "forward" not in vars(module) and _computes(kind, forward):
                 changes.callback(give_method(module, "forward", forward))
-        if "forward" not in vars(module) and _is_norm_of_one_plus_weight(kind):
+        if "forward" not in vars(module) and _is_norm(kind, ("RMSNorm",), "eps", 1.0):
             changes.callback(give_method(module, "forward", _normalize_by_one_plus_weight))
         file = sys.modules.get(kind.__module__)
         if hasattr(file, _ROTARY):
@@ -229,13 +234,6 @@ def fuse_decoders(model: nn.Module, capability: tuple[int, int] | None = None) -
         if _is_rotary(own):
             changes.callback(claim(file, _ROTARY, _rotary_by_kernel(own)))
     return changes.close
-
-
-def _decoder_kernels_run(capability: tuple[int, int] | None) -> bool:
-    """Like `_attention_kernels_run`."""
-    if capability is not None:
-        return capability >= decoder_kernel.LEAST_CAPABILITY
-    return not torch.cuda.is_available() or decoder_kernel.available()
 
 
 def _feed_forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -272,7 +270,7 @@ def _runs_gated(activation: Any, hidden_states: Tensor) -> bool:
         hidden_states.device.type in KINDS
         and kind.__name__ in _ACTIVATIONS
         and kind.__module__.startswith(("torch.", "transformers."))
-        and not _has_hooks(activation)
+        and not any(hooks_of(activation))
         and not torch.compiler.is_compiling()
     )
 
@@ -317,28 +315,6 @@ def _normalize_by_one_plus_weight(self: Any, x: Tensor) -> Tensor:
         own: Tensor = type(self).forward(self, x)
         return own
     return decoder_kernel.normed(x, self.weight, self.eps, 1.0)
-
-
-@cache
-def _is_norm_of_one_plus_weight(kind: Any) -> bool:
-    """Whether `kind(width)` computes (1 + weight) * x / sqrt(mean(x^2) + eps), as Gemma's norms do."""
-    if not kind.__name__.endswith("RMSNorm") or kind.__module__.startswith("torch."):
-        return False
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        x, weight, epsilon = torch.linspace(-1.0, 2.0, 96).view(3, 32), torch.linspace(-0.5, 0.5, 32), 0.5
-        try:
-            norm: Any = kind(32)
-            norm.weight.copy_(weight)
-            norm.eps = epsilon
-            return torch.allclose(norm(x), F.rms_norm(x, weight.shape, 1 + weight, epsilon))
-        except Exception:  # unknown class: other arguments or attributes
-            return False
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 def _rotary_by_kernel(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -422,7 +398,8 @@ def fuse_attention(model: nn.Module, capability: tuple[int, int] | None = None) 
         kind: Any = type(module)
         if config is None or width not in attention_kernel.WIDTHS or _own_attention(kind) is None:
             continue
-        if not _attention_kernels_run(width, capability):
+        available = partial(attention_kernel.available, width)
+        if not _kernels_run(attention_kernel.LEAST_CAPABILITY, available, capability):
             break
         if config._attn_implementation in ("eager", NAME) and id(config) not in claimed:
             _register()
@@ -433,13 +410,16 @@ def fuse_attention(model: nn.Module, capability: tuple[int, int] | None = None) 
     return changes.close
 
 
-def _attention_kernels_run(width: int, capability: tuple[int, int] | None) -> bool:
-    """Whether our attention runs on a GPU of `capability`, or on the present GPU. True without a GPU, where only shapes
-    count.
+def _kernels_run(least: tuple[int, int], available: Callable[[], bool], capability: tuple[int, int] | None) -> bool:
+    """Whether kernels run on a GPU of `capability`, or on the present GPU. True without a GPU, where only shapes count.
+
+    Args:
+        least: the lowest capability of the kernels.
+        available: whether the kernels run on the present GPU.
     """
     if capability is not None:
-        return capability >= attention_kernel.LEAST_CAPABILITY
-    return not torch.cuda.is_available() or attention_kernel.available(width)
+        return capability >= least
+    return not torch.cuda.is_available() or available()
 
 
 @cache

@@ -5,13 +5,14 @@ Compilers and the meta device see one operation, `torch.ops.offloadkit.attention
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from offloadkit.kernels.gpu import is_built
 
 try:
     from offloadkit.kernels import attention_triton
@@ -49,14 +50,8 @@ def available(width: int) -> bool:
     if KERNELS is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY:
         return False
     query = torch.zeros((2, 16, 64, width), dtype=DTYPES[0], device="cuda")
-    try:
-        _try(query, query, query[:, :1], 0.1)
-    except torch.OutOfMemoryError:  # not the kernels' fault
-        raise
-    except Exception as error:  # Triton, its driver and its C compiler raise many types
-        warnings.warn(f"Triton could not build T5's attention, so the model's own is used: {error}", stacklevel=2)
-        return False
-    return True
+    what = "T5's attention, so the model's own is used"
+    return is_built(what, lambda: _try(query, query, query[:, :1], 0.1))
 
 
 def _try(query: Tensor, bias: Tensor, mask: Tensor | None, dropout: float) -> None:

@@ -9,13 +9,15 @@ device sees one operation for each kernel.
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from offloadkit.kernels.gpu import is_built
 
 try:
     from offloadkit.kernels import decoder_triton
@@ -48,18 +50,20 @@ def available() -> bool:
     if KERNELS is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY:
         return False
     numbers = torch.zeros((1, 16, 2, 64), dtype=DTYPES[0], device="cuda")
-    try:
+
+    def run() -> None:
         _gated_backward(_gated(numbers, numbers, "silu"), numbers, numbers, "silu")
         _rotary(numbers.transpose(1, 2), numbers.transpose(1, 2), numbers[:, :, 0], numbers[:, :, 0], False)
-    except torch.OutOfMemoryError:  # not the kernels' fault
-        raise
-    except Exception as error:  # Triton, its driver and its C compiler raise many types
-        warnings.warn(
-            f"Triton could not build the kernels of decoder blocks, so torch's operations are used: {error}",
-            stacklevel=2,
-        )
-        return False
-    return True
+
+    return is_built("the kernels of decoder blocks, so torch's operations are used", run)
+
+
+def _gradients(output: Tensor, inputs: Sequence[Tensor | None], gradient: Tensor) -> list[Tensor | None]:
+    """Differentiable gradients of the inputs that require one; None for all other inputs."""
+    wanted = [one is not None and one.requires_grad for one in inputs]
+    given = [one for one, is_wanted in zip(inputs, wanted, strict=True) if one is not None and is_wanted]
+    found = iter(torch.autograd.grad(output, given, gradient, create_graph=True))
+    return [next(found) if is_wanted else None for is_wanted in wanted]
 
 
 # -- gated activations
@@ -88,9 +92,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (gate, up) = gradients, ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            given = [one for one in (gate, up) if one is not None and one.requires_grad]
-            found = iter(torch.autograd.grad(_eager(gate, up, ctx.activation), given, gradient, create_graph=True))
-            return *(next(found) if one is not None and one.requires_grad else None for one in (gate, up)), None
+            return *_gradients(_eager(gate, up, ctx.activation), (gate, up), gradient), None
         run = gated_backward_op if gate.is_meta else _gated_backward
         d_gate, *d_up = run(gradient, gate, up, ctx.activation)
         return d_gate, d_up[0] if d_up else None, None
@@ -222,10 +224,7 @@ class _Normed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (x, weight, scales) = gradients, ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            given = [one for one in (x, weight) if one.requires_grad]
-            output = _eager_norm(x, weight, ctx.eps, ctx.offset)
-            found = iter(torch.autograd.grad(output, given, gradient, create_graph=True))
-            return *(next(found) if one.requires_grad else None for one in (x, weight)), None, None
+            return *_gradients(_eager_norm(x, weight, ctx.eps, ctx.offset), (x, weight), gradient), None, None
         d_x, d_weight, _ = (norm_backward_op if x.is_meta else _norm_backward)(gradient, x, weight, scales, ctx.offset)
         return d_x, d_weight, None, None
 

@@ -6,7 +6,7 @@ Without Triton, or if it cannot compile, slower torch operations are used.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,15 +33,23 @@ def available() -> bool:
     if gpu_triton is None or not torch.cuda.is_available():
         return False
     gradient = torch.zeros(32, dtype=torch.bfloat16, device="cuda")  # older devices lack bf16
+    blocks, out = torch.tensor([[0, 32]], device="cuda"), torch.empty(1, dtype=torch.float64, device="cuda")
+    what = "the gradient norm's kernel, so slower torch operations are used"
+    return is_built(what, lambda: block_sums(gradient, blocks, out))
+
+
+def is_built(what: str, run: Callable[[], object]) -> bool:
+    """Whether `run` can build and launch its kernels; warns if it fails.
+
+    Args:
+        what: the kernels, and what is used instead of them, for the warning.
+    """
     try:
-        block_sums(gradient, torch.tensor([[0, 32]], device="cuda"), torch.empty(1, dtype=torch.float64, device="cuda"))
-    except torch.OutOfMemoryError:  # not the kernel's fault
+        run()
+    except torch.OutOfMemoryError:  # not the kernels' fault
         raise
-    except Exception as error:  # the compiler, its driver and the C compiler raise many types
-        warnings.warn(
-            f"Triton could not build the gradient norm's kernel, so slower torch operations are used: {error}",
-            stacklevel=2,
-        )
+    except Exception as error:  # Triton, its driver and its C compiler raise many types
+        warnings.warn(f"Triton could not build {what}: {error}", stacklevel=3)
         return False
     return True
 

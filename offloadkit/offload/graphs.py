@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 from offloadkit.device.graphs import Graph, Results, Work, pools, without_owning
 from offloadkit.errors import EngineStateError
-from offloadkit.offload.layers import replace_forwards
+from offloadkit.offload.layers import hooks_of, replace_forwards
 from offloadkit.offload.weights import LayerWeights, has_hooks
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,6 @@ MOST_CONTENTS = 2000
 """Most values in the dicts, lists and objects that a block's attributes hold; they are compared in every call."""
 MOST_CHANGES = 3
 """A block whose attributes changed this often in succession is not captured any more."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Recomputed(NamedTuple):
@@ -511,7 +510,7 @@ class _Facts:
         self._contents = _contents(self.modules)
         self.parameters: list[nn.Parameter] = list(block.parameters())
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters]
-        self._hooks = [getattr(module, name) for module in self.modules[1:] for name in _HOOKS]
+        self._hooks = [hooks for module in self.modules[1:] for hooks in hooks_of(module)]
         self._is_hooked = any(self._hooks)
 
     def addresses(self) -> tuple[int, ...]:

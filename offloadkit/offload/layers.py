@@ -508,6 +508,11 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, block) for name, block in blocks if any(True for _ in block.parameters())]
 
 
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """The module's own tables of forward and backward hooks; they change with the module."""
+    return [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
+
+
 def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Callable[[], None]:
     """Replace the modules' `forward`. Returns a function that restores them."""
     before = {module: vars(module).get("forward") for module in forwards}

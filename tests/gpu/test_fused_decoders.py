@@ -13,6 +13,7 @@ import offloadkit
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf.patches import fuse
 from offloadkit.kernels import decoder
+from tests.gpu.test_fused_attention import PLACEMENTS
 from tests.hf.test_fused_decoders import FAMILIES, tiny
 from tests.hf.tiny import llama_config
 from tests.kernels.decoder_reference import (
@@ -108,15 +109,6 @@ def trained(placement: Placement, **options: Any) -> list[torch.Tensor]:
             engine.step()
         engine.synchronize()
         return [torch.stack(losses), *(parameter.detach().cpu() for parameter in model.parameters())]
-
-
-PLACEMENTS = {
-    "recomputed": Placement(activations="checkpoint"),
-    "inputs in RAM": Placement(activations="offload"),
-    "streamed": Placement(weights="ram"),
-    "streamed and recomputed": Placement(weights="ram", activations="checkpoint"),
-    "all on the GPU": Placement(states="vram", gradients="vram", step="gpu"),
-}
 
 
 def test_no_placement_changes_a_number() -> None:

@@ -6,25 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from offloadkit.hf.patches import fuse_norms
+from tests.hf.test_fused_decoders import Called
 
 ROWS, WIDTH = 4096, 3072
-
-
-class Called(TorchDispatchMode):
-    """Names of torch operations called while it is open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
 
 
 def tensor(*shape: int, seed: int) -> torch.Tensor:

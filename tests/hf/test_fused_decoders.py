@@ -75,6 +75,8 @@ def test_each_is_one_operation_in_each_family(model_type: str) -> None:
 
 
 class Called(torch.utils._python_dispatch.TorchDispatchMode):
+    """Names of torch operations called while it is open."""
+
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
