@@ -37,7 +37,8 @@ from offloadkit.facts.config import MuonOptions
 from offloadkit.facts.fitted import MATRIX_TRAFFIC, STEP_EFFICIENCY
 from offloadkit.facts.units import format_bytes
 from offloadkit.kernels.muon import step_matrices
-from offloadkit.optim.muon import MuonScalars, muon_scalars, orthogonalized
+from offloadkit.offload.matrix_steps import workspace
+from offloadkit.optim.muon import MuonScalars, muon_scalars
 from offloadkit.optim.reference import join_master
 from offloadkit.optim.table import FlatState, LayerKind, Matrix, Segment
 
@@ -169,12 +170,12 @@ def _time_matrix(matrix: Matrix, kind: LayerKind, device: torch.device) -> tuple
     state = _state(torch.randn(numel, device=device, generator=generator) * 0.02, kind)
     gradient = torch.randn(numel, device=device, generator=generator).to(kind.weights_dtype)
     scalars = _scalars()
-    memory = torch.zeros(matrix.workspace_bytes, dtype=torch.uint8, device=device)
+    memory = workspace(device, [matrix], MuonOptions())
     segments = [Segment(0, numel, scalars, matrix=matrix)]
-    update = gradient.view(matrix.rows, matrix.columns).to(torch.bfloat16, copy=True)
+    memory.staged(matrix).copy_(matrix.of(gradient))
     return (
         _seconds(lambda: step_matrices(state, gradient, segments, 1.0, memory), device),
-        _seconds(lambda: orthogonalized(update, MuonScalars(*scalars)), device),  # type: ignore[arg-type]
+        _seconds(lambda: memory.orthogonalized(matrix, MuonScalars(*scalars)), device),  # type: ignore[arg-type]
     )
 
 

@@ -379,12 +379,12 @@ class Watched:
 
 
 _STEPS_OF_MATRICES: dict[str, Callable[..., tuple[Any, Any]]] = {
-    "write_update": lambda state, gradient, segment, scale, into, memory: (
+    "write_update": lambda state, gradient, segment, scale, into, workspace: (
         gradient,
-        (state["momentum_buffer"], into, memory),
+        (state["momentum_buffer"], into, workspace),
     ),
-    "orthogonalize": lambda update, matrix, scalars, memory: ((), (update, memory)),
-    "apply_update": lambda state, update, segment, memory: (update, (state.weights, state.remainder, memory)),
+    "orthogonalize": lambda update, matrix, scalars, workspace: ((), (update, workspace)),
+    "apply_update": lambda state, update, segment, workspace: (update, (state.weights, state.remainder, workspace)),
 }
 """(read, written) of the arguments."""
 

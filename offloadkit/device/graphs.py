@@ -210,6 +210,22 @@ class CudaPool(_Draws):
         torch.cuda.empty_cache()
 
 
+class CudaPoolOfStep(CudaPool):
+    """Graphs without random numbers, which one thread may replay while another thread draws, captures or replays.
+
+    They take a copy of the generator's state. Otherwise a replay would write the seed that the graphs of the other
+    thread read, and torch refuses a replay while another graph of the same generator is captured.
+    """
+
+    def capture(self, work: Work) -> Graph:
+        state = self._generator.graphsafe_get_state()
+        self._generator.graphsafe_set_state(self._generator.clone_state())
+        try:
+            return super().capture(work)
+        finally:
+            self._generator.graphsafe_set_state(state)
+
+
 class _CudaGraph:
     def __init__(self, graph: Any, results: Results) -> None:
         self.results, self.replay = results, graph.replay
@@ -229,3 +245,5 @@ def without_owning(tensor: torch.Tensor) -> torch.Tensor:
 
 
 pools: dict[str, Callable[[torch.device], Pool]] = {"cpu": RunAgain, "cuda": CudaPool}
+pools_of_step: dict[str, Callable[[torch.device], Pool]] = {"cuda": CudaPoolOfStep}
+"""Pools for another thread than the main thread. The CPU needs none."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offloadkit.kernels import cpu, gpu
-from offloadkit.kernels.muon import step_matrices
+from offloadkit.kernels.muon import Workspace, step_matrices
 from offloadkit.optim.norm import block_sums_reference, check_arguments
 from offloadkit.optim.reference import split_master, step_reference
 from offloadkit.optim.table import FlatState, Segment
@@ -19,7 +19,7 @@ def optimizer_step(
     gradient: Tensor,
     segments: Sequence[Segment],
     grad_scale: float,
-    workspace: Tensor | None = None,
+    workspace: Workspace | None = None,
 ) -> None:
     """One optimizer step in place on the arrays' device (CUDA: asynchronous, on the current stream).
 

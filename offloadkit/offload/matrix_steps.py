@@ -1,34 +1,52 @@
-"""Steps of matrices on the GPU's stream, one after the other in one workspace."""
+"""Steps of matrices on the GPU's stream, one after the other in one workspace.
+
+The main thread captures the Newton-Schulz iterations of each shape when the workspace is allocated, because the main
+thread cannot draw random numbers during a capture. The thread that queues the GPU's steps replays the graphs.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
 
+from offloadkit.device.graphs import pools_of_step
 from offloadkit.device.streams import CopyStream, Event
+from offloadkit.facts.config import MuonOptions
 from offloadkit.kernels.dispatch import optimizer_step
-from offloadkit.optim.table import FlatState, Segment
+from offloadkit.kernels.muon import Workspace
+from offloadkit.optim.muon import muon_scalars
+from offloadkit.optim.table import FlatState, Matrix, Segment
 
-MOST_QUEUED = 4
-"""Maximum number of matrices whose steps are queued but not done. A step queues some dozens of kernels, and a full
-stream (about a thousand operations) blocks every thread that queues an operation.
+MOST_QUEUED = 12
+"""Maximum number of matrices whose steps are queued but not done: enough for a pause on an H100, where a step of T5-3B
+takes 0.3 ms or more. Without graphs a step queues some dozens of kernels, and a full stream (about a thousand
+operations) blocks every thread that queues an operation.
 """
 _PAUSE = 1e-3
 
 
-class MatrixSteps:
-    """The workspace for the steps of all matrices of an engine on one stream.
+def workspace(device: torch.device, matrices: Collection[Matrix], options: MuonOptions) -> Workspace:
+    """A workspace for each of the matrices, with graphs for `options` on devices that have graphs.
 
-    Attributes:
-        workspace: uint8 on the device; as large as the matrix with the most `workspace_bytes` needs.
+    Parameter groups with other options, except for the learning rate, weight decay and momentum, step without graphs.
     """
+    most = max(matrix.workspace_bytes for matrix in matrices)
+    made = Workspace(torch.zeros(most, dtype=torch.uint8, device=device))
+    if device.type in pools_of_step:
+        own = {name: value for name, value in vars(options).items() if name != "learning_rate"}
+        made.capture(matrices, muon_scalars(lr=0.0, **own, step=1), pools_of_step[device.type](device))
+    return made
 
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self.workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+class MatrixSteps:
+    """The steps of all matrices of an engine, on one stream in one workspace."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
         self._queued: deque[Event] = deque()
 
     def step(
@@ -46,5 +64,5 @@ class MatrixSteps:
                     self._queued.popleft()
                 else:
                     time.sleep(_PAUSE)
-            stream.run(partial(optimizer_step, state, gradient, [segment], grad_scale, self.workspace))
+            stream.run(partial(optimizer_step, state, gradient, [segment], grad_scale, self._workspace))
             self._queued.append(stream.record())

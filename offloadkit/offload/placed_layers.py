@@ -23,7 +23,7 @@ from offloadkit.offload.external_writes import Alias, ExternalWrites, unwatched
 from offloadkit.offload.layer_memory import Changes, LayerAllocator, LayerMemory
 from offloadkit.offload.layers import FlatLayer, ParameterView
 from offloadkit.offload.matrix_exchange import MatrixExchange
-from offloadkit.offload.matrix_steps import MatrixSteps
+from offloadkit.offload.matrix_steps import MatrixSteps, workspace
 from offloadkit.offload.recompute import drop_recomputed
 from offloadkit.offload.shards import WeightGathers
 from offloadkit.offload.shortage import RamWatch
@@ -33,7 +33,7 @@ from offloadkit.offload.unread import make_real
 from offloadkit.offload.weight_ring import StreamedWeights, WeightRing
 from offloadkit.offload.weights import LayerWeights
 from offloadkit.planner import NUM_STATE_BUFFERS, NUM_STEP_BUFFERS, NUM_WEIGHT_BUFFERS, Plan, step_buffer_bytes
-from offloadkit.planner.layout import check_matrices, workspace_bytes
+from offloadkit.planner.layout import check_matrices
 from offloadkit.planner.phases import READ_AHEAD_BYTES
 
 
@@ -254,13 +254,15 @@ class PlacedLayers:
         num_disk = NUM_STATE_BUFFERS if any(where.states == "disk" for _, where in placed) else 0
         if self.memory.disk is not None:
             self.memory.disk.use(buffers[:num_disk])
-        step_buffer, workspace = step_buffer_bytes(placed, self._accumulation), workspace_bytes(self._shapes)
+        step_buffer = step_buffer_bytes(placed, self._accumulation)
         ring = StateRing(self._device, step_buffer, NUM_STEP_BUFFERS) if step_buffer else None
         matrix_steps: MatrixSteps | MatrixExchange | None = None
-        if workspace and isinstance(self._ranks, Group):
-            matrix_steps = MatrixExchange(self._ranks, self._device, self._layers, self._shapes)
-        elif workspace:
-            matrix_steps = MatrixSteps(self._device, workspace)
+        if matrices := dict.fromkeys(matrix for shape in self._shapes for matrix in shape.matrices):
+            shared = workspace(self._device, matrices, self._config.muon)
+            if isinstance(self._ranks, Group):
+                matrix_steps = MatrixExchange(self._ranks, self._device, self._layers, self._shapes, shared)
+            else:
+                matrix_steps = MatrixSteps(shared)
         for state in self.states:
             state.join(ring, matrix_steps)
         streamed = [state.weights for state in self.states if isinstance(state.weights, StreamedWeights)]

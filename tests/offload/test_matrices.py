@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import offloadkit
 from offloadkit import MuonOptions, OffloadConfig, OffloadEngine, Placement
+from offloadkit.device import graphs
+from offloadkit.device.graphs import RunAgain
 from offloadkit.errors import ConfigError
 from offloadkit.offload.layers import flat_layers
 from offloadkit.optim.muon import newton_schulz_flops
@@ -146,6 +148,31 @@ def test_every_placement_gives_the_same_bits(tmp_path: Path, dtype: str, accumul
     for name, arrays in found.items():
         for key, array in arrays.items():
             assert torch.equal(array, found["cpu"][key]), (name, key)
+
+
+def test_graphs_of_the_iterations_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A move allocates another workspace, and its graphs are captured anew."""
+    with engine_of(placement=PLACEMENTS["vram"]) as engine:
+        expected = trained(engine, 4)
+    pools: list[RunAgain] = []
+
+    def pool(device: torch.device) -> RunAgain:
+        pools.append(RunAgain(device))
+        return pools[-1]
+
+    monkeypatch.setitem(graphs.pools_of_step, "cpu", pool)
+    with engine_of(placement=PLACEMENTS["vram"]) as engine:
+        trained(engine, 2)
+        engine.move(
+            placed(
+                engine.plan,
+                [Placement(step="gpu") if layer.matrices else PLACEMENTS["vram"] for layer in engine.plan.layers],
+            )
+        )
+        found = trained(engine, 2, 2)
+    assert len(pools) == 2
+    assert all(pool.newest is not None for pool in pools)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_which_weights_it_steps() -> None:

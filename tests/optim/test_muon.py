@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
 from itertools import product
 from typing import Any
 
@@ -9,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from offloadkit import errors
+from offloadkit.device.graphs import RunAgain
 from offloadkit.kernels import muon as kernel
 from offloadkit.optim import muon as formula
 from offloadkit.optim.muon import muon_scalars, newton_schulz_flops
@@ -64,7 +70,10 @@ def test_it_is_torch_s_function(step: Any, nesterov: bool, adjust: str, is_trans
 
 
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["Linear", "Conv1D"])
-def test_the_workspace_gives_the_reference_s_bits(monkeypatch: pytest.MonkeyPatch, is_transposed: bool) -> None:
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+def test_the_workspace_gives_the_reference_s_bits(
+    monkeypatch: pytest.MonkeyPatch, is_captured: bool, is_transposed: bool
+) -> None:
     """Two of three matrices in one layer are stepped, in slices of three rows, in a workspace that held NaN."""
     monkeypatch.setattr(formula, "SLICE", 300)
     matrices = [Matrix(33, 96, is_transposed), Matrix(96, 33, is_transposed), Matrix(64, 64, is_transposed)]
@@ -74,14 +83,60 @@ def test_the_workspace_gives_the_reference_s_bits(monkeypatch: pytest.MonkeyPatc
         for start, matrix in zip(starts[1:], matrices[1:], strict=True)
     ]
     memory = torch.full((max(matrix.workspace_bytes for matrix in matrices),), 255, dtype=torch.uint8)
+    workspace, pool = kernel.Workspace(memory), RunAgain(torch.device("cpu"))
+    if is_captured:
+        workspace.capture(matrices, scalars(), pool)
     for weights, gradients in product(DTYPES, DTYPES):
         state, gradient = make_state(weights, 11_000, optimizer="muon"), make_gradient(gradients, 11_000)
         state.weights[3400] = float("nan")
         expected = clone(state)
         for _ in range(2):
-            kernel.step_matrices(state, gradient, segments, 0.7312345, memory)
+            kernel.step_matrices(state, gradient, segments, 0.7312345, workspace)
             step_reference(expected, gradient, segments, 0.7312345)
         assert_same_bits(state, expected)
+    assert (pool.newest is not None) == is_captured
+
+
+def test_other_scalars_than_the_captured_ones_are_iterated() -> None:
+    matrix = Matrix(48, 64)
+    workspace = kernel.Workspace(torch.zeros(matrix.workspace_bytes, dtype=torch.uint8))
+    pool = RunAgain(torch.device("cpu"))
+    workspace.capture([matrix], scalars(), pool)
+    for changed in ({"lr": 0.5, "momentum": 0.5, "nesterov": False, "weight_decay": 0.5}, {"ns_steps": 3}):
+        assert pool.newest is None
+        state, gradient = make_state(torch.float32, 48 * 64, optimizer="muon"), make_gradient(torch.float32, 48 * 64)
+        expected, segments = clone(state), [Segment(0, 48 * 64, scalars(**changed), matrix=matrix)]
+        kernel.step_matrices(state, gradient, segments, 1.0, workspace)
+        step_reference(expected, gradient, segments, 1.0)
+        assert_same_bits(state, expected)
+        assert (pool.newest is None) == ("ns_steps" in changed)
+        pool.newest = None
+
+
+class BrokenPool(RunAgain):
+    def capture(self, work: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_without_graphs_the_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "warned", set())
+    matrix, state = Matrix(64, 48), make_state(torch.float32, 48 * 64, optimizer="muon")
+    workspace = kernel.Workspace(torch.zeros(matrix.workspace_bytes, dtype=torch.uint8))
+    with pytest.warns(UserWarning, match="no CUDA graphs.*not permitted"):
+        workspace.capture([matrix, Matrix(48, 64)], scalars(), BrokenPool(torch.device("cpu")))
+    expected, gradient = clone(state), make_gradient(torch.float32, 48 * 64)
+    segments = [Segment(0, 48 * 64, scalars(), matrix=matrix)]
+    kernel.step_matrices(state, gradient, segments, 1.0, workspace)
+    step_reference(expected, gradient, segments, 1.0)
+    assert_same_bits(state, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_triton_kernels_interpreted_on_the_cpu_have_torch_s_bits() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    code = "from tests.kernels.interpreted_muon import main; main()"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_a_split_master_weight_moves_by_updates_that_bf16_would_lose() -> None:
