@@ -11,7 +11,7 @@ Without Triton and graphs it is some dozens of torch operations with the same re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offloadkit.device.graphs import Graph, Pool
 from offloadkit.errors import warn_once
 from offloadkit.kernels.gpu import is_built
 from offloadkit.optim.moments import CANONICAL_NAN
@@ -59,6 +58,8 @@ class _Arrays(NamedTuple):
 
 
 _Key = tuple[int, int, tuple[float, ...]]
+Capture = Callable[[Callable[[], tuple[()]]], Callable[[], None]]
+"""Captures work as a graph, and returns the function that replays it. It raises `RuntimeError` if it cannot."""
 
 
 @dataclass(eq=False)
@@ -71,10 +72,10 @@ class Workspace:
 
     memory: Tensor
     _arrays: dict[Matrix, _Arrays] = field(default_factory=dict)
-    _graphs: dict[_Key, tuple[Graph, Tensor]] = field(default_factory=dict)
-    """Graph and result."""
+    _graphs: dict[_Key, tuple[Callable[[], None], Tensor]] = field(default_factory=dict)
+    """The function that replays, and the result."""
 
-    def capture(self, matrices: Iterable[Matrix], scalars: Sequence[float], pool: Pool) -> None:
+    def capture(self, matrices: Iterable[Matrix], scalars: Sequence[float], capture: Capture) -> None:
         """Capture the iterations of each shape with these scalars. Other shapes and scalars are iterated without a
         graph. Overwrites the memory.
 
@@ -94,13 +95,13 @@ class Workspace:
                 return ()
 
             try:
-                graph = pool.capture(work)
+                replay = capture(work)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 warn_once(f"The update of matrices uses no CUDA graphs, so it is slower: {error}", stacklevel=3)
                 return
-            self._graphs[key] = graph, found[0]
+            self._graphs[key] = replay, found[0]
 
     def arrays(self, matrix: Matrix) -> _Arrays:
         if matrix not in self._arrays:
@@ -113,8 +114,8 @@ class Workspace:
 
     def orthogonalized(self, matrix: Matrix, s: MuonScalars) -> Tensor:
         if (captured := self._graphs.get(_key(matrix, s))) is not None:
-            graph, result = captured
-            graph.replay()
+            replay, result = captured
+            replay()
             return result
         return iterated(self.staged(matrix), self.arrays(matrix), s)
 

@@ -38,7 +38,8 @@ def workspace(device: torch.device, matrices: Collection[Matrix], options: MuonO
     made = Workspace(torch.zeros(most, dtype=torch.uint8, device=device))
     if device.type in pools_of_step:
         own = {name: value for name, value in vars(options).items() if name != "learning_rate"}
-        made.capture(matrices, muon_scalars(lr=0.0, **own, step=1), pools_of_step[device.type](device))
+        pool = pools_of_step[device.type](device)
+        made.capture(matrices, muon_scalars(lr=0.0, **own, step=1), lambda work: pool.capture(work).replay)
     return made
 
 

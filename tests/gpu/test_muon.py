@@ -95,7 +95,8 @@ def test_another_thread_replays_while_this_one_draws(monkeypatch: pytest.MonkeyP
         return torch.stack(found).cpu()
 
     expected = draw()
-    memory.capture([matrix], scalars(), CudaPoolOfStep(CUDA))
+    own = CudaPoolOfStep(CUDA)
+    memory.capture([matrix], scalars(), lambda work: own.capture(work).replay)
     monkeypatch.setattr(kernel, "iterated", None)
     stop, errors, replays = threading.Event(), list[BaseException](), list[int]()
 

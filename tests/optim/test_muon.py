@@ -85,7 +85,7 @@ def test_the_workspace_gives_the_reference_s_bits(
     memory = torch.full((max(matrix.workspace_bytes for matrix in matrices),), 255, dtype=torch.uint8)
     workspace, pool = kernel.Workspace(memory), RunAgain(torch.device("cpu"))
     if is_captured:
-        workspace.capture(matrices, scalars(), pool)
+        workspace.capture(matrices, scalars(), lambda work: pool.capture(work).replay)
     for weights, gradients in product(DTYPES, DTYPES):
         state, gradient = make_state(weights, 11_000, optimizer="muon"), make_gradient(gradients, 11_000)
         state.weights[3400] = float("nan")
@@ -101,7 +101,7 @@ def test_other_scalars_than_the_captured_ones_are_iterated() -> None:
     matrix = Matrix(48, 64)
     workspace = kernel.Workspace(torch.zeros(matrix.workspace_bytes, dtype=torch.uint8))
     pool = RunAgain(torch.device("cpu"))
-    workspace.capture([matrix], scalars(), pool)
+    workspace.capture([matrix], scalars(), lambda work: pool.capture(work).replay)
     for changed in ({"lr": 0.5, "momentum": 0.5, "nesterov": False, "weight_decay": 0.5}, {"ns_steps": 3}):
         assert pool.newest is None
         state, gradient = make_state(torch.float32, 48 * 64, optimizer="muon"), make_gradient(torch.float32, 48 * 64)
@@ -113,9 +113,8 @@ def test_other_scalars_than_the_captured_ones_are_iterated() -> None:
         pool.newest = None
 
 
-class BrokenPool(RunAgain):
-    def capture(self, work: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
+def cannot_capture(work: Any) -> Any:
+    raise RuntimeError("operation not permitted when stream is capturing")
 
 
 def test_without_graphs_the_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +122,7 @@ def test_without_graphs_the_step_is_the_same(monkeypatch: pytest.MonkeyPatch) ->
     matrix, state = Matrix(64, 48), make_state(torch.float32, 48 * 64, optimizer="muon")
     workspace = kernel.Workspace(torch.zeros(matrix.workspace_bytes, dtype=torch.uint8))
     with pytest.warns(UserWarning, match="no CUDA graphs.*not permitted"):
-        workspace.capture([matrix, Matrix(48, 64)], scalars(), BrokenPool(torch.device("cpu")))
+        workspace.capture([matrix, Matrix(48, 64)], scalars(), cannot_capture)
     expected, gradient = clone(state), make_gradient(torch.float32, 48 * 64)
     segments = [Segment(0, 48 * 64, scalars(), matrix=matrix)]
     kernel.step_matrices(state, gradient, segments, 1.0, workspace)
