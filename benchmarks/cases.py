@@ -35,6 +35,10 @@ def _decoder(
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-tiny": _decoder(64, 128, 2, 4, 2, 512, tied=True),
+    "qwen2.5-0.5b": _decoder(896, 4864, 24, 14, 2, 151_936, tied=True) | {"model_type": "qwen2"},
+    "qwen2.5-1.5b": _decoder(1536, 8960, 28, 12, 2, 151_936, tied=True) | {"model_type": "qwen2"},
+    "qwen2.5-3b": _decoder(2048, 11_008, 36, 16, 2, 151_936, tied=True) | {"model_type": "qwen2"},
+    "qwen2.5-7b": _decoder(3584, 18_944, 28, 28, 4, 152_064, tied=False) | {"model_type": "qwen2"},
     "llama-3.2-1b": _decoder(2048, 8192, 16, 32, 8, 128_256, tied=True),
     "llama-3.2-3b": _decoder(3072, 8192, 28, 24, 8, 128_256, tied=True),
     "llama-3.1-8b": _decoder(4096, 14_336, 32, 32, 8, 128_256, tied=False),
@@ -46,6 +50,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Shapes of models other than T5; weights are random."""
 HUB_NAMES = {
+    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B",
+    "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B",
+    "qwen2.5-3b": "Qwen/Qwen2.5-3B",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B",
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
     "llama-3.2-3b": "meta-llama/Llama-3.2-3B",
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
@@ -155,7 +163,8 @@ class Case:
     """A piece of work with a budget. Sizes are per micro-batch; budgets are in GiB."""
 
     claim: str
-    """Purpose of the case: "W1" to "W7", "cheap", "muon", "lora", "doors", "growth", "plan", "fit", "blog" or "try"."""
+    """Purpose of the case: "W1" to "W7", "rate", "cheap", "muon", "lora", "doors", "growth", "plan", "fit", "blog" or
+    "try"."""
     model: str
     batch_size: int
     input_length: int
@@ -208,7 +217,7 @@ def _t5(claim: str, model: str, rows: int, vram: float | None, **more: Any) -> C
     return Case(claim, model, rows, 512, 128, vram=vram, **more)
 
 
-def _llama(claim: str, rows: int, tokens: int, vram: float, model: str = "llama-3.2-3b", **more: Any) -> Case:
+def _llama(claim: str, rows: int, tokens: int, vram: float | None, model: str = "llama-3.2-3b", **more: Any) -> Case:
     return Case(claim, model, rows, tokens, vram=vram, **more)
 
 
@@ -243,6 +252,21 @@ CASES: dict[str, Case] = {
     "w6-ragged": _llama("W6", 8, 1024, 24, mask="ragged", engines=(*_PEERS, "roundpipe")),
     "w6-48": _llama("W6", 8, 1024, 48),
     "w7": _llama("W7", 32, 1024, 24, engines=(*_PEERS, "roundpipe")),
+    "rate-t5-base": _t5("rate", "t5-base", 8, None, engines=("hf", "offloadkit")),
+    "rate-t5-large-8": _t5("rate", "t5-large", 8, 8, engines=("hf", "offloadkit")),
+    "rate-llama-8b-24": _llama("rate", 32, 1024, 24, "llama-3.1-8b", engines=("offloadkit",)),
+    **{
+        f"rate-qwen2.5-{size}": _llama(
+            "rate", rows, 1024, vram, model, accumulation=512 // rows, engines=("offloadkit",)
+        )
+        for size, model, rows, vram in (
+            ("0.5b", "qwen2.5-0.5b", 32, None),
+            ("1.5b", "qwen2.5-1.5b", 32, None),
+            ("3b", "qwen2.5-3b", 16, None),
+            ("7b", "qwen2.5-7b", 16, None),
+            ("7b-24", "qwen2.5-7b", 16, 24),
+        )
+    },
     "cheap-llama-3b-64": _llama("cheap", 32, 1024, 64, engines=("offloadkit", "offloadkit-recomputed")),
     "muon-t5-3b": _t5("muon", "t5-3b", 8, 24, engines=MUON),
     "muon-llama-3b": _llama("muon", 4, 2048, 24, engines=MUON),

@@ -29,6 +29,8 @@ EAGER_ATTENTION = (*NORMS_OF_SEVERAL_OPERATIONS, "ba2139a", "c40b67e")
 """Commits before T5's attention ran in offloadkit's kernels."""
 DECODER_KERNELS = "2026-11-27T16:30"
 """Rows of earlier dates ran gated activations and rotary embeddings in torch's operations."""
+LOSS_KERNELS = "2026-11-27T19:40"
+"""Rows of earlier dates computed the loss of a chunk in torch's operations."""
 LINK_OF_SMALL_PIECES = {"e91ecd8": 251e9, "ad13262": 54e9}
 """Commits that measured the link with pieces of 32 MiB, which gave 136 and 34 to 37 GB/s. The pieces of later commits
 gave these bytes per second between the same cards, with NCCL's own number of thread blocks and with few."""
@@ -113,6 +115,7 @@ def inputs_of(row: Row) -> tuple[list[LayerShape], MicroBatch, Hardware, bool]:
         norms=row["commit"] not in NORMS_OF_SEVERAL_OPERATIONS and not compiled,
         attention=row["commit"] not in EAGER_ATTENTION,
         decoders=row["date"] >= DECODER_KERNELS and not compiled,
+        loss=row["date"] >= LOSS_KERNELS,
     )
     case = RANK_CASES.get(row["case"])
     layers = [
@@ -172,12 +175,13 @@ def layers_and_work(
     norms: bool = True,
     attention: bool = True,
     decoders: bool = True,
+    loss: bool = True,
 ) -> tuple[list[LayerShape], MicroBatch]:
     """Layers and traced micro-batch of a case's model as offloadkit trains it on a GPU.
 
     Args:
         rows, tokens, targets: shape of the micro-batch; targets 0: a model without a decoder's targets.
-        norms, attention, decoders: whether offloadkit's kernels run them; older rows were measured without these
+        norms, attention, decoders, loss: whether offloadkit's kernels run them; older rows were measured without these
             kernels.
     """
     from offloadkit.engine.tracing import trace_micro_batch
@@ -196,7 +200,7 @@ def layers_and_work(
     for layer in layers:
         for view in layer.views:
             view.parameter.data = view.parameter.data.to(layer.dtype)
-    compute_loss_in_chunks(built)
+    compute_loss_in_chunks(built, fused=loss)
     if norms:
         fuse_norms(built)
     if attention:

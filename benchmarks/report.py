@@ -36,6 +36,7 @@ _TITLES = {
     "W5": "T5-3B with two CPU cores",
     "W6": "A Llama of 3.2 G parameters on cards of 24 and 48 GB",
     "W7": "The same Llama with larger batches on a card of 24 GB",
+    "rate": "At the card's rate: T5 of middle size, and decoders with many tokens an update",
     "cheap": "Matmuls kept and the rest recomputed, or all recomputed: the same Llama on a card with 64 GiB free",
     "muon": "Muon and AdamW on a card of 24 GB",
     "lora": "LoRA of a Llama of 8 G parameters on cards of 6 and 10 GB",

@@ -22,6 +22,8 @@ from offloadkit.doors.engines.work import RAGGED_STEPS, Work
 ROOT = Path(__file__).parent.parent
 WARMUP, STEPS = 6, 6
 """For every engine: layers that the plan moves between processors have settled after six steps."""
+MANY_MICRO_BATCHES, FEW_WARMUP, FEW_STEPS = 16, 1, 2
+"""Warm-up and timed steps where a step has this many micro-batches or more."""
 ROUNDS = 3
 """Number of timings of each step with ragged rows."""
 
@@ -84,7 +86,10 @@ def _measured(
         config_of(case.model).save_pretrained(scratch)
         if case.mask == "ragged" and not setup.is_door:
             steps = ROUNDS * RAGGED_STEPS
-        work = replace(case.work(setup, scratch, tempfile.gettempdir()), steps=steps, warmup=WARMUP)
+        warmup = WARMUP
+        if case.accumulation >= MANY_MICRO_BATCHES:
+            steps, warmup = min(steps, FEW_STEPS), FEW_WARMUP
+        work = replace(case.work(setup, scratch, tempfile.gettempdir()), steps=steps, warmup=warmup)
         if setup.is_door:
             _write_weights(work, timeout)
         raw = in_fresh_process(work, case, setup, timeout, device, verbose)

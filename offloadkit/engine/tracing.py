@@ -200,8 +200,9 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = {id(tensor.untyped_storage()) for tensor in made}
         counts = Pass()
         is_view = not function._schema.is_mutable and own <= storages
-        if made and not is_view and not function.__name__.startswith(("empty", "new_empty")):
-            counts = _counts(function, args, kwargs, output, sum(tensor.nbytes for tensor in [*read, *made]))
+        written = made or _written(function, args)
+        if written and not is_view and not function.__name__.startswith(("empty", "new_empty")):
+            counts = _counts(function, args, kwargs, output, sum(tensor.nbytes for tensor in [*read, *written]))
         self.total += counts
         layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in made]
         is_new = len(own) == len(leaves) and own.isdisjoint(storages)
@@ -220,6 +221,12 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 found.append(index)
         return found
+
+
+def _written(function: Any, args: Any) -> list[torch.Tensor]:
+    """The arguments that an operation writes."""
+    written = [given for each, given in zip(function._schema.arguments, args, strict=False) if each.is_write]
+    return _tensors(tree_flatten(written)[0])
 
 
 def _counts(function: Any, args: Any, kwargs: Any, output: Any, moved: int) -> Pass:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from offloadkit.errors import EngineStateError
 from offloadkit.hf.tokenize import IGNORED
-from offloadkit.kernels.linear_cross_entropy import Step, no_autocast, token_losses
+from offloadkit.kernels.linear_cross_entropy import Cast, Step, no_autocast, token_losses
 
 
 def num_targets(model: Any, batch: Any) -> torch.Tensor | int:
@@ -83,10 +83,12 @@ CHUNK_ELEMENTS = 2**24
 logger = logging.getLogger(__name__)
 
 
-def compute_loss_in_chunks(model: nn.Module, chunk_elements: int = CHUNK_ELEMENTS) -> Callable[[], None]:
+def compute_loss_in_chunks(
+    model: nn.Module, chunk_elements: int = CHUNK_ELEMENTS, *, fused: bool = False
+) -> Callable[[], None]:
     """Make the model's output head return lazy `Logits`, so that the loss needs no memory for all logits at once.
 
-    Returns a function that restores the head.
+    Returns a function that restores the head. `fused`: use the loss's kernels on a GPU and on the meta device.
 
     Models without `get_output_embeddings()`, and heads that are not a plain `nn.Linear` (quantised, adapted) or have a
     replaced forward, stay unchanged. Up to `chunk_elements` logits are computed as usual.
@@ -100,7 +102,8 @@ def compute_loss_in_chunks(model: nn.Module, chunk_elements: int = CHUNK_ELEMENT
         if torch.compiler.is_compiling() or input.shape[:-1].numel() * self.out_features <= chunk_elements:
             return nn.Linear.forward(self, input)
         # The engine's hooks provide `self.weight` while the module runs.
-        return Logits(*map(_as_autocast_would, (input, self.weight, self.bias)), chunk_elements=chunk_elements)
+        inputs = map(_as_autocast_would, (input, self.weight, self.bias))
+        return Logits(*inputs, chunk_elements=chunk_elements, fused=fused)
 
     return give_method(head, "forward", forward)
 
@@ -135,6 +138,7 @@ class Logits(torch.Tensor):
     bias: torch.Tensor | None
     steps: tuple[Step, ...]
     chunk_elements: int
+    fused: bool
     known: torch.Tensor | None
     origin: tuple[Logits, Callable[[torch.Tensor], torch.Tensor]] | None
     weight_version: int | None
@@ -147,6 +151,7 @@ class Logits(torch.Tensor):
         bias: torch.Tensor | None,
         *,
         chunk_elements: int,
+        fused: bool = False,
         steps: tuple[Step, ...] = (),
         dtype: torch.dtype | None = None,
         origin: tuple[Logits, Callable[[torch.Tensor], torch.Tensor]] | None = None,
@@ -170,7 +175,7 @@ class Logits(torch.Tensor):
             requires_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs),
         )
         logits.hidden, logits.weight, logits.bias = hidden, weight, bias
-        logits.steps, logits.chunk_elements = steps, chunk_elements
+        logits.steps, logits.chunk_elements, logits.fused = steps, chunk_elements, fused
         logits.known, logits.origin = None, origin
         with torch._C.DisableTorchFunctionSubclass():
             if logits.requires_grad:
@@ -212,8 +217,9 @@ class Logits(torch.Tensor):
             )
 
     def like(self, **changes: Any) -> Logits:
-        fields = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias, "steps": self.steps}
-        new = Logits(**{**fields, "chunk_elements": self.chunk_elements, "dtype": _plain(self).dtype, **changes})
+        fields: dict[str, Any] = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias, "steps": self.steps}
+        fields |= {"chunk_elements": self.chunk_elements, "fused": self.fused, "dtype": _plain(self).dtype}
+        new = Logits(**{**fields, **changes})
         new.weight_version = self.weight_version
         return new
 
@@ -297,7 +303,7 @@ def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if dtype == plain.dtype:
         return logits
-    return logits.like(steps=(*logits.steps, lambda chunk, columns: chunk.to(dtype)), dtype=dtype)
+    return logits.like(steps=(*logits.steps, Cast(dtype)), dtype=dtype)
 
 
 def _pointwise(func: Any, logits: Logits, *operands: Any, **kwargs: Any) -> Any:
@@ -346,9 +352,9 @@ def _cross_entropy(
         return NotImplemented
     logits.check_weights()
     ignored = target == ignore_index
-    losses: torch.Tensor = token_losses(
-        hidden, logits.weight, logits.bias, target.masked_fill(ignored, 0), logits.steps, logits.chunk_elements
-    ).masked_fill(ignored, 0)
+    how = logits.steps, logits.chunk_elements, logits.fused
+    losses: torch.Tensor = token_losses(hidden, logits.weight, logits.bias, target.masked_fill(ignored, 0), *how)
+    losses = losses.masked_fill(ignored, 0)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()

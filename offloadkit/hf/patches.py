@@ -25,6 +25,7 @@ from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
 from offloadkit.hf.masks import added_mask, avoid_mask_syncs
 from offloadkit.kernels import attention as attention_kernel
 from offloadkit.kernels import decoder as decoder_kernel
+from offloadkit.kernels import linear_cross_entropy as loss_kernel
 from offloadkit.offload.layers import hooks_of
 
 if TYPE_CHECKING:
@@ -91,8 +92,9 @@ def patched(
         kernels: use our kernels.
     """
     changes = ExitStack()
+    fused = kernels and _kernels_run(loss_kernel.LEAST_CAPABILITY, loss_kernel.available, capability)
     for whole in _pretrained(model):
-        changes.callback(compute_loss_in_chunks(whole))
+        changes.callback(compute_loss_in_chunks(whole, fused=fused))
         changes.callback(_take_loss_in_fp32(whole))
         changes.callback(avoid_mask_syncs(whole))
     if config.attention == "ours":

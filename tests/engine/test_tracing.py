@@ -299,6 +299,17 @@ def test_a_loss_in_chunks_keeps_no_logits() -> None:
     assert chunked.forward_peak_bytes < whole.forward_peak_bytes
 
 
+def test_the_kernels_of_the_loss_move_each_logit_seldom() -> None:
+    """Beside the matmuls, two bytes are read in forward, and two read and two written in backward, for bf16."""
+    model, (rows, length), moved = on_meta(llama()).bfloat16(), (4, 64), []
+    for fused in (False, True):
+        undo = compute_loss_in_chunks(model, chunk_elements=2**13, fused=fused)
+        stage = trace_micro_batch(model, tokens(rows, length)).stages[-1]
+        moved.append(stage.forward.moved_bytes + stage.backward.moved_bytes)
+        undo()
+    assert 50 < (moved[0] - moved[1]) / (rows * (length - 1) * model.config.vocab_size) < 75
+
+
 def test_dropout_saves_a_mask_of_bytes_as_on_a_gpu() -> None:
     with torch.device("meta"):
         model = nn.ModuleList([Residual(WIDTH, HIDDEN, dropout) for dropout in (0.0, 0.1)])

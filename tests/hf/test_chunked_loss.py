@@ -371,7 +371,7 @@ def test_however_they_are_accumulated_the_samples_give_the_norm_of_the_models_ow
         split = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 8 // batch_size}
         runs.append(training.train(tmp_path, model(), rows, OffloadSeq2SeqTrainer, **split, **options))
     assert len(num_chunked) == (0 if options else 3 * (1 + 4 + 8))
-    monkeypatch.setattr(patches, "compute_loss_in_chunks", lambda model: lambda: None)
+    monkeypatch.setattr(patches, "compute_loss_in_chunks", lambda model, fused: lambda: None)
     runs.append(training.train(tmp_path, model(), rows, per_device_train_batch_size=8, **options))
     norms, losses = ([training.logged(run, key) for run in runs] for key in ("grad_norm", "loss"))
     for index in range(3):
