@@ -261,8 +261,8 @@ CASES: dict[str, Case] = {
         )
         for size, model, rows, vram in (
             ("0.5b", "qwen2.5-0.5b", 32, None),
-            ("1.5b", "qwen2.5-1.5b", 32, None),
-            ("3b", "qwen2.5-3b", 16, None),
+            ("1.5b", "qwen2.5-1.5b", 16, None),
+            ("3b", "qwen2.5-3b", 8, None),
             ("7b", "qwen2.5-7b", 16, None),
             ("7b-24", "qwen2.5-7b", 16, 24),
         )

@@ -113,7 +113,7 @@ def _sections(rows: Sequence[Row]) -> Iterator[str]:
             yield _DOORS
             yield from _one_table(found, ("case", "model"))
             yield from phase_table([row for row in found if "peaks" in (row["figures"] or {})])
-        elif claim == "growth":
+        elif claim in ("growth", "rate"):
             yield from _one_table(found, ("model",))
         elif claim == "blog":
             for card in dict.fromkeys((CASES[name].vram, CASES[name].ram) for name in names):
@@ -355,7 +355,7 @@ def _one_table(rows: Sequence[Row], more: Sequence[str]) -> Iterator[str]:
     if len(origins) == 1:
         yield f"{origins[0]}.\n"
     titles = [*more, "engine", "tokens"] if more else ["engine"]
-    titles += ["s/step", "turns", "x HF", "x ours", "VRAM", "allocated", "RAM", "planned s"]
+    titles += ["s/step", "tokens/s", "turns", "x HF", "x ours", "VRAM", "allocated", "RAM", "planned s"]
     titles += ["measured by"] if len(origins) > 1 else []
     yield _line(titles)
     yield _line(["---"] * len(titles))
@@ -363,9 +363,10 @@ def _one_table(rows: Sequence[Row], more: Sequence[str]) -> Iterator[str]:
         cells = [str(row[name]) for name in more] + [_engine(row)]
         cells += [f"{row['tokens']:,}" if row["tokens"] else "-"] if more else []
         if row["status"] == "does not fit":
-            cells += [str(row["reason"]), *[""] * 7]
+            cells += [str(row["reason"]), *[""] * 8]
         else:
-            cells += [seconds_of(row), str(row["turns"] or "-"), *(ratio(rows, row, kind) for kind in _BASELINES)]
+            speed = f"{row['tokens'] / row['seconds']:,.0f}" if row["tokens"] else "-"
+            cells += [seconds_of(row), speed, str(row["turns"] or "-"), *(ratio(rows, row, kind) for kind in _BASELINES)]
             cells += [_gib(row[name]) for name in ("vram_bytes", "vram_allocated_bytes", "ram_peak_bytes")]
             cells.append(_planned_seconds(row))
         cells += [_origin(row)] if len(origins) > 1 else []

@@ -38,6 +38,8 @@ LEAST_CAPABILITY = (8, 0)
 """Older GPUs have no conversions of bf16."""
 FUSED_CHUNK = 4
 """A fused chunk has this many times `chunk_elements`, because its logits have no copies in fp32."""
+ADDS_IN_FP32 = hasattr(torch.ops.aten.addmm, "dtype_out")
+"""Whether this torch adds a product of 16-bit matrices to an fp32 matrix on a GPU, without rounding the product."""
 BLOCK = 2048
 """Logits that a thread block reads at once."""
 KERNELS: Any = linear_cross_entropy_triton
@@ -134,10 +136,13 @@ class _TokenLosses(torch.autograd.Function):
         d_hidden = torch.zeros_like(hidden, dtype=logsumexp.dtype) if wants_hidden else None
         d_weight = torch.empty_like(weight) if wants_weight else None
         d_bias = torch.empty_like(bias) if wants_bias else None
+        adds_product = ADDS_IN_FP32 and ctx.fused and hidden.is_cuda and hidden.dtype != logsumexp.dtype
         with no_autocast(hidden):
             for columns in _chunks(len(hidden), len(weight), ctx.chunk_elements):
                 d_logits = _gradient(saved, d_losses, ctx.steps, columns, ctx.fused)
-                if d_hidden is not None:
+                if d_hidden is not None and adds_product:
+                    torch.addmm(d_hidden, d_logits, weight[columns], out_dtype=d_hidden.dtype, out=d_hidden)
+                elif d_hidden is not None:
                     d_hidden += d_logits @ weight[columns]
                 if d_weight is not None:
                     torch.mm(d_logits.t(), hidden, out=d_weight[columns])
