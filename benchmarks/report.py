@@ -366,7 +366,8 @@ def _one_table(rows: Sequence[Row], more: Sequence[str]) -> Iterator[str]:
             cells += [str(row["reason"]), *[""] * 8]
         else:
             speed = f"{row['tokens'] / row['seconds']:,.0f}" if row["tokens"] else "-"
-            cells += [seconds_of(row), speed, str(row["turns"] or "-"), *(ratio(rows, row, kind) for kind in _BASELINES)]
+            cells += [seconds_of(row), speed, str(row["turns"] or "-")]
+            cells += [ratio(rows, row, kind) for kind in _BASELINES]
             cells += [_gib(row[name]) for name in ("vram_bytes", "vram_allocated_bytes", "ram_peak_bytes")]
             cells.append(_planned_seconds(row))
         cells += [_origin(row)] if len(origins) > 1 else []
