@@ -26,6 +26,7 @@ from offloadkit.facts.hardware import Hardware, with_disk
 from offloadkit.facts.units import format_bytes, parse_bytes
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length, num_positions
 from offloadkit.hf.load import Task
+from offloadkit.hf.masks import Padding, known_padding
 from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
 from offloadkit.planner.cards import CARDS, card_named
@@ -145,8 +146,10 @@ class PlanRequest:
     """Batch size of evaluation, which matters if it is larger than training's."""
     label_smoothing: float = 0.0
     """If not 0, the Trainer computes the loss from whole logits."""
-    mask: Literal["padded", "full", "absent"] = "padded"
-    """The batches' attention mask: over padding, or masking nothing, or there is none."""
+    mask: Literal["padded", "unread", "full", "absent"] | None = None
+    """The batches' attention mask: over padding, over padding that no label reads (`masks.Padding`), or masking
+    nothing, or there is none. None: as `finetune` pads on the right, "unread" for causal models and else "padded".
+    """
 
     def __post_init__(self) -> None:
         names = ("num_gpus", "max_input_length", "max_target_length")
@@ -359,7 +362,9 @@ class _TaskOutline:
         if self.request.mask == "absent":
             del batch["attention_mask"]
         loss_of = self._smoothed(batch) if self.request.label_smoothing else None
-        work = self.outline.work(Call((), batch, self.request.mask == "full"), rows, loss_of)
+        mask = self.request.mask or ("unread" if self.task == "causal" else "padded")
+        with known_padding(Padding.UNREAD if mask == "unread" else None):
+            work = self.outline.work(Call((), batch, mask == "full"), rows, loss_of)
         evaluated = self.request.eval_batch_size or 0
         if work is None or evaluated <= size:
             return work

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -52,8 +52,8 @@ class PreparedData:
     longest_target: int = 1
     """Tokens of the longest row's labels, padded; 1 in classification."""
 
-    is_padded: bool = True
-    """Whether attention masks may mask tokens: False if all inputs have the same length, without padding."""
+    mask: Literal["padded", "unread", "full"] = "padded"
+    """What attention masks may mask; "full": nothing, "unread": see `masks.Padding`."""
 
 
 def prepare(
@@ -110,8 +110,13 @@ def prepare(
     widest = rounded_up(run.longest_input, step), rounded_up(run.longest_target, target_step)
     if task == "classification":
         widest = widest[0], 1
-    collator, is_padded = _collator(tokenizer, task, step, target_step), run.num_attended < number * run.longest_input
-    return PreparedData(tokenized, collator, task, run.id2label, *widest, is_padded)
+    mask: Literal["padded", "unread", "full"] = "padded"
+    if run.num_attended == number * run.longest_input:
+        mask = "full"
+    elif run.num_attended == run.total_input and task == "causal" and tokenizer.padding_side == "right":
+        mask = "unread"
+    collator = _collator(tokenizer, task, step, target_step)
+    return PreparedData(tokenized, collator, task, run.id2label, *widest, mask)
 
 
 def prepare_both(
@@ -166,7 +171,7 @@ def longest_row(*prepared: PreparedData | None) -> dict[str, Any]:
     """Arguments of `planning.PlanRequest`."""
     some = [data for data in prepared if data is not None]
     return {
-        "mask": "padded" if any(data.is_padded for data in some) else "full",
+        "mask": min((data.mask for data in some), key=("padded", "unread", "full").index),
         "max_input_length": max(data.longest_input for data in some),
         "max_target_length": max(data.longest_target for data in some),
     }

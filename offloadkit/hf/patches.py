@@ -1,7 +1,7 @@
 """Changes to how transformers' models compute during training, by model family (`FAMILIES`).
 
 For every family, the loss over a large vocabulary is computed in chunks from fp32 logits, and masks do not synchronise
-with the GPU (`masks.py`).
+with the GPU, or are left out (`masks.py`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def patched(
     for whole in _pretrained(model):
         changes.callback(compute_loss_in_chunks(whole, fused=fused))
         changes.callback(_take_loss_in_fp32(whole))
-        changes.callback(avoid_mask_syncs(whole))
+        changes.callback(avoid_mask_syncs(whole, leave_out=config.attention == "ours"))
     if config.attention == "ours":
         for own in (own for own in configs_of(model) if hasattr(own, "model_type")):
             changes.callback(choose_attention(own))

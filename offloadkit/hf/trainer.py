@@ -50,7 +50,7 @@ from offloadkit.hf.evaluations import TrainerEvaluations
 from offloadkit.hf.hub import readable_push_errors
 from offloadkit.hf.longest import evaluation_rows
 from offloadkit.hf.loss import shifts_labels, targets_in
-from offloadkit.hf.masks import FullMaskCollator
+from offloadkit.hf.masks import PaddingCollator
 from offloadkit.hf.ragged import OrderOfSeed, ResumableOrder
 from offloadkit.hf.saving import arguments_as_data
 from offloadkit.hf.sharding import Counted, ShardedBatches, shard_batches
@@ -230,13 +230,13 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     # -- one accumulated batch
 
     def get_train_dataloader(self) -> Any:
-        """Like the Trainer's; each batch says, while it is on the CPU, whether its attention mask masks anything.
+        """Like the Trainer's; each batch says, while it is on the CPU, what its attention mask masks.
 
         With several ranks it also has its number of targets, except in a stream, which only rank 0 reads.
         """
         own, is_shared = self.data_collator, self.args.world_size > 1
         if not (is_shared and isinstance(self.train_dataset, IterableDataset)):
-            self.data_collator = FullMaskCollator(self.data_collator)
+            self.data_collator = PaddingCollator(self.data_collator)
             if is_shared:
                 count = partial(targets_in, shifted=shifts_labels(self.model))
                 self.data_collator = Counted(self.data_collator, count)

@@ -17,7 +17,7 @@ from offloadkit.engine.replanner import Window
 from offloadkit.errors import RepeatWindowError
 from offloadkit.hf.longest import is_standard
 from offloadkit.hf.loss import num_targets, on_device, with_dummy_target
-from offloadkit.hf.masks import known_full_mask, split_full_mask
+from offloadkit.hf.masks import Padding, known_padding, split_padding
 from offloadkit.hf.sharding import TARGETS, without_targets
 from offloadkit.hf.trained import called_through_engine
 
@@ -102,11 +102,11 @@ class TrainingWindow:
 
     def _train_once(self, trainer: Any, inputs: Any, step: TrainingStep) -> torch.Tensor:
         model = trainer.model
-        inputs, full = split_full_mask(inputs)
+        inputs, padding = split_padding(inputs)
         inputs, targets = without_targets(inputs)
         one_mask = not getattr(getattr(model, "config", None), "is_encoder_decoder", True)
-        if not is_standard(type(trainer).compute_loss) or (full and not one_mask):
-            full = None  # the model or the user's loss may ask about another mask
+        if not is_standard(type(trainer).compute_loss) or (padding is Padding.NONE and not one_mask):
+            padding = None  # the model or the user's loss may ask about another mask
         share: torch.Tensor | float | None = None
         if self._num_micro_batches != 1:
             inputs, count = with_dummy_target(inputs, num_targets(model, inputs))
@@ -121,7 +121,7 @@ class TrainingWindow:
         trainer.current_gradient_accumulation_steps = 1
         with (
             trainer.engine.recover_from_oom(),
-            known_full_mask(full),
+            known_padding(padding),
             called_through_engine(trainer),
         ):  # also in a custom loss
             loss = step(inputs, on_device(num_items, trainer.args.device))

@@ -20,6 +20,7 @@ from transformers import (
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     T5ForSequenceClassification,
@@ -35,11 +36,26 @@ from offloadkit.engine import outline
 from offloadkit.errors import ConfigError, DoesNotFitError
 from offloadkit.hf.data import num_positions
 from offloadkit.hf.presets import PRESETS
+from offloadkit.hf.source import resolve
 from offloadkit.planner.remedies import nearest_fits
+from tests.hf.tiny import llama_config
 from tests.planner.machines import GIB, H200
 
 README = Path(__file__).parents[2] / "README.md"
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(8)]
+
+
+@pytest.mark.parametrize(("attention", "mask", "masked"), [("ours", None, 0), ("ours", "padded", 1), ("keep", None, 1)])
+def test_a_causal_models_mask_is_planned_unless_it_is_left_out(attention: Any, mask: Any, masked: int) -> None:
+    def kept(config: OffloadConfig, mask: Any) -> int:
+        request = planning.PlanRequest(2, 64, None, torch.device("cpu"), mask=mask)
+        work = planning.plan_source(resolve(LlamaForCausalLM(llama_config())), config, request).basis.work
+        assert work is not None
+        return work.stages[1].kept_bytes
+
+    config = OffloadConfig(attention=attention, working_dtype="bf16")
+    bias = 2 * 2 * 64 * 64  # SDPA makes it from a mask
+    assert kept(config, mask) - kept(config, "absent") == masked * bias
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from transformers import ByT5Tokenizer
 
 from offloadkit.errors import DataError
 from offloadkit.hf.data import PreparedData, load_dataset_like, longest_row, prepare, prepare_both
+from offloadkit.hf.masks import Padding, padding_of
 from offloadkit.hf.source import resolve
 from tests.hf import tiny
 
@@ -219,17 +220,28 @@ def test_tokenized_rows_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "is_padded"),
+    ("rows", "side", "mask"),
     [
-        ([{"input_ids": [5, 6]}, {"input_ids": [7, 8]}], False),
-        ([{"input_ids": [5, 6]}, {"input_ids": [7]}], True),
-        ([{"input_ids": [5, 6], "attention_mask": [1, 1]}, {"input_ids": [7, 0], "attention_mask": [1, 0]}], True),
+        ([{"input_ids": [5, 6]}, {"input_ids": [7, 8]}], "left", "full"),
+        ([{"input_ids": [5, 6, 4]}, {"input_ids": [7, 8]}], "right", "unread"),
+        ([{"input_ids": [5, 6, 4]}, {"input_ids": [7, 8]}], "left", "padded"),
+        (
+            [{"input_ids": [5, 6], "attention_mask": [1, 1]}, {"input_ids": [7, 0], "attention_mask": [1, 0]}],
+            "right",
+            "padded",
+        ),
     ],
 )
-def test_rows_of_one_length_without_padding_need_no_mask(rows: Any, is_padded: bool) -> None:
-    data = prepared(rows, WORDS, LLAMA)
-    assert data.is_padded == is_padded
-    assert longest_row(None, data)["mask"] == ("padded" if is_padded else "full")
+def test_rows_say_what_their_masks_may_mask(rows: Any, side: str, mask: str) -> None:
+    tokenizer = tiny.word_tokenizer()
+    tokenizer.padding_side = side
+    data = prepared(rows, tokenizer, LLAMA)
+    assert data.mask == mask
+    assert longest_row(None, data)["mask"] == mask
+    full = prepared([{"input_ids": [5, 6]}], WORDS, LLAMA)
+    assert longest_row(full, data)["mask"] == mask
+    unread = padding_of(*(data.collator(list(data.dataset))[name] for name in ("attention_mask", "labels")))
+    assert unread is {"full": Padding.NONE, "unread": Padding.UNREAD, "padded": Padding.READ}[mask]
 
 
 def test_tokenized_rows_of_a_causal_model_need_no_labels() -> None:

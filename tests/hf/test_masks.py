@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     BertForSequenceClassification,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     T5ForConditionalGeneration,
     masking_utils,
@@ -20,7 +23,9 @@ from transformers.masking_utils import causal_mask_function, eager_mask
 from offloadkit import OffloadConfig, OffloadEngine, plan
 from offloadkit.facts import changes
 from offloadkit.hf import masks
-from offloadkit.hf.masks import NOTE, FullMaskCollator, added_mask
+from offloadkit.hf.masks import NOTE, Padding, PaddingCollator, added_mask
+from offloadkit.hf.patches import patched
+from offloadkit.hf.tokenize import IGNORED
 from offloadkit.hf.trainer import OffloadTrainer
 from tests.hf.tiny import bert_config, llama_config, t5_config
 from tests.hf.training import arguments
@@ -29,13 +34,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUESTIONS = ("fast_all", "_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
 """Functions of transformers that synchronise with the GPU."""
+REPLACED = (*QUESTIONS, "_ignore_causal_mask_sdpa")
+"""Functions of transformers that are replaced during training."""
 
 
 @pytest.fixture(autouse=True)
 def _transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore transformers' functions, which unclosed models of earlier tests may have replaced."""
     gc.collect()
-    for name in QUESTIONS:
+    for name in REPLACED:
         monkeypatch.setattr(masking_utils, name, changes.unclaimed(masking_utils, name))
         assert getattr(masking_utils, name).__module__ == masking_utils.__name__
     monkeypatch.setattr(changes, "claims", {})
@@ -69,19 +76,28 @@ def model(kind: str) -> PreTrainedModel:
     return BertForSequenceClassification(bert_config(attn_implementation="sdpa", num_labels=2))
 
 
-def rows(kind: str, lengths: list[int]) -> list[dict[str, Any]]:
+def rows(kind: str, lengths: list[int], ignored: bool = False) -> list[dict[str, Any]]:
     made = []
     for length in lengths:
         row: dict[str, Any] = {"input_ids": torch.arange(8) + 3, "attention_mask": (torch.arange(8) < length).long()}
         row["labels"] = row["input_ids"] if kind == "llama" else torch.tensor(length % 2)
+        if ignored:
+            row["labels"] = row["labels"].where(row["attention_mask"].bool(), IGNORED)
         made.append(row)
     return made
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the functions in `QUESTIONS` that are called."""
+    """Names of the functions in `QUESTIONS`, and `padding_of` in a forward, that are called."""
     found: list[str] = []
+    padding_of = masks.padding_of
+
+    def ask_once(*args: Any) -> Padding:
+        found.extend(["padding_of"] if masks._known.mask is not None else [])
+        return padding_of(*args)
+
+    monkeypatch.setattr(masks, "padding_of", ask_once)
     for name in QUESTIONS:
         own = getattr(masking_utils, name)
 
@@ -97,9 +113,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 LENGTHS = {"full": [8, 8, 8, 8], "ragged": [8, 3, 5, 8], "mixed": [8, 8, 3, 8]}
 
 
-@pytest.mark.parametrize(("kind", "lengths"), [("llama", "full"), ("bert", "ragged"), ("llama", "mixed")])
+@pytest.mark.parametrize(
+    ("kind", "lengths", "ignored"),
+    [("llama", "full", False), ("bert", "ragged", False), ("llama", "mixed", False), ("llama", "mixed", True)],
+)
 def test_a_trainer_asks_nothing_and_computes_the_same(
-    kind: str, lengths: str, asked: list[str], tmp_path: Path
+    kind: str, lengths: str, ignored: bool, asked: list[str], tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"max_steps": 2, "train_sampling_strategy": "sequential"}
 
@@ -111,7 +130,7 @@ def test_a_trainer_asks_nothing_and_computes_the_same(
     for trainer in (OffloadTrainer, Asks):
         asked.clear()
         trained = trainer(
-            model=model(kind), args=arguments(tmp_path, **options), train_dataset=rows(kind, LENGTHS[lengths])
+            model=model(kind), args=arguments(tmp_path, **options), train_dataset=rows(kind, LENGTHS[lengths], ignored)
         )
         trained.train()
         trained.close()
@@ -154,7 +173,7 @@ def test_what_an_interrupted_forward_knew_is_forgotten_when_the_engine_closes() 
 
 
 def questions() -> list[Any]:
-    return [getattr(masking_utils, name) for name in QUESTIONS]
+    return [getattr(masking_utils, name) for name in REPLACED]
 
 
 @pytest.mark.parametrize(("kind", "budget"), [("llama", None), ("t5", "1GiB")])
@@ -214,14 +233,77 @@ def test_what_others_have_put_in_the_place_of_transformers_functions_stays(monke
 def test_a_note_is_only_made_where_masks_agree() -> None:
     def noted(*masks: Any) -> Any:
         batch = {f"{number}_attention_mask": mask for number, mask in enumerate(masks)}
-        return FullMaskCollator(lambda rows: batch)([]).get(NOTE)
+        return PaddingCollator(lambda rows: batch)([]).get(NOTE)
 
     ones, some = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
-    assert noted(ones) is True
-    assert noted(some) is False
-    assert noted(ones, ones) is True
+    assert noted(ones) is Padding.NONE
+    assert noted(some) is Padding.READ
+    assert noted(ones, ones) is Padding.NONE
     assert noted(ones, some) is None
     assert noted(ones[None]) is None
     assert noted([1]) is None
     assert noted() is None
-    assert FullMaskCollator(tuple)([1]) == (1,)
+    assert PaddingCollator(tuple)([1]) == (1,)
+
+
+# -- padding that no label reads
+
+LEFT, HOLES = [[0, 0, 1, 1, 1, 1], [1] * 6], [[1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0]]
+RIGHT = [[1, 1, 1, 1, 0, 0], [1] * 6]
+
+
+def padded(mask: list[list[int]], **changes: Any) -> dict[str, torch.Tensor]:
+    ids = torch.arange(12).view(2, 6) + 3
+    found = {"input_ids": ids, "attention_mask": torch.tensor(mask)}
+    return found | {"labels": ids.where(found["attention_mask"].bool(), IGNORED)} | changes
+
+
+@pytest.fixture
+def given_masks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
+    """Masks that attention gets."""
+    found, own = [], F.scaled_dot_product_attention
+
+    def attend(*args: Any, attn_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        found.append(attn_mask)
+        return own(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    return found
+
+
+def results(trained: PreTrainedModel, batch: dict[str, Any]) -> list[torch.Tensor]:
+    """The loss and the gradients."""
+    loss = trained(**batch).loss
+    return [loss, *torch.autograd.grad(loss, list(trained.parameters()))]
+
+
+@pytest.mark.parametrize(
+    ("batch", "window", "unread"),
+    [
+        (padded(RIGHT), None, True),
+        (padded([[1, 1, 0, 0, 0, 0], [0] * 6]), None, True),
+        (padded(RIGHT, position_ids=torch.arange(6)[None]), None, True),
+        (padded(RIGHT), 7, True),
+        (padded(RIGHT), 3, False),
+        (padded(LEFT), None, False),
+        (padded(HOLES), None, False),
+        (padded(RIGHT, labels=torch.arange(12).view(2, 6)), None, False),
+        (padded(RIGHT, shift_labels=torch.arange(12).view(2, 6)), None, False),
+    ],
+)
+def test_masks_of_unread_padding_are_left_out_and_losses_and_gradients_stay(
+    batch: dict[str, Any], window: int | None, unread: bool, given_masks: list[Any], asked: list[str]
+) -> None:
+    sizes = {name: number for name, number in llama_config().to_dict().items() if name in vars(MistralConfig())}
+    made = model("llama") if window is None else MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))
+    theirs = results(made, batch)
+    assert all(mask is not None for mask in given_masks)
+    for attention in ("keep", "ours"):
+        given_masks.clear()
+        asked.clear()
+        undo = patched(made, OffloadConfig(attention=attention))
+        mine = results(made, batch)
+        undo()
+        assert {mask is None for mask in given_masks} == {unread and attention == "ours"}
+        assert attention == "keep" or "shift_labels" in batch or asked == ["padding_of"]
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)

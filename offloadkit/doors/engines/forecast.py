@@ -99,7 +99,7 @@ def planned(model: PreTrainedModel, work: Work, device: torch.device) -> tuple[O
         activation_checkpointing=work.recomputed,
         compile_blocks=work.compiled,
     )
-    mask: Any = "absent" if work.mask == "full" else "padded"
+    mask: Any = "absent" if work.mask == "full" else None
     request = PlanRequest(work.batch_size, work.input_length, work.target_length or None, device, mask=mask)
     return config, plan_source(resolve(model, init="random"), config, request)
 

@@ -13,7 +13,7 @@ from offloadkit.planner import MicroBatch
 from tests.hf.tiny import llama_config
 
 
-def test_full_rows_are_planned_without_a_mask_and_ragged_ones_with(tmp_path: Path) -> None:
+def test_full_and_ragged_rows_of_a_causal_model_are_planned_without_a_mask(tmp_path: Path) -> None:
     llama_config(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
 
     def traced(mask: Any) -> MicroBatch:
@@ -23,5 +23,4 @@ def test_full_rows_are_planned_without_a_mask_and_ragged_ones_with(tmp_path: Pat
         return plan.basis.work
 
     full, ragged = (traced(mask).stages[1] for mask in ("full", "ragged"))
-    assert ragged.kept_bytes - full.kept_bytes == 2 * 2 * 64 * 64, "SDPA makes a bf16 bias from a mask"
-    assert ragged.forward.sdpa_flops == full.forward.sdpa_flops * 64 * 64 // (64 * 65 // 2)
+    assert (ragged.kept_bytes, ragged.forward.sdpa_flops) == (full.kept_bytes, full.forward.sdpa_flops)
