@@ -12,8 +12,8 @@ from torch import nn
 from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.offload.graphs import BlockGraphs
 from tests.hf.tiny import llama_config, t5_config
 
 PLACEMENTS = [
@@ -80,7 +80,7 @@ def train(
 
 
 def assert_equals_eager(found: Trained, expected: Callable[[], Trained], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockGraphs, "device_types", set())
+    monkeypatch.setattr(facts_graphs, "device_types", set())
     losses, weights, num_graphs = expected()
     assert num_graphs == 0
     assert found[0] == losses

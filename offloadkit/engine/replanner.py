@@ -52,6 +52,7 @@ from offloadkit.offload.shortage import (
 from offloadkit.offload.states import LayerState
 from offloadkit.optim.torch_optimizer import OffloadOptimizer
 from offloadkit.planner import Plan, placed
+from offloadkit.planner.make import without_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -350,6 +351,7 @@ class Replanner:
         error.is_final = True
         full = full_gpu(self.plan, self._device)
         if self._loop.placed.give_up_graphs():
+            self.plan = self._loop.records.plan = self._telemetry.plan = without_graphs(self.plan)
             return RepeatWindowError(f"{full}. CUDA graphs of blocks are not used any more. {_REPEAT}")
         plan = with_less_vram(self.plan, self._device, self._ranks)
         if plan is None:
@@ -482,6 +484,7 @@ class Replanner:
                 self.plan = loop.records.plan = self._telemetry.plan = plan
                 self._watches.ram.expect(plan.tiers["ram"])
                 self._watches.rates.begin(plan)
+                loop.placed.follow(plan)
         seconds = time.perf_counter() - began
         self._watches.vram_cap.watch()
         forget_peak(self._device)  # the next OOM message must not report the old plan's peak

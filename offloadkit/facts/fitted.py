@@ -75,6 +75,15 @@ LOADED_LATER_BYTES = 128 << 20
 H200. A VRAM budget and a plan hold it back.
 """
 
+GRAPHS_DRIVER_BYTES = 256 << 20
+"""At most, what the driver takes for CUDA graphs of blocks. Not measured apart."""
+GRAPHS_WORKSPACE_BYTES = 64 << 20
+"""cuBLAS's workspaces in the graphs' pool: 32 MiB on Hopper for each thread, of forward and of backward."""
+GRAPHS_UNUSED = 0.05
+"""Fraction of the graphs' pool that its tensors cannot use. T5-large with 8 x (512+128) tokens, recomputed, on an H100:
+a pool of 388 MiB, planned 390 with the workspaces.
+"""
+
 # ---- several ranks --------------------------------------------------------------------------------------------------
 
 NCCL_BYTES = 1408 << 20

@@ -16,7 +16,7 @@ from offloadkit.facts import hardware
 from offloadkit.facts.fitted import KERNEL_SECONDS, STEP_EFFICIENCY
 from offloadkit.facts.telemetry import StepRecord
 from offloadkit.planner import Plan
-from offloadkit.planner.layout import CATEGORIES
+from offloadkit.planner.layout import CATEGORIES, GRAPHS
 
 Point = tuple[int, float]
 
@@ -160,7 +160,7 @@ Parts = tuple[tuple[str, float], ...]
 
 OTHER = "other"
 """Measured memory of no known category."""
-_LAST = ("framework", "activations")
+_LAST = ("framework", GRAPHS, "activations")
 """Estimated categories; they share the measured memory that exceeds the engine's own allocations."""
 _TIERS = {"vram": "VRAM", "ram": "RAM"}
 

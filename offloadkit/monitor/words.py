@@ -144,7 +144,7 @@ _NAMES = {
     GREEN: ("master weights", "step on the GPU", "GPU step"),
     ORANGE: ("moments", "wait for CPU step", "CPU step"),
     VERMILION: ("gradients", "wait for bus", "RAM -> GPU", "GPU -> RAM"),
-    PURPLE: ("activations",),
+    PURPLE: ("activations", "CUDA graphs"),
     YELLOW: ("state buffers",),
     GREY: ("frozen weights", "other"),
     PALE: ("framework", "data and the rest"),

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -98,17 +98,16 @@ class BlockGraphs:
 
     Attributes:
         is_open: a forward of the engine is running.
+        is_planned: the plan has VRAM for graphs, or does not know the micro-batch.
         pool: the memory of all graphs.
     """
-
-    device_types: ClassVar[set[str]] = set()
-    """Device types on which blocks are captured. None until plans count the VRAM of graphs; tests add theirs."""
 
     def __init__(
         self, blocks: Sequence[tuple[str, nn.Module]], device: torch.device, tied: Collection[nn.Module]
     ) -> None:
         """`tied`: modules with hooks that replace a weight while they run."""
         self.device, self.pool, self.is_open = device, pools[device.type](device), False
+        self.is_planned = True
         self.weights: dict[nn.Module, Sequence[LayerWeights]] = {}
         self._statics: dict[tuple[str, int, Meta], _Static] = {}
         self._passed_on: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -342,7 +341,7 @@ class _Block:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         graphs = self.graphs
-        if not (graphs.is_open and torch.is_grad_enabled()):
+        if not (graphs.is_open and graphs.is_planned and torch.is_grad_enabled()):
             return self._eagerly(args, kwargs)
         tensors: list[torch.Tensor] = []
         self.num_calls += 1

@@ -16,6 +16,7 @@ from offloadkit.device.streams import BusyTime, Waits
 from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.facts.changes import caching_configs, without_caches
 from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.graphs import may_capture
 from offloadkit.facts.hardware import trim_heap
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.external_writes import ExternalWrites, refuse_to_empty, unwatched
@@ -93,7 +94,7 @@ class PlacedModel:
         if config.compile_blocks:
             undo.callback(compile_blocks(module, tied))
         self.graphs: BlockGraphs | None = None
-        if device.type in BlockGraphs.device_types and not config.compile_blocks and ranks.size == 1:
+        if may_capture(device.type, ranks.size, compiled=config.compile_blocks):
             self.graphs = BlockGraphs(repeated_blocks(module), device, tied)
             undo.callback(self.graphs.close)
         self.recomputation = Recomputation(
@@ -130,10 +131,16 @@ class PlacedModel:
             try:
                 self._arrange(buffers) if self.plan is begun else self.move(self.plan.placements, lambda _: None)
                 self.layers.keep()
+                self.follow(self.plan)
                 return
             except torch.OutOfMemoryError:
                 if not self._lean():
                     raise
+
+    def follow(self, plan: Plan) -> None:
+        """Use graphs if `plan` does, or if it does not know the micro-batch."""
+        if self.graphs is not None:
+            self.graphs.is_planned = plan.is_graphed or plan.basis.work is None
 
     def _lean(self) -> bool:
         """Out of VRAM while placing: switch to a plan with less in VRAM, if it exists. Several ranks keep their

@@ -22,7 +22,7 @@ from offloadkit.facts.config import Placement
 from offloadkit.facts.threads import Thread
 from offloadkit.facts.units import format_bytes
 from offloadkit.planner import Plan, leaner
-from offloadkit.planner.layout import TIERS
+from offloadkit.planner.layout import GRAPHS, TIERS
 
 POLL_SECONDS = 0.2
 TOLERANCE = 1.02
@@ -189,7 +189,7 @@ def with_less_vram_at_rest(plan: Plan, device: torch.device) -> Plan | None:
 
 
 def _at_rest(plan: Plan) -> int:
-    return plan.total_bytes("vram") - plan.tiers["vram"].get("activations", 0)
+    return plan.total_bytes("vram") - sum(plan.tiers["vram"].get(name, 0) for name in ("activations", GRAPHS))
 
 
 def with_less_ram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan | None:
@@ -254,7 +254,7 @@ def full_gpu(plan: Plan, device: torch.device) -> str:
     parts = ", ".join(f"{category} {format_bytes(size)}" for category, size in planned.items() if size)
     free, total = hardware.vram_bytes(device)
     used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    fixed = sum(size for category, size in planned.items() if category not in ("activations", "framework"))
+    fixed = sum(size for category, size in planned.items() if category not in ("activations", GRAPHS, "framework"))
     others = (
         ""
         if "activations" in planned

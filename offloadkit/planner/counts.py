@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from offloadkit.facts.config import Placement
+from offloadkit.planner.graphs import GraphBytes
 from offloadkit.planner.layout import (
     ALLOCATOR_BYTES,
     FRAMEWORK_RAM_BYTES,
@@ -104,12 +105,14 @@ class Spread:
         frozen_bytes: int,
         context_bytes: int,
         one_host: bool = True,
+        graphed: bool = False,
     ) -> None:
         """
         Args:
             one_host: whether all ranks are on one host.
             frozen_bytes: VRAM of frozen parameters and buffers.
             context_bytes: VRAM of the process outside torch's allocator.
+            graphed: whether blocks run as CUDA graphs.
         """
         self._layers, self._work = layers, work
         self.blocks = list(dict.fromkeys(layer.name for layer in layers if layer.in_block))
@@ -128,6 +131,7 @@ class Spread:
         self._frozen_bytes = frozen_bytes
         self._sizes = LayerBytes(layers, PLACEMENTS, accumulation)
         self._phases = PhasesOnGpu(layers, work, FRAMEWORK_RAM_BYTES["cuda"])
+        self._graphs = GraphBytes(layers, work) if graphed else None
         self._activations = cache(self._activations_of)
 
     # -- placements
@@ -176,6 +180,9 @@ class Spread:
         vram, ram, disk = (self._sizes.own(tier, codes).sum(1) for tier in TIERS)
         kept = [self._activations(counts.recomputed, counts.offloaded, counts.cheap) for counts in some]
         held, held_in_ram = np.array(kept).T
+        if self._graphs is not None:
+            in_ram = self._sizes.each(codes, lambda where: where.weights == "ram") & (self.block_of >= 0)
+            held = held + in_ram.any(1) * self._graphs.of_weights
         peaks = self._phases.of(
             ram + sum(buffers["ram"].values()),
             self._fixed_vram + vram + sum(buffers["vram"].values()),
@@ -189,8 +196,9 @@ class Spread:
 
     def _activations_of(self, recomputed: int, offloaded: int, cheap: int) -> tuple[int, int]:
         blocks = [self._number.get(stage.block, -1) for stage in self._work.stages]
-        held = activations(self._work, [_recomputation(block, recomputed, offloaded, cheap) for block in blocks])
-        return held.vram, held.ram
+        how = [_recomputation(block, recomputed, offloaded, cheap) for block in blocks]
+        held, graphs = activations(self._work, how), self._graphs
+        return held.vram + (graphs.of(how) if graphs else 0), held.ram
 
 
 def _beside(layers: Sequence[LayerShape], some: Bools) -> Bools:

@@ -49,6 +49,7 @@ NUM_STEP_BUFFERS = 3
 STEP_CHUNK = 1 << 23
 """Most elements of a flat layer that one step buffer takes; a multiple of 256."""
 
+GRAPHS = "CUDA graphs"
 CATEGORIES = (
     "working weights",
     "weight buffers",
@@ -58,6 +59,7 @@ CATEGORIES = (
     MOMENTS,
     "state buffers",
     "activations",
+    GRAPHS,
     "framework",
 )
 
@@ -573,6 +575,7 @@ def run_bytes(
     *,
     frozen_bytes: int = 0,
     held: Activations | None = None,
+    graph_bytes: int = 0,
     context_bytes: int = 0,
     device_type: str = "cuda",
 ) -> dict[str, dict[str, int]]:
@@ -580,13 +583,14 @@ def run_bytes(
 
     Args:
         held: the activations; None leaves activations and the framework out.
+        graph_bytes: VRAM of CUDA graphs.
         context_bytes: VRAM of the process outside torch's allocator.
         device_type: with "cpu" there is no VRAM, and bytes of the "vram" tier are in RAM too.
     """
     tiers = tier_bytes(layers, placements, accumulation)
     tiers["vram"]["frozen weights"] = tiers["vram"].get("frozen weights", 0) + frozen_bytes
     if held is not None:
-        tiers["vram"]["activations"] = held.vram
+        tiers["vram"]["activations"], tiers["vram"][GRAPHS] = held.vram, graph_bytes
         tiers["ram"]["activations"] = held.ram
         tiers["ram"]["framework"] = FRAMEWORK_RAM_BYTES[device_type]
         if device_type != "cpu":

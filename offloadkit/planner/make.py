@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.fitted import CROWDED, FEW_CTAS, LOADED_LATER_BYTES
+from offloadkit.facts.graphs import may_capture
 from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.units import parse_bytes
+from offloadkit.planner.graphs import GraphBytes, Graphs
 from offloadkit.planner.layout import (
     LayerShape,
     activations,
@@ -85,7 +87,13 @@ def replanned(
         hardware = basis.hardware and for_ranks(basis.hardware, num_gpus)
     work, hardware = work or basis.work, hardware or basis.hardware
     fresh = Basis(config, basis.frozen, basis.frozen_bytes, work, hardware, basis.assumed)
-    return make(type(plan), layers, replace(fresh, unsaved_bytes=basis.unsaved_bytes))
+    return make(type(plan), layers, replace(fresh, unsaved_bytes=basis.unsaved_bytes, eager=basis.eager))
+
+
+def without_graphs(plan: P) -> P:
+    """`plan` with eager blocks, as all plans made from it."""
+    eager = replace(plan, basis=replace(plan.basis, eager=True))
+    return placed(eager, plan.placements)
 
 
 def with_other_exchange(plan: P) -> P:
@@ -104,7 +112,7 @@ def is_short_of_ram(plan: Prediction) -> bool:
     assert hardware is not None
     if plan.basis.config.placement is not None:
         return False
-    search = _search(plan.layers, plan.basis, work, hardware)
+    search = _search(plan.layers, plan.basis, work, hardware, graphed=plan.is_graphed)
     return search.is_short_of_ram(*_room(plan.basis.config, plan.budgets, hardware))
 
 
@@ -116,6 +124,34 @@ def _plan(
     placements: tuple[Placement, ...],
 ) -> P:
     placements = tuple(of_kind(where, layer) for where, layer in zip(placements, layers, strict=True))
+    graphs = _graphs(layers, basis, placements)
+    made = _counted(kind, layers, basis, budgets, placements, graphs)
+    if graphs and basis.hardware and made.needs()["vram"] > _room(basis.config, budgets, basis.hardware)[0]:
+        return _counted(kind, layers, basis, budgets, placements, replace(graphs, fit=False))
+    return made
+
+
+def _graphs(layers: Sequence[LayerShape], basis: Basis, placements: Sequence[Placement]) -> Graphs | None:
+    if basis.work is None or not _may_capture(layers, basis):
+        return None
+    in_ram = (layer.in_block and where.weights == "ram" for layer, where in zip(layers, placements, strict=True))
+    return GraphBytes(layers, basis.work).graphs(choices(layers, placements, basis.work), streams=any(in_ram))
+
+
+def _may_capture(layers: Sequence[LayerShape], basis: Basis) -> bool:
+    if basis.hardware is None or basis.eager:
+        return False
+    return may_capture(basis.hardware.device, layers[0].num_ranks, compiled=basis.config.compile_blocks)
+
+
+def _counted(
+    kind: type[P],
+    layers: tuple[LayerShape, ...],
+    basis: Basis,
+    budgets: dict[str, int],
+    placements: tuple[Placement, ...],
+    graphs: Graphs | None,
+) -> P:
     config, work, hardware, frozen_bytes = basis.config, basis.work, basis.hardware, basis.frozen_bytes
     held = activations(work, choices(layers, placements, work)) if work else None
     tiers = run_bytes(
@@ -124,6 +160,7 @@ def _plan(
         config.gradient_accumulation,
         frozen_bytes=frozen_bytes,
         held=held,
+        graph_bytes=graphs.num_bytes if graphs and graphs.fit else 0,
         context_bytes=outside_bytes(layers, hardware) if hardware else 0,
         device_type="cpu" if hardware and hardware.device == "cpu" else "cuda",
     )
@@ -148,6 +185,7 @@ def _plan(
         model.on_large_gpu() if model else None,
         layers[0].num_ranks * config.gradient_accumulation * work.num_tokens if work else None,
         basis,
+        graphs,
     )
 
 
@@ -171,7 +209,7 @@ def _budgets(config: OffloadConfig, hardware: Hardware | None, num_ranks: int) -
 def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, int]) -> tuple[Placement, ...]:
     config, work, hardware = basis.config, basis.work, basis.hardware
     if config.placement is None and work is not None and hardware is not None and hardware.device != "cpu":
-        return _search(tuple(layers), basis, work, hardware).best(*_room(config, budgets, hardware))
+        return _searched(tuple(layers), basis, work, hardware, _room(config, budgets, hardware))
     placement = config.placement or Placement()
     if config.activation_checkpointing and placement.activations == "keep":
         placement = replace(placement, activations="checkpoint")
@@ -183,13 +221,26 @@ def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, i
     return found
 
 
-def _search(layers: tuple[LayerShape, ...], basis: Basis, work: MicroBatch, hardware: Hardware) -> Search:
+def _searched(
+    layers: tuple[LayerShape, ...], basis: Basis, work: MicroBatch, hardware: Hardware, room: tuple[int, int, int]
+) -> tuple[Placement, ...]:
+    """The fastest placements. Leaves VRAM for graphs if a step gains by them and something then fits."""
+    if _may_capture(layers, basis):
+        search = _search(layers, basis, work, hardware, graphed=True)
+        if search.model.gains_by_graphs() and search.fits(*room):
+            return search.best(*room)
+    return _search(layers, basis, work, hardware).best(*room)
+
+
+def _search(
+    layers: tuple[LayerShape, ...], basis: Basis, work: MicroBatch, hardware: Hardware, *, graphed: bool = False
+) -> Search:
     config = basis.config
-    how = config.activation_checkpointing, config.compile_blocks
+    how = config.activation_checkpointing, config.compile_blocks, graphed
     return _kept_search(layers, work, hardware, config.gradient_accumulation, basis.frozen_bytes, *how)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _kept_search(
     layers: tuple[LayerShape, ...],
     work: MicroBatch,
@@ -198,8 +249,9 @@ def _kept_search(
     frozen_bytes: int,
     all_recomputed: bool,
     compiled: bool,
+    graphed: bool,
 ) -> Search:
-    options: dict[str, Any] = {"all_recomputed": all_recomputed, "compiled": compiled}
+    options: dict[str, Any] = {"all_recomputed": all_recomputed, "compiled": compiled, "graphed": graphed}
     return Search(layers, work, hardware, accumulation, frozen_bytes=frozen_bytes, **options)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from offloadkit.facts.config import Placement
 from offloadkit.facts.units import format_bytes
-from offloadkit.planner.layout import LayerShape, of_one
+from offloadkit.planner.layout import GRAPHS, LayerShape, of_one
 from offloadkit.planner.work import MicroBatch
 
 PhaseName = Literal["reading", "first step", "training", "evaluation", "generation", "saving", "closing", "resuming"]
@@ -72,6 +72,7 @@ def phases_of(
     """
     ram, vram = dict(tiers["ram"]), dict(tiers["vram"])
     framework, held_in_ram, held = ram.pop("framework", 0), ram.pop("activations", 0), vram.pop("activations", 0)
+    held += vram.pop(GRAPHS, 0)
     slabs, lasting = sum(ram.values()), sum(vram.values())
     sizes, codes = of_one(layers, placements, accumulation)
     buckets = int(sizes.buffers(codes)["vram"]["gradients"].item())
@@ -117,7 +118,7 @@ class PhasesOnGpu:
         Args:
             slabs: RAM of layers and buffers.
             lasting: VRAM except activations; of it, `buckets` hold gradients.
-            held, held_in_ram: activations.
+            held, held_in_ram: activations, and in VRAM the graphs of blocks.
             moved: RAM of the model when its engine is closed.
         """
         built, reserved, full = lasting - buckets, lasting + held, self._framework + slabs + held_in_ram

@@ -53,6 +53,7 @@ class Plan(Prediction):
             "total_bytes": {tier: self.total_bytes(tier) for tier in self.tiers},
             "available_bytes": self.budgets,
             "missing_bytes": self.lacking(),
+            "graphs": asdict(self.graphs) if self.graphs else None,
             "phases": [asdict(phase) for phase in self.phases],
             "checkpoint_bytes": self.checkpoint_bytes,
             "checkpoint_peak_bytes": self.checkpoint_peak_bytes,

@@ -8,6 +8,7 @@ from functools import cached_property
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.hardware import Hardware
 from offloadkit.planner.bound import Bound, bound_of
+from offloadkit.planner.graphs import Graphs
 from offloadkit.planner.layout import LayerShape, communicated_bytes
 from offloadkit.planner.phases import NEEDED, Phase, phases_of
 from offloadkit.planner.seconds import Seconds, step_range
@@ -36,6 +37,8 @@ class Basis:
     """The part of `frozen_bytes` that no checkpoint has."""
     held_bytes: int = 0
     """RAM of a model in memory, until the engine has taken over all of it."""
+    eager: bool = False
+    """Blocks do not run as CUDA graphs, because these did not fit."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,6 +58,7 @@ class Prediction:
         checkpoint_peak_bytes: peak on disk: two checkpoints, since the old one is deleted after the new one is written,
             and the trained model.
         basis: the inputs of the plan.
+        graphs: CUDA graphs of repeated blocks. None: no block can be captured, or the micro-batch is unknown.
     """
 
     layers: tuple[LayerShape, ...]
@@ -70,6 +74,7 @@ class Prediction:
     large_gpu_seconds: float | None = field(compare=False)
     num_tokens: int | None
     basis: Basis = field(compare=False)
+    graphs: Graphs | None = None
 
     def total_bytes(self, tier: str) -> int:
         """Planned bytes of a tier in training steps."""
@@ -105,6 +110,11 @@ class Prediction:
     def fits(self) -> bool:
         """Whether the plan fits the known budgets."""
         return not self.lacking()
+
+    @property
+    def is_graphed(self) -> bool:
+        """Whether repeated blocks run as CUDA graphs."""
+        return self.graphs is not None and self.graphs.fit
 
     @property
     def on_cpu(self) -> bool:

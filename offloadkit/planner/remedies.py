@@ -44,7 +44,9 @@ _DRAM_BOUND = 0.6
 
 def explain(plan: Prediction) -> str:
     """See `Plan.explain`."""
-    return "\n".join([*_limit(plan), *_range(plan), *_bound(plan), *_help(plan)] if plan.fits else _would_fit(plan))
+    return "\n".join(
+        [*_limit(plan), *_range(plan), *_bound(plan), *_graphs(plan), *_help(plan)] if plan.fits else _would_fit(plan)
+    )
 
 
 def nearest_fits(plan: P, most: int = 4) -> list[tuple[str, P]]:
@@ -203,6 +205,16 @@ def _bound(plan: Prediction) -> Iterator[str]:
     parts = [f"{each.name} {format_seconds(each.seconds)} ({names[each.slowest]})" for each in bound.phases]
     planned = f"the plan takes {seconds.step / bound.step:.3g}x as long"
     yield f"the bound of a step is {format_seconds(bound.step)}: {', '.join(parts)}; {planned}"
+
+
+def _graphs(plan: Prediction) -> Iterator[str]:
+    if plan.graphs is None:
+        return
+    size = format_bytes(plan.graphs.num_bytes)
+    if plan.is_graphed:
+        yield f"blocks run as {plan.graphs.number:,} CUDA graphs, which take {size} of VRAM"
+    else:
+        yield f"blocks run eagerly, because their CUDA graphs would take {size} of VRAM more"
 
 
 def _limiting(plan: Prediction, name: str) -> str:

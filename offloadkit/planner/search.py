@@ -97,17 +97,19 @@ class Search:
         frozen_bytes: int = 0,
         all_recomputed: bool = False,
         compiled: bool = False,
+        graphed: bool = False,
     ) -> None:
         """
         Args:
             frozen_bytes: VRAM of frozen parameters and buffers.
             all_recomputed: every block is recomputed, because the user asked for it.
+            graphed: blocks run as CUDA graphs.
         """
         self._layers, self._accumulation, self._all_recomputed = layers, accumulation, all_recomputed
         self.model = StepModel(layers, work, hardware, accumulation, compiled=compiled)
         one_host = layers[0].num_ranks <= hardware.num_ranks
         memory = {"frozen_bytes": frozen_bytes, "context_bytes": outside_bytes(layers, hardware)}
-        self._spread = Spread(layers, work, accumulation, one_host=one_host, **memory)
+        self._spread = Spread(layers, work, accumulation, one_host=one_host, graphed=graphed, **memory)
         self._quick = QuickSeconds(self.model, self._spread, hardware, accumulation)
         self._num_blocks = len(self._spread.blocks)
         can = all(stage.cheap for stage in work.stages if stage.block) and not (all_recomputed or compiled)
@@ -117,6 +119,7 @@ class Search:
         self._phases: dict[Counts, Phases] = {}
         self.placements, self.best = cache(self._spread.placements), cache(self._best)
         self._short_of_ram: set[Room] = set()
+        self._too_small: set[Room] = set()
 
     # -- bytes and seconds of counts
 
@@ -175,7 +178,15 @@ class Search:
             for counts in dict.fromkeys([*tried.ranked(_step)[:1], *grid[:1], *sorted(shared, key=tried.step)[:1]]):
                 self._refine(counts, tried, cheap=True)
         fastest = min(filter(None, tried.instead.values()), key=lambda fits: self.phases(fits).step, default=None)
-        return self.placements(fastest) if fastest else self._leanest(room)
+        if fastest is not None:
+            return self.placements(fastest)
+        self._too_small.add(room)
+        return self._leanest(room)
+
+    def fits(self, vram: int, ram: int, disk: int = 0) -> bool:
+        """Whether the placements of `best` fit."""
+        self.best(vram, ram, disk)
+        return Room(vram, ram, disk) not in self._too_small
 
     def is_short_of_ram(self, vram: int, ram: int, disk: int = 0) -> bool:
         """Whether `best` met placements that lack RAM. If not, more RAM does not change its result."""

@@ -65,6 +65,9 @@ from offloadkit.planner.work import MicroBatch, Pass, Stage
 FEW_CORES = 2
 """With at most this many cores, the CPU step and Python share the cores and do not run at the same time."""
 
+GAINS_BY_GRAPHS = 0.7
+"""A step gains by CUDA graphs if Python takes more than this fraction of the GPU's time with eager blocks."""
+
 IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", activations="keep", step="gpu")
 RESOURCES = ("forward", "backward", "GPU step", "CPU step", "H2D", "D2H", "disk", "launches")
 
@@ -196,6 +199,11 @@ class StepModel:
         gpu = sum(unit.forward + unit.backward for unit in self.stages)
         python = sum(unit.forward_launches + unit.backward_launches for unit in self.stages)
         return max(gpu + cheap[0], python + cheap[1]) < max(gpu + recomputed[0], python + recomputed[1])
+
+    def gains_by_graphs(self) -> bool:
+        """Whether Python bounds forward and backward of eager blocks with everything in VRAM, or nearly."""
+        busy = self.seconds([IN_VRAM] * len(self.layers)).busy
+        return busy["launches"] > GAINS_BY_GRAPHS * (busy["forward"] + busy["backward"])
 
     def on_large_gpu(self) -> float:
         """Seconds of a step with everything in VRAM and nothing recomputed."""

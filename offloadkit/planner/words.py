@@ -235,6 +235,8 @@ def _placed(plan: Prediction) -> list[str]:
         lines.append(f"activations{share(how['checkpoint'], blocks)} recomputed in backward")
     if how["offload"]:
         lines.append(f"activations{share(how['offload'], blocks)} recomputed from inputs kept in RAM")
+    if plan.graphs is not None and plan.is_graphed:
+        lines.append(f"blocks run as {plan.graphs.number:,} CUDA graphs")
     return lines
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.offload.graphs import BlockGraphs, _Entry
+from offloadkit.offload.graphs import _Entry
 from tests.graphs import PLACEMENTS, assert_equals_eager, batches, llama, t5, train
 
 SIZES = {
@@ -22,7 +23,7 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def graphs_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockGraphs, "device_types", {"cuda"})
+    monkeypatch.setattr(facts_graphs, "device_types", {"cuda"})
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_python_takes_less_time_with_graphs(monkeypatch: pytest.MonkeyPatch) -> 
     data = batches("t5", 1, "cuda", length=96) * 20
     seconds = {}
     for device_types in ({"cuda"}, set[str]()):
-        monkeypatch.setattr(BlockGraphs, "device_types", device_types)
+        monkeypatch.setattr(facts_graphs, "device_types", device_types)
         model = t5(**SIZES["t5"] | {"num_layers": 12}).train()
         with OffloadEngine(
             model, OffloadConfig(placement=Placement(activations="checkpoint")), device="cuda"

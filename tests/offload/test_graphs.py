@@ -15,14 +15,14 @@ from torch import nn
 from offloadkit.device.graphs import RunAgain
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, RepeatWindowError
+from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.offload.graphs import BlockGraphs
 from tests.graphs import PLACEMENTS, Trained, assert_equals_eager, batches, llama, t5, train
 
 
 @pytest.fixture(autouse=True)
 def graphs_are_on(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    monkeypatch.setattr(BlockGraphs, "device_types", {"cpu"})
+    monkeypatch.setattr(facts_graphs, "device_types", {"cpu"})
     monkeypatch.setattr(RunAgain, "fill_with_nan", True)
 
 

@@ -1,0 +1,102 @@
+"""CUDA graphs of blocks in plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offloadkit.facts import graphs as facts_graphs
+from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.fitted import GRAPHS_DRIVER_BYTES, GRAPHS_WORKSPACE_BYTES
+from offloadkit.planner import MicroBatch, Plan, make_plan
+from offloadkit.planner.graphs import GraphBytes
+from offloadkit.planner.layout import GRAPHS, choices
+from offloadkit.planner.make import replanned, without_graphs
+from offloadkit.planner.search import Search
+from tests.planner.machines import GIB, H200, shape, stage
+from tests.planner.test_counts import WITH_DISK, some_counts, unlike_layers
+
+IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", step="gpu")
+MIB = 1 << 20
+LAYERS = [shape("first", 2**20, in_block=False), *(shape(f"block.{index}", 2**20) for index in range(4))]
+FIXED = GRAPHS_DRIVER_BYTES + GRAPHS_WORKSPACE_BYTES
+
+
+@pytest.fixture(autouse=True)
+def graphs_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts_graphs, "device_types", {"cuda"})
+
+
+def planned(placement: Placement | None = IN_VRAM, machine: Any = H200, **options: Any) -> Plan:
+    blocks = (stage(f"block.{index}", kept=64 * MIB, input_bytes=4 * MIB) for index in range(4))
+    work = MicroBatch((stage("", kept=MIB), *blocks, stage("", kept=0, backward_peak_bytes=256 * MIB)), 640)
+    return make_plan(LAYERS, OffloadConfig(placement=placement, **options), work=work, hardware=machine)
+
+
+def test_a_plan_counts_the_graphs_of_its_blocks() -> None:
+    plan = planned()
+    assert plan.graphs is not None
+    assert plan.is_graphed
+    assert plan.graphs.number == 2 * 4
+    assert plan.tiers["vram"][GRAPHS] == plan.graphs.num_bytes
+    assert plan.needs()["vram"] == plan.total_bytes("vram")
+    assert plan.to_dict()["graphs"] == {"number": 8, "num_bytes": plan.graphs.num_bytes, "fit": True}
+    assert "blocks run as 8 CUDA graphs" in plan.details()
+    assert "blocks run as 8 CUDA graphs, which take" in plan.explain()
+
+
+def test_a_recomputed_block_is_the_pools_temporary_memory() -> None:
+    kept, recomputed = planned(), planned(replace(IN_VRAM, activations="checkpoint"))
+    assert kept.graphs is not None
+    assert recomputed.graphs is not None
+    unused, of_inputs, gradients = 0.05, 4 * MIB, 2 * MIB
+    of_one, of_all = 64 * MIB + gradients, 4 * 64 * MIB + gradients
+    assert recomputed.graphs.num_bytes - FIXED == pytest.approx(of_one + of_inputs + unused * of_one, rel=1e-3)
+    assert kept.graphs.num_bytes - FIXED == pytest.approx(gradients + of_inputs + unused * of_all, rel=1e-3)
+
+
+def test_streamed_blocks_have_a_copy_of_their_weights() -> None:
+    where = replace(IN_VRAM, activations="checkpoint", states="ram", step="gpu")
+    resident, streamed = planned(where), planned(replace(where, weights="ram", gradients="ram"))
+    assert resident.graphs is not None
+    assert streamed.graphs is not None
+    assert streamed.graphs.num_bytes - resident.graphs.num_bytes == 2 * 2**20
+
+
+@pytest.mark.parametrize("options", [{"compile_blocks": True}, {"placement": replace(IN_VRAM, activations="cheap")}])
+def test_plans_without_graphs(options: Any) -> None:
+    plan = planned(**options)
+    assert plan.graphs is None
+    assert GRAPHS not in plan.tiers["vram"]
+    assert "CUDA graphs" not in plan.details() + plan.explain()
+
+
+def test_where_the_vram_does_not_suffice_blocks_run_eagerly() -> None:
+    whole = planned()
+    small = planned(vram=whole.total_bytes("vram") - 1)
+    assert small.graphs is not None
+    assert not small.is_graphed
+    assert small.fits
+    assert GRAPHS not in small.tiers["vram"]
+    assert "blocks run eagerly, because their CUDA graphs would take" in small.explain()
+
+
+def test_a_run_that_gave_up_its_graphs_plans_none() -> None:
+    plan = without_graphs(planned())
+    assert plan.graphs is None
+    assert replanned(plan, vram=8 * GIB).graphs is None
+
+
+def test_a_search_counts_graphs_as_the_plan_does() -> None:
+    layers, work = unlike_layers()
+    eager, graphed = (Search(layers, work, WITH_DISK, 1, graphed=on) for on in (False, True))
+    for counts in some_counts(40):
+        placements = graphed.placements(counts)
+        streams = any(
+            layer.in_block and where.weights == "ram" for layer, where in zip(layers, placements, strict=True)
+        )
+        found = GraphBytes(layers, work).graphs(choices(layers, placements, work), streams=streams)
+        more = 0 if found is None else found.num_bytes
+        assert graphed.needs(counts).vram == pytest.approx(eager.needs(counts).vram + more)
