@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from offloadkit.engine.tracing import Call
+from offloadkit.hf.masks import Padding, padding_of
 
 MOST_ROWS = 4096
 """Maximum number of measured rows, spread evenly over the dataset."""
@@ -31,12 +32,13 @@ class NotReadableError(Exception):
     """The rows cannot be read before training. The message gives the reason."""
 
 
-def longest_batch(trainer: Any) -> tuple[Call, str]:
+def longest_batch(trainer: Any) -> tuple[Call, Padding, str]:
     """A micro-batch as large, in every dimension, as the largest micro-batches of `trainer`, evaluation included.
 
     Returns:
-        The call of the model's forward, with tensors on the meta device; and a note if only a part of the training rows
-            was measured, else "".
+        The call of the model's forward, with tensors on the meta device.
+        The padding of all micro-batches; `Padding.READ` if it is not known.
+        A note if only a part of the training rows was measured, else "".
 
     Raises:
         NotReadableError: custom loss or batches, no rows, a stream, or an error in the forked process.
@@ -60,7 +62,8 @@ def longest_batch(trainer: Any) -> tuple[Call, str]:
     if not read:
         raise NotReadableError("there are no rows")
     largest = _largest([shapes for batches, _ in read for shapes in batches])
-    return Call((), largest, all(full for _, full in read)), said
+    padding = _worst(padding for _, padding in read)
+    return Call((), largest, padding is Padding.NONE), padding, said
 
 
 def evaluation_rows(trainer: Any) -> int:
@@ -100,8 +103,7 @@ def _as_trained(trainer: Any, rows: Any, description: str) -> tuple[Any, Callabl
 
 class _Longest(Dataset[Any]):
     """A dataset of one item: for each measured column, the shapes of a micro-batch of the longest rows, as a list of
-    `{name: (shape, dtype) of a tensor, or a value}`; and whether the attention masks of all micro-batches are known to
-    mask no token.
+    `{name: (shape, dtype) of a tensor, or a value}`; and the padding of all micro-batches.
     """
 
     def __init__(self, rows: Any, collate: Callable[[Any], Any], batch_size: int, together: int) -> None:
@@ -111,28 +113,32 @@ class _Longest(Dataset[Any]):
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, _: int) -> tuple[list[dict[str, Any]], bool]:
+    def __getitem__(self, _: int) -> tuple[list[dict[str, Any]], Padding]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the forked process has no tokenizer threads
         number = len(self.rows)
         indices = range(0, number, -(-number // MOST_ROWS))
-        lengths, full = [], number <= MOST_ROWS
+        lengths, are_full = [], number <= MOST_ROWS
         for index, row in zip(indices, self._columns(indices), strict=True):
             lengths.append((index, _lengths(row)))
-            full = full and not _is_padded(row)
+            are_full = are_full and not _is_padded(row)
         names = dict.fromkeys(name for _, own in lengths for name in own)
-        batches, measured = [], [each for each in _COLUMNS if each in names] or list(names) or [""]
+        batches, found, measured = [], [], [each for each in _COLUMNS if each in names] or list(names) or [""]
         for name in measured:
             longest = sorted(lengths, key=lambda item: -item[1].get(name, 0))[: self.batch_size]
             chosen = [index for index, _ in longest]
             chosen += [index for index in range(number) if index not in chosen][: self.batch_size - len(chosen)]
             batch = dict(self.collate([self.rows[index] for index in chosen]))
             batches.append({key: _form(value) for key, value in batch.items()})
-            full = full and _masks_nothing(batch)
+            found.append(_padding(batch))
+        if not are_full or "input_ids" not in names:
+            return batches, Padding.READ
         of_length = {tuple(own.get(name) for name in measured): index for index, own in lengths}
-        full = full and "input_ids" in names and len(of_length) <= (1 if self.together > 1 else _MOST_LENGTHS)
-        if full and len(of_length) > 1:
-            full = all(_masks_nothing(self.collate([self.rows[index]])) for index in of_length.values())
-        return batches, full
+        if self.together == 1 and len(of_length) <= _MOST_LENGTHS:
+            found += [_padding(self.collate([self.rows[index]])) for index in of_length.values()]
+        elif len(of_length) > 1:  # a collator pads all rows on the same side
+            ends = (pick(lengths, key=lambda item: item[1].get("input_ids", 0))[0] for pick in (min, max))
+            found += [Padding.UNREAD, _padding(self.collate([self.rows[index] for index in ends]))]
+        return batches, _worst(found)
 
     def _columns(self, indices: Iterable[int]) -> Iterable[Any]:
         rows = self.rows
@@ -168,17 +174,23 @@ def _is_full(mask: Any) -> bool:
     return isinstance(mask, Sequence) and mask.count(1) == len(mask)
 
 
-def _masks_nothing(batch: Any) -> bool:
-    """Whether the masks of a collated batch are known to mask no token."""
+def _padding(batch: Any) -> Padding:
+    """The padding of a collated batch, by all its masks; `Padding.READ` if it is not known."""
     masks = [value for name, value in batch.items() if str(name).endswith("mask") and value is not None]
-    return all(isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()) for mask in masks)
+    if not all(isinstance(mask, torch.Tensor) and mask.dim() == 2 for mask in masks):
+        return Padding.READ
+    return _worst(padding_of(mask, batch.get("labels") if len(masks) == 1 else None) for mask in masks)
+
+
+def _worst(found: Iterable[Padding]) -> Padding:
+    return max(found, key=list(Padding).index, default=Padding.NONE)
 
 
 def _form(value: Any) -> Any:
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-def _read_elsewhere(longest: _Longest) -> tuple[list[dict[str, Any]], bool]:
+def _read_elsewhere(longest: _Longest) -> tuple[list[dict[str, Any]], Padding]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about forks

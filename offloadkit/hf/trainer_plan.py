@@ -7,6 +7,7 @@ from typing import Any
 from offloadkit.engine.outline import needs_plan, plan_for, proposing_disk
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.longest import NotReadableError, evaluation_rows, longest_batch
+from offloadkit.hf.masks import Padding, known_padding
 from offloadkit.hf.trained import print_on_rank_0
 from offloadkit.planner import Plan
 from offloadkit.planner.plan import check_fits
@@ -40,18 +41,19 @@ class TrainerPlan:
         if self._given is not None or not needs_plan(config, trainer.args.device):
             return self._given
         try:
-            batch, note = longest_batch(trainer)
+            batch, padding, note = longest_batch(trainer)
         except NotReadableError as error:
             self._unplanned = f"the longest rows are not known before training ({error})"
             return None
-        plan = plan_for(
-            trainer.model,
-            config,
-            trainer.args.device,
-            batch,
-            rows_option="per_device_train_batch_size",
-            evaluation_rows=evaluation_rows(trainer),
-        )
+        with known_padding(padding if padding is Padding.UNREAD else None):
+            plan = plan_for(
+                trainer.model,
+                config,
+                trainer.args.device,
+                batch,
+                rows_option="per_device_train_batch_size",
+                evaluation_rows=evaluation_rows(trainer),
+            )
         if plan is None:
             self._unplanned = _NOT_TRACED
             return None

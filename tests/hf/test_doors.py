@@ -15,7 +15,7 @@ import datasets
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedModel, T5ForConditionalGeneration
+from transformers import DataCollatorForSeq2Seq, PreTrainedModel, T5ForConditionalGeneration
 
 from offloadkit import OffloadConfig, OffloadEngine, finetune
 from offloadkit.doors import planning
@@ -27,12 +27,13 @@ from offloadkit.facts.fitted import LOADED_LATER_BYTES
 from offloadkit.facts.hardware import ASSUMED_DISK
 from offloadkit.hf import trainer_plan
 from offloadkit.hf.longest import NotReadableError, longest_batch
+from offloadkit.hf.masks import Padding
 from offloadkit.hf.patches import NAME, patched
 from offloadkit.hf.source import from_pretrained
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
 from offloadkit.offload.unread import is_unread
 from offloadkit.planner.layout import ALLOCATOR_BYTES
-from tests.hf.tiny import t5_config
+from tests.hf.tiny import t5_config, word_tokenizer
 from tests.hf.training import Row, arguments, causal_rows, llama, seq2seq_rows, t5, train
 from tests.planner.machines import H200
 
@@ -419,7 +420,7 @@ def test_masks_of_other_than_the_longest_rows_are_read(
     rows = of_lengths([(length, 2) for length in lengths])
     args = arguments(tmp_path, per_device_train_batch_size=batch_size)
     trainer = OffloadTrainer(model=t5(), args=args, train_dataset=rows, data_collator=PadsWithMask(multiple))
-    call, _ = longest_batch(trainer)
+    call, _, _ = longest_batch(trainer)
     assert shapes(call)["attention_mask"] == (batch_size, 8)
     assert call.masks_nothing == full
 
@@ -471,6 +472,24 @@ def test_evaluation_may_pad_rows_that_training_reads_one_by_one(tmp_path: Path) 
         assert longest_batch(trainer)[0].masks_nothing == (size == 1)
 
 
+def test_a_trainers_plan_counts_no_mask_of_unread_padding(tmp_path: Path) -> None:
+    def kept(shortest: int, side: str) -> tuple[Padding, int]:
+        tokenizer = word_tokenizer()
+        tokenizer.padding_side = side
+        rows = [{"input_ids": [5] * length, "labels": [5] * length} for length in (8, 8, 8, shortest)]
+        config, collate = OffloadConfig(ram="900GiB"), DataCollatorForSeq2Seq(tokenizer)
+        args = arguments(tmp_path, per_device_train_batch_size=2)
+        trainer = OffloadTrainer(model=llama(), args=args, train_dataset=rows, data_collator=collate, offload=config)
+        made = trainer_plan.TrainerPlan(None).make(trainer, config)
+        assert made is not None
+        assert made.basis.work is not None
+        return longest_batch(trainer)[1], made.basis.work.stages[1].kept_bytes
+
+    (full, without), (unread, right), (read, left) = kept(8, "right"), kept(5, "right"), kept(5, "left")
+    assert (full, unread, read) == tuple(Padding)
+    assert without == right < left
+
+
 def test_a_loss_that_labels_are_smoothed_in_is_not_planned_as_the_models_own(tmp_path: Path) -> None:
     """Label smoothing needs the whole logits."""
     args = arguments(tmp_path, label_smoothing_factor=0.1)
@@ -481,7 +500,7 @@ def test_a_loss_that_labels_are_smoothed_in_is_not_planned_as_the_models_own(tmp
 def test_of_many_rows_some_thousand_are_read_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offloadkit.hf.longest.MOST_ROWS", 4)
     rows = of_lengths([(2 + at, 3) for at in range(10)])
-    batch, said = longest_batch(
+    batch, _, said = longest_batch(
         OffloadTrainer(model=t5(), args=arguments(tmp_path), train_dataset=rows, data_collator=Pads())
     )
     assert shapes(batch) == {"input_ids": (2, 11), "labels": (2, 3)}
