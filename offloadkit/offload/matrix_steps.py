@@ -21,10 +21,11 @@ from offloadkit.kernels.muon import Workspace
 from offloadkit.optim.muon import muon_scalars
 from offloadkit.optim.table import FlatState, Matrix, Segment
 
-MOST_QUEUED = 12
+MOST_QUEUED = 16
 """Maximum number of matrices whose steps are queued but not done: enough for a pause on an H100, where a step of T5-3B
-takes 0.3 ms or more. Without graphs a step queues some dozens of kernels, and a full stream (about a thousand
-operations) blocks every thread that queues an operation.
+takes 0.3 ms or more, and for the next fetch of states in RAM to be queued before the GPU is idle. Without graphs a step
+queues some dozens of kernels, and a full stream (about a thousand operations) blocks every thread that queues an
+operation.
 """
 _PAUSE = 1e-3
 

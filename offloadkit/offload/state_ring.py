@@ -176,6 +176,7 @@ class StateRing:
         *,
         unread: Event | None = None,
         matrix_steps: MatrixSteps | None = None,
+        passed: Callable[[int], None] | None = None,
     ) -> Event:
         """Queue one optimizer step of a layer; it ends with `layer.drained`.
 
@@ -184,13 +185,15 @@ class StateRing:
             stream: the kernels' stream.
             unread: event after which the weights in RAM are no longer read.
             matrix_steps: steps the layer if its step unit is a matrix.
+            passed: called with the length of each chunk whose step and copies are queued. It may queue steps of layers
+                that do not pass through the ring.
 
         Returns:
             The end of the kernels, when weights in VRAM are up to date.
         """
         if unread is not None:
             self.d2h.wait(unread)  # wait: weights in RAM read before their update is copied
-        drained = layer.drained
+        drained, ended = layer.drained, None
         for chunk in layer.chunks:
             parts = _within(segments, chunk)
             if not parts:
@@ -200,9 +203,11 @@ class StateRing:
                 matrix_steps.step(loaded.state, loaded.gradient, parts, grad_scale, stream)
             else:
                 stream.run(partial(optimizer_step, loaded.state, loaded.gradient, parts, grad_scale))
-            drained = self._store(layer, loaded, stream)
+            drained, ended = self._store(layer, loaded, stream), self._stepped
+            if passed is not None:
+                passed(chunk.numel)
         layer.drained = drained
-        return stream.record()
+        return ended or stream.record()
 
     def load(self, layer: StreamedStates, gradient: torch.Tensor | None, stream: CopyStream) -> Loaded:
         """Fetch a layer of one chunk for work on `stream`; `store` follows. At most two layers may be loaded at a time.

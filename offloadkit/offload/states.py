@@ -366,18 +366,26 @@ class LayerState:
     def _shaped(self, flat: torch.Tensor, piece: ParameterView) -> torch.Tensor:
         return flat.view(piece.parameter.shape) if self.shard is self.layer else flat
 
-    def step(self, views: set[int], options: Sequence[Options], grad_scale: float, stream: CopyStream) -> None:
+    def step(
+        self,
+        views: set[int],
+        options: Sequence[Options],
+        grad_scale: float,
+        stream: CopyStream,
+        passed: Callable[[int], None] | None = None,
+    ) -> None:
         """One in-place optimizer step of the parameters at `views`; other parameters keep everything.
 
         A step on the CPU blocks; a step on the GPU is queued. Forward may use the layer's weights after `uploaded`.
         `stream` uploads weights that the CPU steps, or runs the GPU's kernels; it has waited for the compute stream.
+        `passed`: as for `StateRing.step`.
         """
         segments = self._segments(views, options)
         self.weights.stepped_on_gpu = self.on_gpu
         if self._stepped is not None:
             self._stepped.begin()
         if self.on_gpu:
-            self._step_on_gpu(segments, grad_scale, stream)
+            self._step_on_gpu(segments, grad_scale, stream, passed)
             return
         self._refresh_copy()
         self._wait_for_copies()
@@ -408,7 +416,13 @@ class LayerState:
             return None
         return Publication(self._stepped, None if self._passing is None else self._passing.drained)
 
-    def _step_on_gpu(self, segments: Sequence[Segment], grad_scale: float, stream: CopyStream) -> None:
+    def _step_on_gpu(
+        self,
+        segments: Sequence[Segment],
+        grad_scale: float,
+        stream: CopyStream,
+        passed: Callable[[int], None] | None,
+    ) -> None:
         if self.uploaded is not None:
             stream.wait(self.uploaded)  # wait: an upload before a step on the GPU
         passing, streamed = self._passing, self._streamed
@@ -425,7 +439,7 @@ class LayerState:
         unread = None if streamed is None else streamed.copied
         matrix_steps = self._matrix_steps if isinstance(self._matrix_steps, MatrixSteps) else None
         self.uploaded = self.ring.step(
-            passing, kept, segments, grad_scale, stream, unread=unread, matrix_steps=matrix_steps
+            passing, kept, segments, grad_scale, stream, unread=unread, matrix_steps=matrix_steps, passed=passed
         )
         if streamed is None:
             self._copy_is_stale = self._keeps_copy

@@ -254,7 +254,8 @@ class StepThread:
 
     def _queue_on_gpu(self, update: Update, layers: Sequence[LayerUpdate], queued: threading.Event) -> None:
         """Queue the GPU's steps. Matrices that ranks exchange come first, in an order common to all ranks. Layers with
-        states in VRAM come next, because they wait for no copy.
+        states in VRAM come next, because they wait for no copy. But matrices take long: if they are stepped, states in
+        RAM pass through VRAM between the steps of layers in VRAM.
 
         Several ranks with weights in RAM notify each other of finished layers.
         """
@@ -273,10 +274,29 @@ class StepThread:
             scale, began = update.grad_scale(), self.kernels.record(timing=True)
             self._exchange_matrices(update, [item for item in layers if item[0].exchanges_matrices], stepped)
             others = [item for item in layers if not item[0].exchanges_matrices]
-            for state, views, pending in sorted(others, key=lambda item: item[0].is_streamed):
+            in_vram = deque(item for item in others if not item[0].is_streamed)
+            streamed = [item for item in others if item[0].is_streamed]
+            num_in_vram, num_streamed = (sum(item[0].layer.numel for item in each) for each in (in_vram, streamed))
+            num_stepped = num_passed = 0
+
+            def step(state: LayerState, views: set[int], pending: PendingUpdate) -> None:
                 with self.kernels.traced(state.layer.name):
-                    state.step(views, update.options, scale, self.kernels)
+                    state.step(views, update.options, scale, self.kernels, passed)
                 stepped(state, pending)
+
+            def passed(numel: int) -> None:
+                nonlocal num_stepped, num_passed
+                num_passed += numel
+                while in_vram and num_stepped * num_streamed < num_passed * num_in_vram:
+                    num_stepped += in_vram[0][0].layer.numel
+                    step(*in_vram.popleft())
+
+            if not any(state.layer.kind.step_unit == "matrix" for state, _, _ in others):
+                passed(num_streamed)
+            for item in streamed:
+                step(*item)
+            while in_vram:
+                step(*in_vram.popleft())
             update.gpu = began, self.kernels.record(timing=True)
             busy = BusyTime()
             busy.add(*update.gpu)

@@ -15,8 +15,10 @@ from offloadkit import MuonOptions, OffloadConfig, OffloadEngine, Placement
 from offloadkit.device import graphs
 from offloadkit.device.graphs import RunAgain
 from offloadkit.errors import ConfigError
+from offloadkit.offload import matrix_steps
 from offloadkit.offload.layers import flat_layers
 from offloadkit.optim.muon import newton_schulz_flops
+from offloadkit.optim.table import FlatState
 from offloadkit.planner.layout import check_matrices
 from offloadkit.planner.make import placed
 
@@ -148,6 +150,27 @@ def test_every_placement_gives_the_same_bits(tmp_path: Path, dtype: str, accumul
     for name, arrays in found.items():
         for key, array in arrays.items():
             assert torch.equal(array, found["cpu"][key]), (name, key)
+
+
+def test_states_in_ram_pass_between_steps_of_layers_in_vram(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block 1 has its two matrices' states in RAM: each is followed by a layer in VRAM."""
+    found, step = list[int](), matrix_steps.optimizer_step
+
+    def noted(state: FlatState, *args: Any) -> None:
+        found.append(state["momentum_buffer"].numel())
+        step(state, *args)
+
+    with engine_of(placement=PLACEMENTS["vram"]) as engine:
+        expected = trained(engine, 2)
+    with engine_of(placement=PLACEMENTS["vram"]) as engine:
+        streamed = [layer.name == "blocks.1" and bool(layer.matrices) for layer in engine.plan.layers]
+        engine.move(placed(engine.plan, [Placement(step="gpu") if each else PLACEMENTS["vram"] for each in streamed]))
+        monkeypatch.setattr(matrix_steps, "optimizer_step", noted)
+        trained(engine, 1)
+        engine.synchronize()
+        assert found == [1536, 3072, 3072, 1536, 3072, 3072]
+        weights = trained(engine, 1, 1)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_graphs_of_the_iterations_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
