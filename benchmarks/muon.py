@@ -8,7 +8,7 @@ Parts, and the rows that they append:
 
 - `steps`: each case by offloadkit and offloadkit-muon. Seconds, VRAM and RAM of a training step, planned and measured.
 - `matrices`: each case, "step of matrices". Seconds of the steps of all matrices and of their Newton-Schulz iterations,
-  their share of the training step, and the value of `MATRIX_TRAFFIC` that would make the plan exact.
+  planned and measured, and their share of the training step.
 - `learning`: "learning, demo" by adamw and muon. Losses of the demo with the same learning rate.
 - `update`: "one update" by cpu and cuda. Relative difference (Frobenius) of one update, which is at most `LIMIT`.
 """
@@ -34,13 +34,14 @@ from offloadkit.doors.engines.forecast import planned
 from offloadkit.doors.engines.work import model_to_plan
 from offloadkit.facts import hardware
 from offloadkit.facts.config import MuonOptions
-from offloadkit.facts.fitted import MATRIX_TRAFFIC, STEP_EFFICIENCY
+from offloadkit.facts.fitted import STEP_EFFICIENCY
 from offloadkit.facts.units import format_bytes
 from offloadkit.kernels.muon import step_matrices
 from offloadkit.offload.matrix_steps import workspace
 from offloadkit.optim.muon import MuonScalars, muon_scalars
 from offloadkit.optim.reference import join_master
 from offloadkit.optim.table import FlatState, LayerKind, Matrix, Segment
+from offloadkit.planner.seconds import newton_schulz_seconds
 
 PARTS = ("steps", "matrices", "learning", "update")
 MUON = "offloadkit-muon"
@@ -144,7 +145,7 @@ def time_matrices(case: Case, measured: Sequence[Row] = (), name: str = "") -> d
     assert machine is not None
     flops = sum(matrix.flops for layer in layers for matrix in layer.matrices)
     bandwidth = machine.vram_bytes_per_second * STEP_EFFICIENCY
-    planned_flops, numel = flops / machine.bf16_flops_per_second, sum(layer.numel for layer in layers)
+    planned_iterations = sum(newton_schulz_seconds(matrix, machine) for layer in layers for matrix in layer.matrices)
     planned_traffic = sum(layer.step_bytes(case.accumulation) for layer in layers) / bandwidth
     row = next((row for row in measured if (row["case"], row["engine"]) == (name, MUON)), None)
     of_all = row["seconds"] if row and row["seconds"] else plan.seconds.step if plan.seconds else None
@@ -152,14 +153,13 @@ def time_matrices(case: Case, measured: Sequence[Row] = (), name: str = "") -> d
         "num_matrices": sum(len(layer.matrices) for layer in layers),
         "flops": flops,
         "step_seconds": step,
-        "planned_step_seconds": planned_flops + planned_traffic + MATRIX_TRAFFIC * numel / bandwidth,
+        "planned_step_seconds": planned_iterations + planned_traffic,
         "newton_schulz_seconds": newton_schulz,
+        "planned_newton_schulz_seconds": planned_iterations,
         "newton_schulz_flops_per_second": flops / newton_schulz,
         "planned_flops_per_second": machine.bf16_flops_per_second,
         "share_of_training_step": newton_schulz / of_all if of_all else None,
         "training_step": "measured" if row and row["seconds"] else "planned",
-        "matrix_traffic": (step - planned_flops - planned_traffic) * bandwidth / numel,
-        "planned_matrix_traffic": MATRIX_TRAFFIC,
     }
 
 

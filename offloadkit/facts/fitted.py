@@ -49,8 +49,13 @@ COMPILED_TRAFFIC = 0.6
 """Bytes that the non-matmul ops of a compiled block move, as a fraction of the same ops uncompiled. Steps."""
 STEP_EFFICIENCY = 0.85
 """Fraction of the VRAM bandwidth that the AdamW kernel and the copies and norms of gradients reach. Steps."""
-MATRIX_TRAFFIC = 110
-"""Bytes that the element-wise operations of a step of matrices move, for each element. Counted, not measured."""
+PRODUCT_EFFICIENCY = 0.92
+"""Fraction of the measured matmul rate that the products of Newton-Schulz iterations reach, apart from
+`PRODUCT_SECONDS`. One H100 with 858 TFLOP/s (e6d494f): 3072x3072 by 3072x8192 took 0.191 ms, 3072x3072 by 3072x3072
+0.080 ms, and 1024x16384 by 16384x1024 0.051 ms; planned 0.202, 0.079 and 0.050 ms.
+"""
+PRODUCT_SECONDS = 6e-6
+"""Seconds of a product in a CUDA graph beyond its FLOPs: launch, first and last wave. The same measurement."""
 KERNEL_SECONDS = 4e-6
 """Seconds of an empty kernel. Steps."""
 

@@ -21,7 +21,13 @@ from offloadkit.facts.config import MuonOptions, Precision
 from offloadkit.optim import moments
 from offloadkit.optim.adamw import adamw_scalars, adamw_update
 from offloadkit.optim.lion import lion_scalars, lion_update
-from offloadkit.optim.muon import muon_scalars, muon_update, newton_schulz_flops, workspace_sizes
+from offloadkit.optim.muon import (
+    muon_scalars,
+    muon_update,
+    newton_schulz_bytes,
+    newton_schulz_flops,
+    workspace_sizes,
+)
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -378,6 +384,11 @@ class Matrix(NamedTuple):
     @property
     def flops(self) -> int:
         return newton_schulz_flops(self.rows, self.columns)
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that the step moves in VRAM, in addition to gradient, states and weights."""
+        return newton_schulz_bytes(self.rows, self.columns)
 
     @property
     def workspace(self) -> dict[str, int]:

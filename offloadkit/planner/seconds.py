@@ -39,8 +39,9 @@ from offloadkit.facts.fitted import (
     FORWARD_LAUNCHES,
     KERNEL_SECONDS,
     LAYER_LAUNCHES,
-    MATRIX_TRAFFIC,
     NORM_EFFICIENCY,
+    PRODUCT_EFFICIENCY,
+    PRODUCT_SECONDS,
     PYTHON_VARIES,
     RANKS_SLOW,
     RECOMPUTED_LAUNCHES,
@@ -52,7 +53,8 @@ from offloadkit.facts.fitted import (
     THREAD_SLOWS,
 )
 from offloadkit.facts.hardware import CPU_STEP_RATES, Hardware
-from offloadkit.optim.table import Dtype
+from offloadkit.optim.muon import PRODUCTS, STEPS
+from offloadkit.optim.table import Dtype, Matrix
 from offloadkit.planner.layout import (
     NUM_GRADIENT_BUCKETS,
     NUM_STAGING,
@@ -634,11 +636,10 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
     traffic, own, ranks = layer.step_bytes(accumulation), layer.own_numel, layer.num_ranks
     sums = layer.sums_whole(accumulation)
     added = layer.numel if sums else own * ranks  # elements added by one micro-batch
-    flops = sum(each.flops for each in layer.matrices) // ranks
-    orthogonalising = flops / hardware.bf16_flops_per_second + MATRIX_TRAFFIC * own / vram if flops else 0.0
+    orthogonalising = sum(newton_schulz_seconds(matrix, hardware) for matrix in layer.matrices) / ranks
     of_all = layer.received_bytes(accumulation)
     exchange = of_all // ranks * (ranks - 1) / exchange_rate(hardware, ranks) + EXCHANGE_SECONDS if ranks > 1 else 0.0
-    if flops and ranks > 1:
+    if layer.matrices and ranks > 1:
         orthogonalising += layer.update_bytes() / link_rate(hardware, ranks) + 2 * EXCHANGE_SECONDS
     gathered = layer.weight_bytes() - layer.stepped_bytes()
     norm = gradient / (dram * NORM_EFFICIENCY) if accumulation > 1 else 0.0
@@ -668,6 +669,12 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
         looked_up=False,
         gather=gathered / link_rate(hardware, ranks) + EXCHANGE_SECONDS if ranks > 1 else 0.0,
     )
+
+
+def newton_schulz_seconds(matrix: Matrix, hardware: Hardware) -> float:
+    """Seconds of orthogonalizing the update of a matrix on the GPU."""
+    products = matrix.flops / (hardware.bf16_flops_per_second * PRODUCT_EFFICIENCY) + STEPS * PRODUCTS * PRODUCT_SECONDS
+    return products + matrix.traffic / (hardware.vram_bytes_per_second * STEP_EFFICIENCY)
 
 
 def exchange_rate(hardware: Hardware, num_ranks: int) -> float:

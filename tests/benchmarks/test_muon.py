@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.slow
-def test_the_traffic_is_what_would_make_the_plan_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_follow_from_the_plan_and_the_seconds_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon, "_time_matrix", lambda matrix, kind, device: (2e-3, 1e-3))
     row = {"case": "tiny-muon", "engine": muon.MUON, "seconds": 0.5}
     found = muon.time_matrices(CASES["tiny-muon"], [row], "tiny-muon")
@@ -23,10 +23,8 @@ def test_the_traffic_is_what_would_make_the_plan_exact(monkeypatch: pytest.Monke
     assert found["flops"] == 2 * (4 * q + 2 * up) + 2 * (8 * q + 2 * up)
     assert (found["step_seconds"], found["newton_schulz_seconds"]) == pytest.approx((32 * 2e-3, 32 * 1e-3))
     assert found["share_of_training_step"] == pytest.approx(32 * 1e-3 / 0.5)
-    monkeypatch.setattr(muon, "MATRIX_TRAFFIC", found["matrix_traffic"])
-    again = muon.time_matrices(CASES["tiny-muon"])
-    assert again["planned_step_seconds"] == pytest.approx(found["step_seconds"])
-    assert again["training_step"] == "planned"
+    assert 0 < found["planned_newton_schulz_seconds"] < found["planned_step_seconds"]
+    assert muon.time_matrices(CASES["tiny-muon"])["training_step"] == "planned"
 
 
 def test_an_update_moves_every_matrix_by_about_its_learning_rate() -> None:
