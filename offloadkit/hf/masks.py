@@ -34,7 +34,7 @@ NOTE = "padding_of_attention_mask"
 
 
 class Padding(Enum):
-    """What the attention masks of a batch mask."""
+    """Padding of a batch, by its attention masks."""
 
     NONE = "none"
     UNREAD = "unread"
