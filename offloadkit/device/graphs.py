@@ -6,19 +6,20 @@ other memory of a graph, its results included, is valid until the next capture o
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, ClassVar, Protocol
 
 import torch
 
-from offloadkit.device.process_memory import peak_reserved_bytes
+from offloadkit.device.process_memory import restart_peaks
 from offloadkit.facts.starting import collector_off
 
-DRIVER_BYTES = 256 << 20
-"""At most, what the driver takes for graphs."""
+DRIVER_BYTES = 64 << 20
+"""At most, what the driver takes for graphs: 96 of them took 16 MiB on an H100."""
 
 Results = Sequence[torch.Tensor | None]
 Work = Callable[[], Results]
@@ -29,9 +30,11 @@ class Graph(Protocol):
 
     Attributes:
         results: what the work returned.
+        kept_bytes: VRAM of the pool that the work keeps for other work.
     """
 
     results: Results
+    kept_bytes: int
 
     def replay(self) -> None:
         """Do the work again, with the present random state."""
@@ -41,10 +44,12 @@ class Pool(Protocol):
     """Memory that graphs share.
 
     Attributes:
+        works_once: a replay does not call the work again, so kept tensors are needed no longer than by captures.
         num_bytes: VRAM reserved for it.
         is_broken: a capture failed in a way that makes random numbers of earlier graphs wrong.
     """
 
+    works_once: bool
     num_bytes: int
     is_broken: bool
 
@@ -52,6 +57,7 @@ class Pool(Protocol):
         """Capture `work`, without effects on its results and random states until the graph is replayed.
 
         Raises:
+            torch.OutOfMemoryError: the VRAM does not suffice.
             RuntimeError: the work cannot be captured, because it waits for the device, for example.
         """
 
@@ -61,11 +67,30 @@ class Pool(Protocol):
     def random_from(self, state: Any) -> Any:
         """Context manager: replays start with this random state."""
 
-    def begin(self) -> None:
-        """Called before the first capture, after eager work: the memory of both must fit."""
+    def watch_eager(self) -> None:
+        """Eager work begins, which graphs will do later."""
 
-    def missing_bytes(self, other_bytes: int) -> int:
-        """VRAM that eager work, the pool and `other_bytes` need beyond what torch may have; 0 if they fit."""
+    def in_eager(self) -> AbstractContextManager[None]:
+        """Context of a part of that work; other work comes before and after."""
+
+    def begins_backward(self) -> None:
+        """The first part of the backward of that work begins; other work's may have come before."""
+
+    def end_of_eager(self) -> None:
+        """It has ended."""
+
+    def begin(self) -> None:
+        """Called before the first capture, after eager work."""
+
+    def missing_bytes(self, other_bytes: int, kept_bytes: int | None, scale: float) -> int:
+        """VRAM that training needs beyond what torch may have; 0 if it fits.
+
+        Args:
+            other_bytes: needed beside the pool and the eager work.
+            kept_bytes: of the eager work's memory, the graphs keep this in the pool instead. None: the eager work runs
+                beside the graphs.
+            scale: the largest work is larger than the eager work by this factor.
+        """
 
     def free(self) -> None:
         """Free the memory of dropped graphs."""
@@ -96,12 +121,24 @@ class RunAgain(_Draws):
 
     def __init__(self, device: torch.device) -> None:
         self.newest: _Function | None = None
-        self.num_bytes, self.is_broken = 0, False
+        self.num_bytes, self.is_broken, self.works_once = 0, False, False
+
+    def watch_eager(self) -> None:
+        pass
+
+    def in_eager(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begins_backward(self) -> None:
+        pass
+
+    def end_of_eager(self) -> None:
+        pass
 
     def begin(self) -> None:
         pass
 
-    def missing_bytes(self, other_bytes: int) -> int:
+    def missing_bytes(self, other_bytes: int, kept_bytes: int | None, scale: float) -> int:
         return 0
 
     def capture(self, work: Work) -> Graph:
@@ -122,6 +159,8 @@ class RunAgain(_Draws):
 
 
 class _Function:
+    kept_bytes = 0
+
     def __init__(self, work: Work, pool: RunAgain) -> None:
         self._work, self._pool = work, pool
         self.results: Results = [None if each is None else each.detach().clone() for each in work()]
@@ -147,28 +186,65 @@ class CudaPool(_Draws):
         self._device, self._generator = device, untyped.default_generators[device.index]
         self._stream, self._handle = untyped.Stream(device), untyped.graph_pool_handle()
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._eager_bytes = self.num_bytes = 0
-        self.is_broken = False
+        self._eager_bytes = self._outside_bytes = self._bytes_before = self.num_bytes = 0
+        self._is_outside = False
+        self.is_broken, self.works_once = False, True
+
+    def watch_eager(self) -> None:
+        restart_peaks(self._device)
+        self._is_outside = True
+
+    @contextmanager
+    def in_eager(self) -> Iterator[None]:
+        self._note_outside()
+        yield
+        self.end_of_eager()
+        restart_peaks(self._device)
+
+    def begins_backward(self) -> None:
+        if self._is_outside:
+            self._is_outside = False
+            self._note_outside()
+
+    def _note_outside(self) -> None:
+        self._outside_bytes = max(self._outside_bytes, torch.cuda.max_memory_allocated(self._device))
+        self.end_of_eager()
+
+    def end_of_eager(self) -> None:
+        self._eager_bytes = max(self._eager_bytes, torch.cuda.max_memory_allocated(self._device))
 
     def begin(self) -> None:
-        self._eager_bytes, self.num_bytes = peak_reserved_bytes(self._device), 0
-        torch.cuda.empty_cache()
+        self.end_of_eager()  # if no backward followed
+        self._bytes_before, self.num_bytes = torch.cuda.memory_allocated(self._device), 0
+        torch.cuda.empty_cache()  # of the eager work's activations: the pool holds them from now on
 
     def capture(self, work: Work) -> Graph:
+        try:
+            return self._capture(work)
+        except torch.OutOfMemoryError as error:
+            if self.is_broken:
+                raise
+            traceback.clear_frames(error.__traceback__)
+        torch.cuda.empty_cache()  # a capture itself cannot
+        return self._capture(work)
+
+    def _capture(self, work: Work) -> Graph:
         graph: Any = torch.cuda.CUDAGraph()
-        before = torch.cuda.memory_reserved(self._device)
         _clear_workspaces()  # so that cuBLAS takes its workspace from this pool
+        before, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
         try:
             with torch.cuda.stream(self._stream), collector_off():
                 if not self._graphs:
                     untyped: Any = torch.cuda
                     self._handle = untyped.graph_pool_handle()  # torch deletes a pool with its last graph
-                results = self._captured(graph, work)
+                owned = self._captured(graph, work)
+                results = [None if each is None else without_owning(each) for each in owned]
+                del owned
         finally:
             self.num_bytes += torch.cuda.memory_reserved(self._device) - before
             _clear_workspaces()
         self._graphs.add(graph)
-        return _CudaGraph(graph, [None if each is None else without_owning(each) for each in results])
+        return _CudaGraph(graph, results, max(0, torch.cuda.memory_allocated(self._device) - allocated))
 
     def _captured(self, graph: Any, work: Work) -> Results:
         try:
@@ -200,13 +276,23 @@ class CudaPool(_Draws):
             self._generator.manual_seed(seed)
         self._generator.set_offset(offset)
 
-    def missing_bytes(self, other_bytes: int) -> int:
+    def missing_bytes(self, other_bytes: int, kept_bytes: int | None, scale: float) -> int:
         free, total = torch.cuda.mem_get_info(self._device)
         allowed = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
         allowed = min(allowed, torch.cuda.memory_reserved(self._device) + free)
-        return max(0, self._eager_bytes + self.num_bytes + other_bytes + DRIVER_BYTES - allowed)
+        eager = self._scaled(self._eager_bytes, scale)
+        if kept_bytes is None:
+            eager += self.num_bytes
+        else:  # the graphs use the pool in place of the eager work's memory; other work's memory comes on top
+            outside = self._scaled((self._outside_bytes or self._eager_bytes) - kept_bytes, scale)
+            eager = max(eager, outside + self.num_bytes)
+        return max(0, eager + other_bytes + DRIVER_BYTES - allowed)
+
+    def _scaled(self, peak_bytes: int, scale: float) -> int:
+        return peak_bytes + int((scale - 1) * max(0, peak_bytes - self._bytes_before))
 
     def free(self) -> None:
+        self._eager_bytes = self._outside_bytes = 0
         torch.cuda.empty_cache()
 
 
@@ -227,8 +313,8 @@ class CudaPoolOfStep(CudaPool):
 
 
 class _CudaGraph:
-    def __init__(self, graph: Any, results: Results) -> None:
-        self.results, self.replay = results, graph.replay
+    def __init__(self, graph: Any, results: Results, kept_bytes: int) -> None:
+        self.results, self.replay, self.kept_bytes = results, graph.replay, kept_bytes
 
 
 def _clear_workspaces() -> None:

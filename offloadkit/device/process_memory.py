@@ -200,10 +200,15 @@ def peak_reserved_bytes(device: torch.device) -> int:
     return max(torch.cuda.max_memory_reserved(device), _highest_reserved.get(device.index or 0, 0))
 
 
+def restart_peaks(device: torch.device) -> None:
+    """Reset torch's peak statistics, after recording them in the open phase."""
+    _note(device)
+
+
 def forget_peak(device: torch.device) -> None:
     """Reset `peak_reserved_bytes` and torch's peak statistics, after recording them in the open phase."""
     if device.type == "cuda":
-        _note(device)
+        restart_peaks(device)
         _highest_reserved.pop(device.index or 0, None)
 
 

@@ -7,6 +7,7 @@ whose origin is recorded while the device is idle, so a prepared trace can begin
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -55,6 +56,8 @@ class Trace:
         self._device_ranges: list[tuple[str, str, Any, Any, int]] = []
         self._phase = ""
         self._since: tuple[str, Any] | None = None
+        self._cpu_times: dict[int, tuple[float, float]] = {}
+        """(first, newest) CPU seconds of the threads that launch work."""
 
     @contextmanager
     def host(self, track: str, name: str, num_bytes: Callable[[], int]) -> Iterator[None]:
@@ -82,8 +85,18 @@ class Trace:
         if self._phase == "backward":
             self._cut(f"backward {layer}")
 
+    def python_seconds(self) -> float:
+        """CPU seconds of Python's threads that launch forward, backward and updates."""
+        return sum(newest - first for first, newest in self._cpu_times.values())
+
+    def note_cpu_time(self) -> None:
+        """Called where the calling thread launches work."""
+        thread, now = threading.get_ident(), time.thread_time()
+        self._cpu_times[thread] = self._cpu_times.get(thread, (now,))[0], now
+
     def _cut(self, name: str | None) -> None:
         now = self._mark()
+        self.note_cpu_time()
         if self._since is not None and (known := self._since[0] or name):
             self.device("GPU", known, self._since[1], now)
         self._since = "", now

@@ -400,7 +400,9 @@ class OffloadEngine:
             OffloadkitError: `steps` is not a positive int, a trace is already running, or `path` cannot be written.
         """
         self.synchronize()
-        self.loop.profile = Profile(steps, path_of(path, "path"), self.device, self._undo, self._ranks)
+        self.loop.profile = Profile(
+            steps, path_of(path, "path"), self.device, self._undo, self._ranks, self.placed.graphs
+        )
         return self.loop.profile
 
     def drop_gradients(self) -> None:

@@ -350,7 +350,8 @@ class Replanner:
     def _leave_vram(self, error: OutOfVramError, why: str) -> OutOfVramError:
         error.is_final = True
         full = full_gpu(self.plan, self._device)
-        if self._loop.placed.give_up_graphs():
+        had_graphs = np.array([int(self._loop.placed.give_up_graphs())])
+        if self._ranks.agree(had_graphs).any():
             self.plan = self._loop.records.plan = self._telemetry.plan = without_graphs(self.plan)
             return RepeatWindowError(f"{full}. CUDA graphs of blocks are not used any more. {_REPEAT}")
         plan = with_less_vram(self.plan, self._device, self._ranks)

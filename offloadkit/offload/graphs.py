@@ -10,18 +10,25 @@ it can be. Two graphs belong to a block:
 | recomputed | forward; saved tensors are dropped | forward and `autograd.grad` |
 
 Between graphs, inputs are copied into *static* memory, outputs and gradients are cloned, and autograd hands the
-gradients of parameters to the engine's hooks. An input that many blocks share, such as an encoder's output, is also an
+gradients of parameters to the engine's hooks. Streamed weights are copied too, because a block's place in the ring
+changes. An input that many blocks share, such as an encoder's output, is also an
 output of each block that uses it, and the next block gets that one. So backward adds the uses' gradients one by one, in
 the order of eager blocks.
+
+Kept activations stay in the pool from capture on. A *generation* is what is captured until no forward waits for its
+backward; the next generation reuses its memory. So the pool holds the activations of the largest kind of batch, and
+graphs of several generations do not run before one backward.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from operator import is_
@@ -91,6 +98,13 @@ class _Captured(NamedTuple):
     graph: Graph
     number: int
     """In the order of captures."""
+    generation: int
+
+
+class _Backward(NamedTuple):
+    captured: _Captured
+    places: list[_Static]
+    """Of the gradients of outputs, and of inputs that were handed on."""
 
 
 class BlockGraphs:
@@ -100,6 +114,8 @@ class BlockGraphs:
         is_open: a forward of the engine is running.
         is_planned: the plan has VRAM for graphs, or does not know the micro-batch.
         pool: the memory of all graphs.
+        hooks_of_saved_tensors: those of the engine.
+        num_calls, num_graphed: calls of blocks with gradients, and those that ran as graphs.
     """
 
     def __init__(
@@ -115,10 +131,16 @@ class BlockGraphs:
         self._blocks = [_Block(self, name, block, tied) for name, block in blocks]
         self.recomputes_in_training_only = False
         self._undo = replace_forwards({each.module: each.forward for each in self._blocks})
-        self._num_captures = 0
+        self._num_captures = self._num_disorders = self._generation = 0
         self._waiting: list[weakref.ref[_Call]] = []
-        self._has_begun = self._is_out_of_order = self._is_given_up = False
-        self._num_disorders = 0
+        self._unsealed: list[_Entry] = []
+        self.num_calls = self.num_graphed = 0
+        self._counted: set[_Block] = set()
+        self._kept_bytes, self._scale = 0, 1.0
+        self._has_begun = self._is_out_of_order = self._is_watching = False
+        self._given_up: str | None = None
+        self._num_shortages = 0
+        self.hooks_of_saved_tensors: Any = None
 
     def arrange(self, weights: Mapping[nn.Module, Sequence[LayerWeights]]) -> None:
         """The layers of each block, after they were placed or moved. Drops all graphs."""
@@ -136,14 +158,19 @@ class BlockGraphs:
         for block in self._blocks:
             block.drop()
         self._statics.clear()
+        self._unsealed.clear()
+        self._counted.clear()
         if self._has_begun:
             self.pool.free()
-        self._has_begun = self._is_out_of_order = False
+        self._kept_bytes, self._scale, self._generation = 0, 1.0, self._generation + 1
+        self._has_begun = self._is_out_of_order = self._is_watching = False
 
-    def give_up(self) -> bool:
+    def give_up(self, why: str) -> bool:
         """Drop all graphs, and capture no more. Returns whether there were some."""
         found = self.num_graphs() > 0
-        self._is_given_up = True
+        if self._given_up is None:
+            self._given_up = why
+            logger.info("blocks run eagerly from now on: %s", why)
         self.release()
         return found
 
@@ -157,9 +184,12 @@ class BlockGraphs:
     def in_forward(self) -> Iterator[None]:
         """While open, blocks run as graphs."""
         before, num_captures, self.is_open = self.is_open, self._num_captures, True
-        if self._is_out_of_order and self._num_disorders < MOST_CHANGES and not any(each.live for each in self._blocks):
-            self._num_disorders += 1
-            self.release()
+        self.hooks_of_saved_tensors = _hooks_of_saved_tensors()
+        if not any(each.live for each in self._blocks):
+            if self._is_out_of_order and self._num_disorders < MOST_CHANGES:
+                self._num_disorders += 1
+                self.release()
+            self._seal()
         for block in self._blocks:
             block.num_calls = 0
         try:
@@ -170,45 +200,103 @@ class BlockGraphs:
             if self._num_captures > num_captures:
                 logger.info("%d graphs of blocks take %.0f MiB of VRAM", self.num_graphs(), self.num_bytes() / 2**20)
 
+    def _seal(self) -> None:
+        """Later captures may use the memory of the activations that graphs keep."""
+        if self._unsealed:
+            if self.pool.works_once:
+                for entry in self._unsealed:
+                    entry.seal()
+            self._unsealed.clear()
+            self._generation += 1
+
+    def watch_eager(self) -> AbstractContextManager[None]:
+        """Context of a block that runs eagerly and will be captured: its memory shows what training needs."""
+        if not (self._has_begun or self._is_watching):
+            self._is_watching = True
+            self.pool.watch_eager()
+        return self.pool.in_eager() if self._is_watching else nullcontext()
+
+    def watch_backward(self, outputs: Any) -> None:
+        """The backward of the last block that ran eagerly begins with the gradient of its outputs."""
+        tensors = (each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor) and each.requires_grad)
+        output: Any = next(tensors, None)
+        if self._is_watching and output is not None:
+            pool = self.pool
+            output.register_hook(lambda _: pool.begins_backward())
+
     def end_of_backward(self) -> None:
         """Release the inputs of this micro-batch."""
+        if self._is_watching and not self._has_begun:
+            self.pool.end_of_eager()
+        self._is_watching = False
         for block in self._blocks:
             block.ran_eagerly = False
         for static in self._statics.values():
             static.present = None
 
-    def capture(self, work: Work) -> _Captured:
-        """
+    def begin(self) -> None:
+        """Called before the first capture.
+
         Raises:
-            RuntimeError: the work cannot be captured.
-            _EagerlyError: the VRAM does not suffice.
+            _EagerlyError: nothing is captured any more.
         """
         if self.pool.is_broken:
             raise _EagerlyError("an earlier capture failed")
-        if self._is_given_up:
-            raise _EagerlyError("the GPU was full")
+        if self._given_up is not None:
+            raise _EagerlyError(self._given_up)
         if not self._has_begun:
             self._has_begun = True
             self.pool.begin()
+
+    def capture(self, work: Work, entry: _Entry) -> _Captured:
+        """
+        Raises:
+            torch.OutOfMemoryError: the VRAM does not suffice.
+            RuntimeError: the work cannot be captured.
+            _EagerlyError: nothing is captured any more, or the VRAM would not suffice later.
+        """
+        self.begin()
         self._num_captures += 1
-        captured = _Captured(self.pool.capture(work), self._num_captures)
-        if (missing := self.pool.missing_bytes(self._static_bytes())) > 0:
-            raise _EagerlyError(f"graphs need {missing / 2**20:.0f} MiB more VRAM than is free")
+        captured = _Captured(self.pool.capture(work), self._num_captures, self._generation)
+        if not any(entry is each for each in self._unsealed):
+            self._unsealed.append(entry)
+        if entry.block not in self._counted:
+            self._counted.add(entry.block)
+            self._kept_bytes += int(captured.graph.kept_bytes / max(1.0, entry.scale))
+        self._scale = max(self._scale, entry.scale)
+        self._check_memory(self._kept_bytes)
         return captured
+
+    def check_eager(self) -> None:
+        """Give up if a block that keeps its activations cannot run eagerly beside the graphs."""
+        if self._has_begun:
+            with suppress(_EagerlyError):
+                self._check_memory(None)
+
+    def _check_memory(self, kept_bytes: int | None) -> None:
+        if (missing := self.pool.missing_bytes(self._static_bytes(), kept_bytes, self._scale)) > 0:
+            why = f"graphs need {missing / 2**20:.0f} MiB more VRAM than is free"
+            self._num_shortages += 1
+            if kept_bytes is None or self._num_shortages >= MOST_CHANGES:
+                self.give_up(why)
+            else:
+                self.is_open = False  # in this forward
+                self.release()  # more may be free after the first steps, in which libraries are loaded
+            raise _EagerlyError(why)
 
     def may_replay(self, captured: _Captured, call: _Call | None) -> bool:
         """Whether a replay leaves the activations alone that backward still needs.
 
-        While a graph is captured, the activations of all earlier graphs are kept. But its memory may later be used for
-        the activations of a newer graph. Blocks that run in the order of their captures pass, and in backward the other
-        way round.
+        While a graph is captured, the activations of all earlier graphs of its generation are kept. But its memory may
+        later be used for the activations of a newer graph. Blocks that run in the order of their captures pass, and in
+        backward the other way round.
         """
         waiting = self._waiting
         while waiting and ((last := waiting[-1]()) is None or last not in last.entry.block.live):
             waiting.pop()
         others = (each for ref in reversed(waiting) if (each := ref()) is not None and each is not call)
         newest = next((each for each in others if each in each.entry.block.live), None)
-        may = newest is None or captured.number > newest.entry.number()
+        may = newest is None or newest.entry.comes_before(captured)
         self._is_out_of_order |= not may
         return may and not self.pool.is_broken
 
@@ -248,10 +336,6 @@ class BlockGraphs:
             self._statics[key] = _Static(meta, self.device)
         return self._statics[key]
 
-    def own_static(self, meta: Meta) -> _Static:
-        """Memory for the input of one kind of call of one block."""
-        return self.static("own input", len(self._statics), meta)
-
     def pass_on(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         """Later blocks of this forward get `alias` instead of `tensor`."""
         given = self._passed_on.get(id(tensor))
@@ -275,6 +359,17 @@ def _own_users() -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+@contextmanager
+def _without_filling() -> Iterator[None]:
+    """While open, new memory is not filled in deterministic mode: a graph would fill it in each replay."""
+    untyped: Any = torch.utils.deterministic
+    before, untyped.fill_uninitialized_memory = untyped.fill_uninitialized_memory, False
+    try:
+        yield
+    finally:
+        untyped.fill_uninitialized_memory = before
+
+
 class _Static:
     """Memory of an input, or of an output's gradient.
 
@@ -283,10 +378,9 @@ class _Static:
     """
 
     def __init__(self, meta: Meta, device: torch.device) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            strided = list(meta.stride)
-            self.memory = torch.empty_strided(meta.shape, strided, dtype=meta.dtype, device=device)
-        self._expanded = [dim for dim, stride in enumerate(strided) if stride == 0]
+        with torch.inference_mode(False), torch.no_grad(), _without_filling():
+            self.memory = torch.empty_strided(meta.shape, list(meta.stride), dtype=meta.dtype, device=device)
+        self._expanded = [dim for dim, stride in enumerate(meta.stride) if stride == 0]
         self.present: torch.Tensor | None = None
         self._version = 0
 
@@ -310,6 +404,27 @@ class _Static:
             self.present, self._version = tensor.detach(), tensor._version
 
 
+class _Key(NamedTuple):
+    """What a block's graphs are captured for."""
+
+    spec: Any
+    metas: tuple[Meta, ...]
+    addresses: tuple[int, ...]
+    """Of the parameters that do not move."""
+    recomputes: bool
+    flags: tuple[Any, ...]
+
+    def num_bytes(self) -> int:
+        """Of the first argument."""
+        return math.prod(self.metas[0].shape) * self.metas[0].dtype.itemsize if self.metas else 0
+
+    def is_like(self, other: _Key) -> bool:
+        """Whether the calls differ in lengths alone."""
+        return self._replace(metas=()) == other._replace(metas=()) and [
+            (len(each.shape), each.dtype, each.requires_grad) for each in self.metas
+        ] == [(len(each.shape), each.dtype, each.requires_grad) for each in other.metas]
+
+
 class _Block:
     """A block whose forward runs as a graph if possible.
 
@@ -318,6 +433,7 @@ class _Block:
         live: forwards through graphs whose backward may come.
         ran_eagerly: since the last backward, with gradients.
         num_calls: in this forward.
+        eager_bytes: of the first argument, in the largest first run.
     """
 
     def __init__(self, graphs: BlockGraphs, name: str, module: nn.Module, tied: Collection[nn.Module]) -> None:
@@ -334,7 +450,8 @@ class _Block:
 
     def drop(self) -> None:
         self._facts: _Facts | None = None
-        self._entries: dict[Any, _Entry | _FirstRun] = {}
+        self._entries: dict[_Key, _Entry | _FirstRun] = {}
+        self.eager_bytes = 0
 
     def num_graphs(self) -> int:
         return sum(entry.num_graphs() for entry in self._entries.values() if isinstance(entry, _Entry))
@@ -345,6 +462,7 @@ class _Block:
             return self._eagerly(args, kwargs)
         tensors: list[torch.Tensor] = []
         self.num_calls += 1
+        graphs.num_calls += 1
         try:
             spec = _flatten((args, kwargs), tensors, graphs.newest)
             entry = self._entry(spec, tensors)
@@ -356,8 +474,10 @@ class _Block:
             return self._eagerly(args, kwargs)
         if isinstance(entry, _FirstRun):
             args, kwargs = _rebuilt((args, kwargs), graphs.newest)
-            with entry:
-                return self._eagerly(args, kwargs)
+            with entry, graphs.watch_eager():
+                found = self._eagerly(args, kwargs)
+            graphs.watch_backward(found)
+            return found
         with nullcontext() if self.recomputed is None else self.recomputed.saves(tensors[0] if tensors else None):
             return entry.run(tensors)
 
@@ -379,6 +499,8 @@ class _Block:
         if self._repeats:  # eager blocks add the gradients of all uses of a parameter one by one
             raise _EagerlyError("it is called more than once")
         _check_surroundings(self.graphs.device)
+        if _hooks_of_saved_tensors() != self.graphs.hooks_of_saved_tensors:
+            raise _EagerlyError("other code saves or recomputes activations")
         facts = self._facts
         if facts is None or (changed := facts.changed()) is not None:
             if facts is not None:
@@ -388,30 +510,42 @@ class _Block:
             facts = self._facts = _Facts(self.module)
         if self._num_changes >= MOST_CHANGES:
             raise _EagerlyError("its attributes change in every step")
-        key = (spec, tuple(map(_meta, tensors)), facts.addresses(), self.recomputed is not None, _flags())
+        streams = any(layer.is_streamed for layer in self.graphs.weights.get(self.module, ()))
+        addresses = () if streams else facts.addresses()
+        key = _Key(spec, tuple(map(_meta, tensors)), addresses, self.recomputed is not None, _flags())
         if key not in self._entries:
             if self.recomputed is not None and self.recomputed.why_eager is not None:
                 raise _EagerlyError(self.recomputed.why_eager)
             if self._tied:
                 raise _EagerlyError("it contains a tied weight")
-            if self.recomputed is None and any(layer.is_streamed for layer in self.graphs.weights.get(self.module, ())):
-                raise _EagerlyError("it keeps its activations, but backward may have its weights in another place")
             if (reason := facts.reason()) is not None:
                 raise _EagerlyError(reason)
-            if len({each[:2] for each in self._entries} - {key[:2]}) >= MOST_KINDS:
+            is_known = not facts.has_buffers and any(other.reason is None for other in self._like(key))
+            is_one_more = len({each[:2] for each in self._entries} - {key[:2]}) >= MOST_KINDS
+            if self.recomputed is None and (is_one_more or not is_known):
+                self.graphs.check_eager()
+            if is_one_more:
                 raise _EagerlyError(f"it was called with more than {MOST_KINDS} kinds of arguments")
-            first = self._entries[key] = _FirstRun(self.module, tensors)
-            return first
+            if not is_known:
+                first = self._entries[key] = _FirstRun(self.module, tensors)
+                self.eager_bytes = max(self.eager_bytes, key.num_bytes())
+                return first
         self._num_changes = 0
-        entry = self._entries[key]
-        if isinstance(entry, _FirstRun):
-            entry = self._entries[key] = _Entry(self, spec, key[1], facts.parameters, entry.reason)
-            entry.capture(tensors)
+        entry = self._entries.get(key)
+        if not isinstance(entry, _Entry):
+            has_run, reason = entry is not None, None if entry is None else entry.reason
+            is_watched = any(isinstance(other, _Entry) and other.reason is None for other in self._like(key))
+            entry = self._entries[key] = _Entry(self, key, facts.parameters, reason, streams=streams)
+            entry.capture(tensors, has_run=has_run, is_watched=is_watched)
         if entry.reason is not None:
             raise _EagerlyError(entry.reason)
         if (why := entry.why_not_now()) is not None:
             raise _EagerlyError(why)
         return entry
+
+    def _like(self, key: _Key) -> Iterator[_Entry | _FirstRun]:
+        """Those for calls that differ from `key` in lengths alone."""
+        return (entry for each, entry in self._entries.items() if each.is_like(key))
 
     def _say(self, why: str) -> None:
         if why not in self._said:
@@ -441,6 +575,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.reason = f"it uses a tensor on the {each.device.type}"
                 elif _storage(each) not in self._known:
                     self.reason = "it uses a tensor that is neither an argument nor its own"
+        if _hooks_of_saved_tensors() != (_detached, _unchanged):
+            self.reason = "other code saves or recomputes activations in it"
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             self.reason = f"it waits for the device ({func})"
         found = func(*args, **kwargs or {})
@@ -511,6 +647,7 @@ class _Facts:
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters]
         self._hooks = [hooks for module in self.modules[1:] for hooks in hooks_of(module)]
         self._is_hooked = any(self._hooks)
+        self.has_buffers = any(True for _ in block.buffers())
 
     def addresses(self) -> tuple[int, ...]:
         return tuple([parameter.data_ptr() for parameter in self.parameters])
@@ -580,6 +717,12 @@ def _members(module: nn.Module) -> list[dict[str, Any]]:
 
 def _same(one: Collection[Any], other: Collection[Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _hooks_of_saved_tensors() -> Any:
+    """The innermost hooks of tensors that autograd saves, or None."""
+    untyped: Any = torch._C._autograd
+    return untyped._top_saved_tensors_default_hooks(False)
 
 
 def _check_surroundings(device: torch.device) -> None:
@@ -721,21 +864,23 @@ class _Entry:
     """
 
     def __init__(
-        self,
-        block: _Block,
-        spec: Any,
-        metas: Sequence[Meta],
-        parameters: Sequence[nn.Parameter],
-        reason: str | None,
+        self, block: _Block, key: _Key, parameters: Sequence[nn.Parameter], reason: str | None, *, streams: bool
     ) -> None:
-        self.block, self._spec, self._metas = block, spec, metas
-        self._parameters, self._addresses = parameters, tuple([parameter.data_ptr() for parameter in parameters])
+        """`streams`: the parameters move, so graphs read copies of them."""
+        metas, graphs = key.metas, block.graphs
+        self.block, self._spec, self._metas, self._addresses = block, key.spec, metas, key.addresses
+        self._parameters = parameters
         self.trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.recomputes = block.recomputed is not None
-        graphs = block.graphs
-        self._statics = [graphs.static("input", index, meta) for index, meta in enumerate(metas)]
-        if metas and not self.recomputes:
-            self._statics[0] = graphs.own_static(metas[0])  # autograd saves it
+        self.scale = key.num_bytes() / max(1, block.eager_bytes)
+        self._num_own = 0 if self.recomputes else len(metas[:1])  # autograd saves the first input
+        self._own: list[_Static] = []
+        self._shared = [graphs.static("input", index, metas[index]) for index in range(self._num_own, len(metas))]
+        self._weights: list[torch.Tensor] = []
+        if streams:
+            self._weights = [
+                graphs.static("weight", index, _meta(each)).memory for index, each in enumerate(parameters)
+            ]
         self._passes_on = [index for index, meta in enumerate(metas) if index > 0 and meta.requires_grad]
         at = {parameter: len(metas) + index for index, parameter in enumerate(self.trained)}
         self._layers = [
@@ -748,15 +893,23 @@ class _Entry:
         self._output_spec: Any = None
         self._output_metas: list[Meta] = []
         self._differentiable: list[bool] = []
-        self._backwards: dict[Any, _Captured] = {}
+        self._backwards: dict[Any, _Backward] = {}
         self._newest: Callable[[], _Call | None] = lambda: None
         self.reason = reason
 
     def num_graphs(self) -> int:
         return (self._forward is not None) + len(self._backwards)
 
-    def number(self) -> int:
-        return 0 if self._forward is None else self._forward.number
+    def comes_before(self, captured: _Captured) -> bool:
+        """Whether a replay of `captured` leaves the activations alone that the forward has kept."""
+        own = self._forward
+        return own is not None and own.generation == captured.generation and own.number < captured.number
+
+    def seal(self) -> None:
+        """Keep activations no longer from later captures."""
+        self._run = None
+        for own in self._own:
+            own.memory = without_owning(own.memory)
 
     def why_not_now(self) -> str | None:
         """Why a replay of forward would overwrite activations that backward still needs, or None."""
@@ -768,29 +921,63 @@ class _Entry:
             return "blocks ran in another order than before"
         return None
 
-    def capture(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Capture the forward. Without success, `reason` says why."""
+    def capture(self, tensors: Sequence[torch.Tensor], *, has_run: bool, is_watched: bool) -> None:
+        """Capture the forward. Without success, `reason` says why.
+
+        Args:
+            has_run: the block has run eagerly with these lengths.
+            is_watched: `_watched` has seen the block with other lengths.
+        """
         graphs = self.block.graphs
         if self.reason is not None:
             return
         try:
-            if (reason := self._watched(tensors)) is not None:
-                raise _EagerlyError(reason)
+            graphs.begin()
+            if not graphs.pool.works_once:
+                self._make_own()
             self._hold(tensors)
-            self._forward = graphs.capture(self._work_of_forward)
+            if not is_watched and (reason := self._watched(tensors)) is not None:
+                raise _EagerlyError(reason)
+            if not has_run:
+                self._warm_up(tensors)
+            self._forward = graphs.capture(self._work_of_forward, self)
             if not any(self._differentiable):
                 raise _EagerlyError("its outputs require no gradient")
             # Backward too, so that an error shows before the graph is used. Later it is captured again if it gets
             # gradients of other outputs or with other strides.
-            results = [each for each in self._forward.graph.results if each is not None]
-            gradients = [
-                torch.zeros_like(each) if has else None for each, has in zip(results, self._differentiable, strict=True)
-            ]
-            self._captured_backward(gradients, [None] * len(self._passes_on))
+            self._captured_backward(*self._ones(self._forward.graph.results))
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)
+            self._fail(_EagerlyError("too little VRAM is free"))
+            graphs.give_up("the GPU was full while they were captured")
         except (RuntimeError, _EagerlyError) as error:
             self._fail(error)
             if graphs.pool.is_broken:
                 graphs.release()
+
+    def _ones(self, outputs: Results) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Gradients of the outputs, and none of the inputs that are handed on."""
+        found = [each for each in outputs if each is not None]
+        gradients = [
+            torch.ones_like(each) if has else None for each, has in zip(found, self._differentiable, strict=True)
+        ]
+        return gradients, [None] * len(self._passes_on)
+
+    def _warm_up(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Run forward and backward without effects: kernels are compiled, libraries initialised."""
+        pool, first = self.block.graphs.pool, [_Static(meta, self.block.graphs.device) for meta in self._metas[:1]]
+        for static, tensor in zip(first[: self._num_own], tensors, strict=False):
+            static.copy(tensor)
+        inputs = [static.memory for static in [*first[: self._num_own], *self._shared]]
+        versions = [each._version for each in inputs]
+        with pool.random_from(pool.random_state()):
+            run, outputs = self._compute(inputs)
+            if versions != [each._version for each in inputs]:
+                raise _EagerlyError("it writes an argument")
+            gradients, handed_on = self._ones(outputs)
+            places = self._places(gradients)
+            self._hold_gradients(places, gradients, handed_on)
+            self._gradients(run, gradients, places)
 
     def _watched(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """Run the block once more, without effects. Returns why it cannot be captured, or None."""
@@ -798,7 +985,7 @@ class _Entry:
         args, kwargs = _unflatten(self._spec, [each.detach() for each in tensors])
         watch, before = _Watch(block.module, tensors, graphs.device), _HostRandom()
         try:
-            with graphs.pool.random_from(graphs.pool.random_state()), torch.no_grad(), watch:
+            with graphs.pool.random_from(graphs.pool.random_state()), saved_tensors_hooks(_detached, _unchanged), watch:
                 block.own_forward(*args, **kwargs)
             return "it draws random numbers on the host" if before.has_changed() else watch.reason
         finally:
@@ -813,28 +1000,47 @@ class _Entry:
         self._run = self._forward = None
         self._backwards.clear()
 
+    def _make_own(self) -> None:
+        if not self._own:
+            self._own = [_Static(meta, self.block.graphs.device) for meta in self._metas[: self._num_own]]
+
     def _hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        for index, (static, tensor) in enumerate(zip(self._statics, tensors, strict=True)):
+        """Copy inputs, and weights that move, into static memory."""
+        for static, tensor in zip(self._own, tensors, strict=False):
+            static.copy(tensor)
+        self._hold_shared(tensors[self._num_own :])
+
+    def _hold_shared(self, tensors: Sequence[torch.Tensor]) -> None:
+        for index, (static, tensor) in enumerate(zip(self._shared, tensors, strict=True), self._num_own):
             if index == 0:
                 static.copy(tensor)
             else:
                 static.hold(tensor)
+        if self._weights:
+            with torch.no_grad():
+                torch._foreach_copy_(self._weights, [each.detach() for each in self._parameters])
+
+    def _inputs(self) -> list[torch.Tensor]:
+        return [static.memory for static in [*self._own, *self._shared]]
 
     def _work_of_forward(self) -> list[torch.Tensor]:
-        run, outputs = self._compute()
+        self._make_own()  # in the pool
+        run, outputs = self._compute(self._inputs())
         if run.reaches_others():
             raise _EagerlyError("it uses parameters or activations of other modules")
         self._run = None if self.recomputes else run
         return outputs
 
-    def _compute(self) -> tuple[_Run, list[torch.Tensor]]:
-        """Run the block on the static inputs. Returns autograd's graph and the outputs that are no inputs."""
+    def _compute(self, inputs: Sequence[torch.Tensor]) -> tuple[_Run, list[torch.Tensor]]:
+        """Run the block on `inputs`. Returns autograd's graph and the outputs that are no inputs."""
         with torch.enable_grad(), saved_tensors_hooks(_detached, _unchanged):
             leaves = [
-                static.memory.detach().requires_grad_(meta.requires_grad)
-                for static, meta in zip(self._statics, self._metas, strict=True)
+                each.detach().requires_grad_(meta.requires_grad) for each, meta in zip(inputs, self._metas, strict=True)
             ]
-            aliases = [without_owning(each).requires_grad_(each.requires_grad) for each in self._parameters]
+            weights = [each.detach() for each in self._weights] or [without_owning(each) for each in self._parameters]
+            aliases = [
+                each.requires_grad_(own.requires_grad) for each, own in zip(weights, self._parameters, strict=True)
+            ]
             args, kwargs = _unflatten(self._spec, leaves)
             with _exchanged(self.block.module, dict(zip(self._parameters, aliases, strict=True))):
                 output = self.block.own_forward(*args, **kwargs)
@@ -850,6 +1056,7 @@ class _Entry:
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         graphs, block = self.block.graphs, self.block
         seen = [layer.num_updates for layer in graphs.weights.get(block.module, ())]
+        graphs.num_graphed += 1
         call = _Call(self, graphs.pool.random_state(), seen)
         block.live.add(call)
         self._newest = weakref.ref(call)
@@ -876,7 +1083,7 @@ class _Entry:
 
     def kept_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs that backward needs."""
-        return list(tensors) if self.recomputes else list(tensors[1:])
+        return list(tensors[self._num_own :])
 
     def backward(
         self, call: _Call, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
@@ -888,24 +1095,22 @@ class _Entry:
         for layer, num_updates in zip(graphs.weights.get(block.module, ()), call.seen, strict=True):
             layer.check_seen(num_updates)
             layer.use()
-        statics = self._statics if self.recomputes else self._statics[1:]
-        for index, (static, tensor) in enumerate(zip(statics, inputs, strict=True)):
-            if self.recomputes and index == 0:
-                static.copy(tensor)
-            else:
-                static.hold(tensor)
+        self._hold_shared(inputs)
         num = len(self._differentiable)
+        given, handed_on = gradients[:num], gradients[num:]
         try:
-            graph = self._captured_backward(gradients[:num], gradients[num:])
+            found = self._captured_backward(given, handed_on)
         except (RuntimeError, _EagerlyError) as error:
             self._fail(error)
-            graph = None
-        if graph is None or not graphs.may_replay(graph, call):
-            places = self._hold_gradients(gradients[:num], gradients[num:])
+            found = None
+        places = self._places(given) if found is None else found.places
+        self._hold_gradients(places, given, handed_on)
+        if found is None or not graphs.may_replay(found.captured, call):
             with graphs.pool.random_from(call.random):
-                own = self._gradients(self._compute()[0], gradients[:num], places)
+                own = self._gradients(self._compute(self._inputs())[0], given, places)
             block.live.discard(call)
             return list(own)
+        graph = found.captured
         if self.recomputes:
             with graphs.pool.random_from(call.random):
                 results = graphs.replay(graph)
@@ -938,47 +1143,56 @@ class _Entry:
 
     def _captured_backward(
         self, gradients: Sequence[torch.Tensor | None], handed_on: Sequence[torch.Tensor | None]
-    ) -> _Captured | None:
-        """The graph of backward, with the gradients in its static memory; None if it has to run eagerly."""
-        places = self._hold_gradients(gradients, handed_on)
-        addresses = tuple([each.data_ptr() for each in self._parameters])
+    ) -> _Backward | None:
+        """The graph of backward; None if it has to run eagerly."""
+        addresses = () if self._weights else tuple([each.data_ptr() for each in self._parameters])
         key = tuple([None if each is None else _meta(each) for each in gradients]), addresses
         can_capture = self.recomputes or (self._run is not None and addresses == self._addresses)
         if key not in self._backwards and self.reason is None and can_capture:
+            places = self._places(gradients)
+            self._hold_gradients(places, gradients, handed_on)
 
             def work() -> Results:
-                run = self._compute()[0] if self.recomputes else self._run
+                run = self._compute(self._inputs())[0] if self.recomputes else self._run
                 assert run is not None
                 return self._gradients(run, key[0], places)
 
-            self._backwards[key] = self.block.graphs.capture(work)
+            self._backwards[key] = _Backward(self.block.graphs.capture(work, self), places)
         return self._backwards.get(key)
 
+    def _places(self, gradients: Sequence[torch.Tensor | None]) -> list[_Static]:
+        """Static memory for gradients of outputs, and of inputs that were handed on."""
+        graphs = self.block.graphs
+        places = [
+            graphs.static("gradient", index, _meta(gradient))
+            for index, gradient in enumerate(gradients)
+            if gradient is not None
+        ]
+        return [*places, *(graphs.static("handed on", index, self._metas[index]) for index in self._passes_on)]
+
     def _hold_gradients(
-        self, gradients: Sequence[torch.Tensor | None], handed_on: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor]:
-        """Copy the gradients of outputs, and of inputs that were handed on, into static memory."""
-        graphs, places = self.block.graphs, []
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                place = graphs.static("gradient", index, _meta(gradient))
-                place.copy(gradient)
-                places.append(place.memory)
-        for index, incoming in zip(self._passes_on, handed_on, strict=True):
-            place = graphs.static("handed on", index, self._metas[index])
-            if incoming is None:
+        self,
+        places: Sequence[_Static],
+        gradients: Sequence[torch.Tensor | None],
+        handed_on: Sequence[torch.Tensor | None],
+    ) -> None:
+        incoming = [*(each for each in gradients if each is not None), *handed_on]
+        for place, gradient in zip(places, incoming, strict=True):
+            if gradient is None:
                 place.memory.fill_(-0.0)  # x + -0.0 is x
             else:
-                place.copy(incoming)
-            places.append(place.memory)
-        return places
+                place.copy(gradient)
 
-    def _gradients(self, run: _Run, given: Sequence[Any], places: Sequence[torch.Tensor]) -> Results:
+    def _gradients(self, run: _Run, given: Sequence[Any], places: Sequence[_Static]) -> Results:
         """Gradients of the leaves of `run`, from those in `places`. `given`: None for outputs without a gradient."""
         roots = [root for root, each in zip(run.roots, given, strict=True) if root is not None and each is not None]
         wanted = [leaf for leaf in run.leaves if leaf.requires_grad]
         found = torch.autograd.grad(
-            [*roots, *run.passed_on], wanted, places, retain_graph=not self.recomputes, allow_unused=True
+            [*roots, *run.passed_on],
+            wanted,
+            [place.memory for place in places],
+            retain_graph=not self.recomputes,
+            allow_unused=True,
         )
         gradients = iter(found)
         return [next(gradients) if leaf.requires_grad else None for leaf in run.leaves]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from offloadkit.device.streams import BusyTime, Waits
 from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.facts.changes import caching_configs, without_caches
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.facts.graphs import may_capture
+from offloadkit.facts.graphs import FIRST_TORCH, may_capture, torch_is_too_old
 from offloadkit.facts.hardware import trim_heap
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.external_writes import ExternalWrites, refuse_to_empty, unwatched
@@ -32,6 +33,8 @@ from offloadkit.offload.states import LayerState
 from offloadkit.offload.update import StepThread
 from offloadkit.offload.weights import ForwardHooks, LayerWeights, PendingUpdate, TiedUses, move_rest
 from offloadkit.planner import Plan
+
+logger = logging.getLogger(__name__)
 
 
 class PlacedModel:
@@ -94,9 +97,11 @@ class PlacedModel:
         if config.compile_blocks:
             undo.callback(compile_blocks(module, tied))
         self.graphs: BlockGraphs | None = None
-        if may_capture(device.type, ranks.size, compiled=config.compile_blocks):
+        if may_capture(device.type, compiled=config.compile_blocks):
             self.graphs = BlockGraphs(repeated_blocks(module), device, tied)
             undo.callback(self.graphs.close)
+        elif device.type == "cuda" and torch_is_too_old():
+            logger.info("blocks run eagerly: CUDA graphs need torch %d.%d", *FIRST_TORCH)
         self.recomputation = Recomputation(
             module,
             self.offloaded_inputs,
@@ -278,7 +283,7 @@ class PlacedModel:
 
     def give_up_graphs(self) -> bool:
         """Use no graphs any more; returns whether there were some."""
-        return self.graphs is not None and self.graphs.give_up()
+        return self.graphs is not None and self.graphs.give_up("the GPU was full")
 
     def settle(self) -> None:
         """Finish pending updates, including copies, so that the newest weights are in the tensors they live in."""

@@ -26,6 +26,7 @@ from offloadkit.errors import ConfigError, OutputError, shown
 from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.telemetry import StepRecord, Telemetry
 from offloadkit.facts.units import format_seconds
+from offloadkit.offload.graphs import BlockGraphs
 from offloadkit.planner.seconds import both_ways
 
 UPDATE, BACKWARD = "update and forward", "backward"
@@ -129,9 +130,18 @@ class Profile:
 
     Attributes:
         bound: None until the trace is written.
+        python_seconds: CPU seconds a step of Python's threads that launch work; 0 until then.
     """
 
-    def __init__(self, steps: int, path: Path, device: torch.device, undo: ExitStack, ranks: Solo | Group) -> None:
+    def __init__(
+        self,
+        steps: int,
+        path: Path,
+        device: torch.device,
+        undo: ExitStack,
+        ranks: Solo | Group,
+        graphs: BlockGraphs | None,
+    ) -> None:
         """`undo` receives a callback that ends the trace when the engine is closed. Each rank writes a trace.
 
         Raises:
@@ -148,7 +158,8 @@ class Profile:
             path = path.with_stem(f"{path.stem}-rank{ranks.rank}")
         self.path, self.num_steps = path, steps
         self.bound: Bound | None = None
-        self._done = 0
+        self.python_seconds = 0.0
+        self._done, self._graphs, self._calls_before = 0, graphs, (0, 0)
         # Measured now, because there may be no VRAM left at the end.
         self._machine = measured_by(ranks, device)
         self._trace = trace.prepare(device, partial(record_compute, device, timing=True))
@@ -158,7 +169,10 @@ class Profile:
         """Called at the end of a window, before its update starts. The trace begins and ends here."""
         if self._done == 0:
             trace.begin()
+            self._trace.note_cpu_time()
+            self._calls_before = self._calls()
         elif self._done == self.num_steps:
+            self._trace.note_cpu_time()
             trace.end()
 
     def step(self, settle: Callable[[], None], read_reports: Callable[[], None], telemetry: Telemetry) -> bool:
@@ -178,11 +192,22 @@ class Profile:
         read_reports()
         records = list(telemetry.records)[-self.num_steps :]
         trace.write(self.path, ranges)
+        self.python_seconds = self._trace.python_seconds() / self.num_steps
         self.bound = bound(ranges, records, self._machine)
         numbers = f"steps {records[0].step} to {records[-1].step}" if len(records) > 1 else f"step {records[0].step}"
         print(f"{numbers} traced in {self.path} (open it in ui.perfetto.dev)", *map(breakdown, records), sep="\n")
-        print(*self.bound.lines(), sep="\n", flush=True)
+        print(*self.bound.lines(), self._python(), sep="\n", flush=True)
         return True
+
+    def _calls(self) -> tuple[int, int]:
+        """Calls of blocks, and those that ran as graphs."""
+        return (0, 0) if self._graphs is None else (self._graphs.num_calls, self._graphs.num_graphed)
+
+    def _python(self) -> str:
+        """Python's time, and how many of the blocks' calls it launched as graphs."""
+        total, graphed = (now - before for now, before in zip(self._calls(), self._calls_before, strict=True))
+        took = f"Python takes {format_seconds(self.python_seconds)} a step"
+        return f"{took}; {graphed / total:.0%} of the blocks' calls ran as graphs" if total else took
 
     def _end_with_engine(self) -> None:
         if trace.prepared() is self._trace:

@@ -141,7 +141,7 @@ def _graphs(layers: Sequence[LayerShape], basis: Basis, placements: Sequence[Pla
 def _may_capture(layers: Sequence[LayerShape], basis: Basis) -> bool:
     if basis.hardware is None or basis.eager:
         return False
-    return may_capture(basis.hardware.device, layers[0].num_ranks, compiled=basis.config.compile_blocks)
+    return may_capture(basis.hardware.device, compiled=basis.config.compile_blocks)
 
 
 def _counted(

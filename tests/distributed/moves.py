@@ -20,6 +20,7 @@ from offloadkit.distributed import machine
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, OffloadkitError, RankError, RepeatWindowError
+from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.fitted import LOADED_LATER_BYTES, NCCL_BYTES
@@ -69,6 +70,7 @@ def moving(
     after_the_first: Callable[[OffloadEngine], None] | None = None,
     steps: int = STEPS,
     device: str = "cpu",
+    graphed: Collection[int] = (),
     **config: Any,
 ) -> dict[str, Any]:
     """Train like `runs.train`, and repeat a window when asked to, as a bare loop would.
@@ -80,6 +82,7 @@ def moving(
         to: the plan to move to; None: a leaner one.
         after_the_first: called after the first step.
         device: "cuda": the current device.
+        graphed: ranks whose blocks run as graphs, which a full GPU gives up before a plan moves.
 
     Returns:
         "weights", the reasons of the "moves", the final "placements", the number of "steps" recorded and of
@@ -117,6 +120,7 @@ def moving(
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         patch.setattr(LayerWeights, "check_waited", opens)
+        patch.setattr(facts_graphs, "device_types", {device} if rank in graphed else set())
         if to is not None:
             patch.setattr(shortage, "leaner", lambda plan, *_: placed_at(plan, [to] * len(plan.layers)))
         engine = OffloadEngine(made, options, device=on, plan=plan)

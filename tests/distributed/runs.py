@@ -17,9 +17,11 @@ from offloadkit.distributed import machine
 from offloadkit.distributed import ranks as ranks_module
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.telemetry import Telemetry
+from offloadkit.offload.graphs import BlockGraphs
 from offloadkit.offload.shards import WeightGathers
 from offloadkit.planner import placed as placed_at
 from tests.models import TinyLM, tokens
@@ -206,6 +208,20 @@ def train(
             "num_updates": engine.num_updates,
             "log": log,
         }
+
+
+def train_by_graphs(device: str = "cpu", **options: Any) -> tuple[dict[str, Any], int]:
+    """(what `train` returns, number of captured graphs)."""
+    captured, own = list[Any](), BlockGraphs.capture
+
+    def capture(self: BlockGraphs, *args: Any) -> Any:
+        captured.append(own(self, *args))
+        return captured[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(facts_graphs, "device_types", {device})
+        patch.setattr(BlockGraphs, "capture", capture)
+        return train(device=device, **options), len(captured)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from tests.distributed.runs import (
     STREAMED_TO_GPU,
     joined,
     train,
+    train_by_graphs,
 )
 
 
@@ -94,6 +95,17 @@ def test_ranks_equal_one_rank_with_all_their_micro_batches(
     if "loss_factor" in options:  # this factor overflows fp16
         assert not all(map(isfinite, found[0]["norms"]))
     assert_equal(found, train(micro_batches=size * micro_batches, **{**options, **placed}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", [RESIDENT, STREAMED, LEAST])
+def test_ranks_whose_blocks_run_as_graphs_equal_one_rank(
+    ranks: RankPool, one_thread: None, placement: Placement
+) -> None:
+    options: dict[str, Any] = {"working_dtype": "bf16", "steps": 5}
+    found = ranks.run(2, train_by_graphs, placement=placement, **options)
+    assert all(num > 0 for _, num in found)
+    assert_equal([each for each, _ in found], train(2, placement=Placement(), **options))
 
 
 STEP_QUICK: list[tuple[int, int, dict[str, Any]]] = [

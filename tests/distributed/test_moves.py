@@ -44,6 +44,16 @@ def lean(ranks: RankPool) -> Any:
     return run
 
 
+@pytest.mark.slow
+def test_where_one_rank_is_full_all_give_up_graphs_and_keep_the_plan(ranks: RankPool) -> None:
+    """Rank 1 has none."""
+    found = ranks.run(2, moving, where="backward", full=[(1, 2)], graphed=(0,), steps=4)
+    expected = ranks.run(2, moving, steps=4)
+    assert found[0]["moves"] == []
+    assert found[0]["begun"] == 5
+    assert_alike(found, expected)
+
+
 @pytest.mark.parametrize(
     ("where", "full", "options"),
     [

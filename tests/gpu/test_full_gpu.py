@@ -81,6 +81,7 @@ def test_an_evaluation_on_a_full_gpu_goes_on_by_a_leaner_plan(
     def on_a_full_card(engine: offloadkit.OffloadEngine, run: Any) -> Any:
         if not filled:
             engine.synchronize()
+            engine.placed.release_graphs()
             gc.collect()
             torch.cuda.empty_cache()
             filled.append(torch.cuda.memory_reserved() + (64 << 20))

@@ -16,8 +16,9 @@ from offloadkit.device.process_memory import DeviceMemory
 from offloadkit.distributed.machine import measured_together
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine.engine import OffloadEngine
+from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts import hardware
-from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.fitted import FEW_CTAS, NCCL_BYTES, NCCL_FEW_BYTES
 from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.telemetry import Telemetry
@@ -25,7 +26,7 @@ from tests.distributed.doors import finetuned, pairs
 from tests.distributed.moves import moving
 from tests.distributed.planning import all_used
 from tests.distributed.pool import RankPool
-from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT, STREAMED, STREAMED_TO_GPU, train
+from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT, STREAMED, STREAMED_TO_GPU, train, train_by_graphs
 from tests.distributed.test_doors import assert_same
 from tests.distributed.test_equal import assert_equal
 from tests.distributed.test_moves import assert_alike
@@ -49,6 +50,21 @@ def two_equal_one(micro_batches: int, runs: list[dict[str, Any]], **of_one: Any)
 def test_two_ranks_equal_one(micro_batches: int) -> None:
     places = (RESIDENT, CPU_STEP, GPU_STEP, STREAMED, STREAMED_TO_GPU)
     two_equal_one(micro_batches, [{"placement": place, "exchange": "micro_batch"} for place in places])
+
+
+def test_two_ranks_train_by_graphs() -> None:
+    """The bits of one rank whose blocks run eagerly."""
+    pool = RankPool("nccl")
+    options: dict[str, Any] = {"working_dtype": "bf16", "steps": 6, "device": "cuda"}
+    try:
+        for place in (RESIDENT, CPU_STEP, STREAMED, Placement(activations="checkpoint")):
+            found = pool.run(2, train_by_graphs, placement=place, **options)
+            assert all(num > 0 for _, num in found)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(facts_graphs, "device_types", set())
+                assert_equal([each for each, _ in found], train(2, placement=RESIDENT, **options))
+    finally:
+        pool.close()
 
 
 def test_sums_that_are_exchanged_once_a_step_are_added_rank_by_rank() -> None:

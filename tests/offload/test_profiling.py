@@ -17,6 +17,7 @@ import offloadkit
 from offloadkit.device import trace
 from offloadkit.device.trace import Range
 from offloadkit.errors import ConfigError, OutputError
+from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.telemetry import StepRecord
 from offloadkit.offload import profiling
@@ -127,8 +128,12 @@ def drawn(path: Path) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_some_steps_of_an_engine(tmp_path: Path, accumulation: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_steps_of_an_engine(
+    tmp_path: Path, accumulation: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With accumulation, blocks run as graphs."""
     path = tmp_path / "trace.json"
+    monkeypatch.setattr(facts_graphs, "device_types", {"cpu"} if accumulation == 2 else set())
     with engine_of(gradient_accumulation=accumulation, placement=offloadkit.Placement(weights="ram")) as engine:
         steps(engine, 2 * accumulation)
         profile = engine.profile(steps=3, path=path)
@@ -150,6 +155,8 @@ def test_some_steps_of_an_engine(tmp_path: Path, accumulation: int, capsys: pyte
     assert "steps 4 to 6 traced in" in shown
     assert shown.count("\nstep ") == 3
     assert "bound by" in shown
+    assert ("a step; 100% of the blocks' calls ran as graphs" in shown) == (accumulation == 2)
+    assert 0 < profile.python_seconds < profile.bound.step_seconds * 1.5
 
 
 @pytest.mark.slow
