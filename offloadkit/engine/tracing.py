@@ -41,12 +41,18 @@ _SDPA = (
     torch.ops.aten._scaled_dot_product_efficient_attention,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward,
 )
+_ITEM, _UNIQUE = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.unique_consecutive.default
 _INDEXING = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "_index_put_impl_"))
 _UNLIKE_THE_FIRST_RUN = (ModelError, RuntimeError, ValueError, TypeError, AttributeError, LookupError)
 """Errors of a block that cannot run again with the same arguments, because they changed: a cache of keys and values."""
 _EMPTY = Stage("", Pass(), Pass(), 0, 0, 0, 0, 0, 0)
 _ALLOCATION = 512
 """torch's CUDA allocator rounds tensors up to multiples of this many bytes."""
+
+
+_MOST_RESULTS = 10_000
+_results: dict[Any, tuple[Pass, list[tuple[torch.Size, tuple[int, ...], torch.dtype]], Any]] = {}
+"""Counts and layouts of the outputs by operation and arguments. A trace adds some hundreds."""
 
 
 class AsOnGpu(TorchFunctionMode):
@@ -141,7 +147,6 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             None  # shape of the counts that the model requires to be equal: end tokens in each row
         )
         self._storages: dict[int, weakref.ref[Any]] = {}
-        self._results: dict[Any, tuple[Pass, list[tuple[torch.Size, tuple[int, ...], torch.dtype]], Any]] = {}
         for tensor in known:
             self._remember(tensor, 0)
 
@@ -163,9 +168,9 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is torch.ops.aten._local_scalar_dense.default and args[0].device == META:
+        if function is _ITEM and args[0].device == META:
             return self._mask_is_full if args[0].dtype == torch.bool else 0
-        if function is torch.ops.aten.unique_consecutive.default and args[0].device == META:
+        if function is _UNIQUE and args[0].device == META:
             self._alike = args[0].shape
             inverse, counts = (args[0].new_empty(shape, dtype=torch.int64) for shape in (self._alike, 1))
             return args[0].new_empty(1), inverse, counts
@@ -173,7 +178,7 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args = args[0], self._indices(args[1]), *args[2:]
         if function.is_view:
             output = function(*args, **kwargs)
-            made = _tensors(tree_flatten(output)[0])
+            made = [output] if isinstance(output, torch.Tensor) else _tensors(tree_flatten(output)[0])
         else:
             output, made = self._counted(function, args, kwargs)
         for tensor in made:
@@ -185,14 +190,14 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, and count it. Returns its output, and the tensors of the output.
 
         torch's functions for the meta device are written in Python and take 0.3 ms a call. An operation that is
-        repeated with equal shapes gets empty tensors like those of the first time.
+        repeated with equal shapes, in this trace or a later one, gets empty tensors like those of the first time.
         """
-        key = function, _described_arguments(args), _described_arguments(kwargs)
-        if key in self._results:
-            counts, layouts, spec = self._results[key]
+        key = function, torch.get_default_dtype(), _described_arguments(args), _described_arguments(kwargs)
+        if key in _results:
+            counts, layouts, spec = _results[key]
             self.total += counts
             made = [_empty(layout) for layout in layouts]
-            return tree_unflatten(made, spec), made
+            return made[0] if spec is None else tree_unflatten(made, spec), made
         output = function(*args, **kwargs)
         leaves, spec = tree_flatten(output)
         made, read = _tensors(leaves), _tensors(tree_flatten((args, kwargs))[0])
@@ -207,7 +212,9 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in made]
         is_new = len(own) == len(leaves) and own.isdisjoint(storages)
         if is_new and not function._schema.is_mutable and all(map(_is_empty_like, made, layouts)):
-            self._results[key] = counts, layouts, spec
+            if len(_results) == _MOST_RESULTS:
+                _results.clear()
+            _results[key] = counts, layouts, None if isinstance(output, torch.Tensor) else spec
         return output, made
 
     def _indices(self, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -195,6 +195,8 @@ def test_blocks_that_cannot_run_again_have_no_cheap_level(monkeypatch: pytest.Mo
 def test_results_of_repeated_operations_change_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = on_meta(llama(2)), tokens(2, 16)
     traced = trace_micro_batch(model, batch)
+    assert tracing._results
+    monkeypatch.setattr(tracing, "_results", {})
     monkeypatch.setattr(tracing, "_is_empty_like", lambda *_: False)  # no result is kept
     assert trace_micro_batch(model, batch) == traced
 
@@ -212,6 +214,7 @@ def test_queries_that_share_keys_are_counted_by_torch_2_11_too(monkeypatch: pyte
 
         return count
 
+    monkeypatch.setattr(tracing, "_results", {})
     every, shared = (on_meta(llama(heads).bfloat16()) for heads in (4, 2))
     with_all = trace_micro_batch(every, tokens(2, 64)).stages[1]
     flash = torch.ops.aten._scaled_dot_product_flash_attention
