@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -295,9 +295,12 @@ def compiles(weights: torch.dtype, gradient: torch.dtype, device: str) -> bool:
     return is_built("the kernels of the step of matrices, so slower torch operations are used", launch)
 
 
+_fp32 = lru_cache(maxsize=256)(round_to_fp32)
+
+
 def launch_write(state: FlatState, gradient: Tensor, segment: Segment, scale: float, into: Tensor) -> None:
     s = MuonScalars(*segment.scalars)  # type: ignore[arg-type]
-    scalars = scale, round_to_fp32(1 - s.momentum), round_to_fp32(s.momentum)
+    scalars = scale, _fp32(1 - s.momentum), _fp32(s.momentum)
     arrays = _bits(gradient), state["momentum_buffer"], _bits(into)
     _launch("write", arrays, segment, into, *scalars, bool(s.nesterov), gradient.dtype == torch.bfloat16)
 
@@ -305,7 +308,7 @@ def launch_write(state: FlatState, gradient: Tensor, segment: Segment, scale: fl
 def launch_apply(state: FlatState, update: Tensor, segment: Segment) -> None:
     s, weights = MuonScalars(*segment.scalars), _bits(state.weights)  # type: ignore[arg-type]
     arrays = weights, weights if state.remainder is None else state.remainder, _bits(update)
-    _launch("apply", arrays, segment, update, round_to_fp32(s.decay), round_to_fp32(_rate(segment, s)))
+    _launch("apply", arrays, segment, update, _fp32(s.decay), _fp32(_rate(segment, s)))
 
 
 def launch_transpose(source: Tensor, into: Tensor) -> None:
