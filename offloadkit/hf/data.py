@@ -20,9 +20,17 @@ import torch
 from offloadkit.errors import DataError
 from offloadkit.hf.columns import BY_NAME, ColumnOptions, Columns, Kind, choose
 from offloadkit.hf.load import Task, infer_task
-from offloadkit.hf.ragged import Collate, PadToWidths, rounded_up, width_step
 from offloadkit.hf.read import load_dataset_like
 from offloadkit.hf.tokenize import IGNORED, Tokenizing, label_names, tokenize
+from offloadkit.hf.widths import (
+    Collate,
+    PadToWidths,
+    Widths,
+    longest_of_model,
+    pad_to_widths,
+    rounded_up,
+    width_step,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,8 +47,8 @@ class PreparedData:
     dataset: Dataset
     """Columns input_ids, attention_mask and labels (lists of int; classification: one int)."""
 
-    collator: Collate
-    """Rows -> tensors int64 [rows, width], padded; labels with -100. See `ragged.width_step`."""
+    collator: PadToWidths
+    """Rows -> tensors int64 [rows, width], padded; labels with -100. See `widths.width_step`."""
 
     task: Task
 
@@ -115,7 +123,7 @@ def prepare(
         mask = "full"
     elif run.num_attended == run.total_input and task == "causal" and tokenizer.padding_side == "right":
         mask = "unread"
-    collator = _collator(tokenizer, task, step, target_step)
+    collator = _collator(tokenizer, task, (step, target_step) if task == "seq2seq" else (step,))
     return PreparedData(tokenized, collator, task, run.id2label, *widest, mask)
 
 
@@ -248,13 +256,6 @@ def default_input_length(config: PreTrainedConfig, task: Task) -> int:
     return default if limit is None else min(default, limit)
 
 
-def longest_of_model(config: PreTrainedConfig) -> int | None:
-    """The model's limit in tokens; None: no limit, as in T5, whose positions are relative."""
-    text_config = config.get_text_config()
-    limits = [getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions")]
-    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
-
-
 def num_positions(config: PreTrainedConfig) -> int | None:
     """Number of learned position embeddings; None for rotary or relative positions."""
     names = vars(config.get_text_config())
@@ -262,24 +263,19 @@ def num_positions(config: PreTrainedConfig) -> int | None:
     return None if computed else longest_of_model(config)
 
 
-def _collator(tokenizer: PreTrainedTokenizerBase, task: Task, step: int, target_step: int) -> Collate:
-    """A collator that pads inputs to multiples of `step` and labels to multiples of `target_step`.
+def _collator(tokenizer: PreTrainedTokenizerBase, task: Task, steps: tuple[int, ...]) -> PadToWidths:
+    """A collator that pads inputs and labels to multiples of `steps`.
 
     Causal rows have labels already. `DataCollatorForLanguageModeling` would mask an end token that is also the padding
     token, so the model would not learn to end.
     """
     from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 
-    inputs = ("input_ids", "attention_mask", "token_type_ids")
-    steps, sides = dict.fromkeys(inputs, step), frozenset({*inputs, "labels"})
-    padding = tokenizer.pad_token_id
-    values = {"input_ids": padding, "attention_mask": 0, "token_type_ids": tokenizer.pad_token_type_id}
-    collate: Collate = DataCollatorWithPadding(tokenizer)
-    if task != "classification":
-        collate = _PadDecoderInputs(DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED), padding)
-        steps |= {"labels": target_step, "decoder_input_ids": target_step}
-        values |= {"labels": IGNORED, "decoder_input_ids": padding}
-    return PadToWidths(collate, steps, values, sides if tokenizer.padding_side == "left" else frozenset())
+    if task == "classification":
+        return pad_to_widths(DataCollatorWithPadding(tokenizer), tokenizer, Widths(steps), None)
+    own = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)
+    collate = _PadDecoderInputs(own, tokenizer.pad_token_id)
+    return pad_to_widths(collate, tokenizer, Widths(steps), IGNORED)
 
 
 @dataclass(frozen=True)
@@ -299,11 +295,12 @@ class _PadDecoderInputs:
         return batch
 
 
-def with_decoder_inputs(collate: Collate, model: Any) -> Collate:
-    """Wrap a seq2seq collator to add `decoder_input_ids`, made from the labels as in the model's forward.
+def with_decoder_inputs(collator: PadToWidths, model: Any) -> PadToWidths:
+    """A seq2seq collator that adds `decoder_input_ids`, made from the labels as in the model's forward.
 
     Label smoothing needs this, because the Trainer then removes the labels from the model's inputs.
     """
+    collate: Collate = collator.collate
 
     def collate_and_shift(rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch = collate(rows)
@@ -311,4 +308,4 @@ def with_decoder_inputs(collate: Collate, model: Any) -> Collate:
             batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
         return batch
 
-    return collate_and_shift
+    return replace(collator, collate=collate_and_shift)

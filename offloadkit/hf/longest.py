@@ -96,9 +96,10 @@ def is_standard(method: Any) -> bool:
 
 
 def _as_trained(trainer: Any, rows: Any, description: str) -> tuple[Any, Callable[[Any], Any]]:
+    collate = trainer.widths.widest_collator(trainer)
     if hasattr(rows, "remove_columns"):
-        return trainer._remove_unused_columns(rows, description=description), trainer.data_collator
-    return rows, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
+        return trainer._remove_unused_columns(rows, description=description), collate
+    return rows, trainer._get_collator_with_removed_columns(collate, description=description)
 
 
 class _Longest(Dataset[Any]):

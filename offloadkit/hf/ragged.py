@@ -1,4 +1,4 @@
-"""Rows of different lengths: a few padded widths, and an order that a resumed epoch can repeat.
+"""The order of rows of different lengths, which a resumed epoch can repeat.
 
 HuggingFace's `group_by_length` shuffles rows, cuts them into windows of many batches, and sorts each window, longest
 row first. The order is drawn from torch's random state, which `ResumableOrder` saves. In `OrderOfSeed`, for `finetune`,
@@ -8,14 +8,12 @@ on short rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.utils.data import Sampler
 
 from offloadkit.checkpoint.origin import ORIGIN, Origin
@@ -27,63 +25,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
-Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
-
-LEAST_STEP = 16
-"""Tokens that tensor cores process at a time. Triton compiles one kernel for all multiples."""
-_STEPS_OF_MEAN = 8
-"""Minimum steps in a row of mean length; padding then adds 1/16 on average."""
 _ORDER_FILE = "order.json"
-
-
-def width_step(mean: float, longest: int, limit: int | None) -> int:
-    """The multiple, in tokens, that batches are padded to.
-
-    A larger step means fewer shapes (each needs its own memory blocks and perhaps new kernels), a smaller step less
-    padding. Rows of 128 to 512 tokens have 13 widths, 32 apart.
-
-    Args:
-        mean, longest: row lengths in tokens.
-        limit: maximum tokens of the model; None: unlimited.
-
-    Returns:
-        A power of two, at least `LEAST_STEP`, or less if `limit` requires it. 1 if all rows have equal length or none
-            exceeds `LEAST_STEP`.
-    """
-    if longest <= LEAST_STEP or mean == longest:
-        return 1
-    step = LEAST_STEP
-    while 2 * step * _STEPS_OF_MEAN <= mean:
-        step *= 2
-    while step > 1 and limit is not None and rounded_up(longest, step) > limit:
-        step //= 2
-    return step
-
-
-def rounded_up(length: int, step: int) -> int:
-    return -(-length // step) * step
-
-
-@dataclass(frozen=True)
-class PadToWidths:
-    """Wraps a collator and pads its tensors to multiples of `steps`."""
-
-    collate: Collate
-
-    steps: Mapping[str, int]
-    """Step by name of a [rows, length] tensor."""
-
-    values: Mapping[str, int]
-
-    on_the_left: frozenset[str] = frozenset()
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self.collate(rows)
-        for name, step in self.steps.items():
-            if name in batch and (missing := -batch[name].shape[1] % step):
-                sides = (missing, 0) if name in self.on_the_left else (0, missing)
-                batch[name] = F.pad(batch[name], sides, value=self.values[name])
-        return batch
 
 
 class OrderOfSeed(Sampler[int]):

@@ -57,6 +57,7 @@ from offloadkit.hf.sharding import Counted, ShardedBatches, shard_batches
 from offloadkit.hf.trained import WrappedModel, called_through_engine, ranks_of, trained_module
 from offloadkit.hf.trainer_plan import TrainerPlan
 from offloadkit.hf.trainer_run import TrainerRun
+from offloadkit.hf.widths import TrainerWidths
 from offloadkit.hf.window import TrainingWindow
 from offloadkit.planner import Plan
 
@@ -106,6 +107,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self.offload = offload or OffloadConfig()
         self.telemetry = telemetry or Telemetry()
         self._plan = TrainerPlan(plan)
+        self.widths = TrainerWidths()
         self._window = TrainingWindow()
         self._dealt: ShardedBatches | None = None
         self._checkpoints = TrainerCheckpoints()
@@ -230,13 +232,14 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     # -- one accumulated batch
 
     def get_train_dataloader(self) -> Any:
-        """Like the Trainer's; each batch says, while it is on the CPU, what its attention mask masks.
+        """Like the Trainer's, padded to few widths; each batch says, while it is on the CPU, what its attention mask
+        masks.
 
         With several ranks it also has its number of targets, except in a stream, which only rank 0 reads.
         """
         own, is_shared = self.data_collator, self.args.world_size > 1
         if not (is_shared and isinstance(self.train_dataset, IterableDataset)):
-            self.data_collator = PaddingCollator(self.data_collator)
+            self.data_collator = PaddingCollator(self.widths.collator(self))
             if is_shared:
                 count = partial(targets_in, shifted=shifts_labels(self.model))
                 self.data_collator = Counted(self.data_collator, count)
@@ -248,15 +251,17 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         return loader
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Like the Trainer's, but rows are dealt to ranks without repeating any."""
-        loader = super().get_eval_dataloader(*args, **kwargs)
+        """Like the Trainer's, padded to the widths of training. Rows are dealt to ranks without repeating any."""
+        with self.widths.used(self):
+            loader = super().get_eval_dataloader(*args, **kwargs)
         if not self.args.dataloader_drop_last:
             shard_batches(loader)
         return loader
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Like `get_eval_dataloader`."""
-        loader = super().get_test_dataloader(*args, **kwargs)
+        with self.widths.used(self):
+            loader = super().get_test_dataloader(*args, **kwargs)
         if not self.args.dataloader_drop_last:
             shard_batches(loader)
         return loader
@@ -361,7 +366,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         theirs = super()._load_optimizer_and_scheduler
-        self._evaluations.load(self._checkpoints.load_states(self, Path(checkpoint), theirs))
+        values = self._checkpoints.load_states(self, Path(checkpoint), theirs)
+        self._evaluations.load(values)
+        self.widths.compare(self, values)
         if self.lr_scheduler is self._own_scheduler:
             groups = self.lr_scheduler.optimizer.param_groups
             for group, rate in zip(groups, self.lr_scheduler.get_last_lr(), strict=True):
@@ -397,7 +404,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self._checkpoints.save_weights(self, folder, partial(super()._save, output_dir, state_dict))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        values = self._evaluations.values(self, self._run.stops)
+        values = self._evaluations.values(self, self._run.stops) | self.widths.to_dict()
         self._checkpoints.save_states(self, Path(output_dir), **values)
 
     def _save_rng_state(self, output_dir: str) -> None:

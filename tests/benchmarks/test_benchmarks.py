@@ -18,6 +18,7 @@ from benchmarks.peer_engines import ENGINES as RUN
 from benchmarks.rank_cases import RANK_CASES
 from benchmarks.table import Row
 from offloadkit.doors.engines.work import IGNORED_LABEL, RAGGED_STEPS, Work, num_tokens, random_steps, width
+from offloadkit.offload.graphs import MOST_KINDS
 
 ROWS = table.read()
 
@@ -197,14 +198,14 @@ def test_ragged_rows_are_sorted_masked_and_padded_as_in_finetune(tmp_path: Path,
             mask, labels = batch["attention_mask"].bool(), batch["labels"] != IGNORED_LABEL
             lengths.append(mask.sum(1))
             assert mask.shape[1] % 16 == labels.shape[1] % 16 == 0
-            assert 0 <= mask.shape[1] - lengths[-1].max() < 16
+            assert mask.shape[1] >= lengths[-1].max()
             assert batch["input_ids"][~mask].eq(0).all()
             tokens += int(mask.sum()) + (int(labels.sum()) if model == "t5-tiny" else 0)
             assert model == "t5-tiny" or torch.equal(labels, mask)
             assert labels.sum(1).min() >= 8
     assert lengths[0][0] == 128
     assert min(map(min, lengths)) >= 32
-    assert len({width(step) for step in steps}) > 4
+    assert 4 < len({width(step) for step in steps}) <= MOST_KINDS
     flat = torch.cat(lengths)[1:]
     assert torch.equal(flat, flat.sort(descending=True).values)
     assert num_tokens(steps) == round(tokens / len(steps))

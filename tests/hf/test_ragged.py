@@ -15,8 +15,9 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import offloadkit
 from offloadkit.hf.data import PreparedData, load_dataset_like, prepare
-from offloadkit.hf.ragged import OrderOfSeed, PadToWidths, rounded_up, width_step
+from offloadkit.hf.ragged import OrderOfSeed
 from offloadkit.hf.trainer import OffloadSeq2SeqTrainer
+from offloadkit.hf.widths import PadToWidths, rounded_up, width_step
 from tests.hf import tiny
 from tests.hf.training import arguments
 

@@ -16,7 +16,7 @@ from offloadkit.device.process_memory import DeviceMemory, peak_reserved_bytes
 from offloadkit.doors.engines.engine import Engine
 from offloadkit.doors.engines.work import Batch, Work, width
 from offloadkit.errors import RepeatWindowError
-from offloadkit.hf.ragged import rounded_up
+from offloadkit.hf.widths import rounded_up
 
 LEAST_STEPS, MOST_STEPS = 6, 300
 WARM_SECONDS, TIMED_SECONDS = 1.0, 3.0

@@ -15,8 +15,8 @@ from offloadkit.facts.config import OffloadConfig, Precision, check_counts
 from offloadkit.facts.units import parse_bytes
 from offloadkit.hf.load import auto_class_of, build, completed, draw_lazily, infer_task
 from offloadkit.hf.patches import choose_attention, fuse
-from offloadkit.hf.ragged import rounded_up, width_step
 from offloadkit.hf.source import resolve
+from offloadkit.hf.widths import LEAST_STEP, Widths, choose_widths, is_compute_bound, width_step
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.unread import become, is_unread, leave_unread
 from offloadkit.optim.table import DTYPES
@@ -208,20 +208,26 @@ def random_steps(work: Work, device: torch.device) -> list[list[Batch]]:
     def tokens(length: int) -> torch.Tensor:
         return torch.randint(NUM_SPECIAL_IDS, num_words, (work.batch_size, length), generator=generator)
 
+    full = [(work.input_length, work.target_length)] * work.rows
+    steps, widths = [full], Widths((1, 1) if task == "seq2seq" else (1,))
+    if work.mask == "ragged":
+        drawn = _drawn_lengths(work, generator)
+        steps = _ragged_steps(work, drawn, generator)
+        widths = _widths(work, torch.tensor(drawn)[:, : len(widths.steps)].numpy())
+
+    def real(of_rows: list[int], width: int) -> torch.Tensor:
+        return torch.arange(width) < torch.tensor(of_rows)[:, None]
+
     def batch(lengths: list[tuple[int, int]]) -> Batch:
-
-        def real(of_rows: list[int], longest: int) -> torch.Tensor:
-            step = width_step(_mean_length(longest), longest, None) if work.mask == "ragged" else 1
-            return torch.arange(rounded_up(max(of_rows), step)) < torch.tensor(of_rows)[:, None]
-
-        mask = real([each for each, _ in lengths], work.input_length)
+        inputs, targets = map(list, zip(*lengths, strict=True))
+        fitting = widths.fit([max(inputs), max(targets)][: len(widths.steps)])
+        there = mask = real(inputs, fitting[0])
         ids = tokens(mask.shape[1])
         found: Batch = {"input_ids": ids.masked_fill(~mask, padding)}
-        there = mask
         if task == "classification":
             found["labels"] = torch.randint(config.num_labels or 2, (work.batch_size,), generator=generator)
         elif task == "seq2seq":
-            there = real([each for _, each in lengths], work.target_length)
+            there = real(targets, fitting[1])
             found["labels"] = tokens(there.shape[1]).masked_fill(~there, IGNORED_LABEL)
         else:
             found["labels"] = ids.masked_fill(~mask, IGNORED_LABEL)
@@ -229,30 +235,35 @@ def random_steps(work: Work, device: torch.device) -> list[list[Batch]]:
             found["attention_mask"] = mask.long()
         return {name: tensor.to(device) for name, tensor in found.items()}
 
-    full = [(work.input_length, work.target_length)] * work.rows
-    steps = _ragged_lengths(work, generator) if work.mask == "ragged" else [full]
     size = work.batch_size
     return [[batch(rows[first : first + size]) for first in range(0, work.rows, size)] for rows in steps]
 
 
-def _ragged_lengths(work: Work, generator: torch.Generator) -> list[list[tuple[int, int]]]:
-    from transformers.trainer_pt_utils import get_length_grouped_indices
-
+def _drawn_lengths(work: Work, generator: torch.Generator) -> list[tuple[int, int]]:
     def drawn(longest: int) -> list[int]:
         shortest = max(1, longest // SHORTEST_SHARE)
-        found: list[int] = torch.randint(shortest, longest + 1, (4 * window,), generator=generator).tolist()
+        size = (4 * work.rows * _WINDOW_STEPS,)
+        found: list[int] = torch.randint(shortest, longest + 1, size, generator=generator).tolist()
         return [longest, *found[1:]]
 
-    window = work.rows * _WINDOW_STEPS
-    inputs, targets = drawn(work.input_length), drawn(work.target_length)
-    grouped: Any = get_length_grouped_indices
-    order = grouped(inputs, work.rows, generator=generator)[:window]
+    return list(zip(drawn(work.input_length), drawn(work.target_length), strict=True))
+
+
+def _ragged_steps(work: Work, drawn: list[tuple[int, int]], generator: torch.Generator) -> list[list[tuple[int, int]]]:
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    window, grouped = work.rows * _WINDOW_STEPS, cast("Any", get_length_grouped_indices)
+    order = grouped([each for each, _ in drawn], work.rows, generator=generator)[:window]
     firsts = [round(step * (_WINDOW_STEPS - 1) / (RAGGED_STEPS - 1)) * work.rows for step in range(RAGGED_STEPS)]
-    return [[(inputs[at], targets[at]) for at in order[first : first + work.rows]] for first in firsts]
+    return [[drawn[at] for at in order[first : first + work.rows]] for first in firsts]
 
 
-def _mean_length(longest: int) -> float:
-    return (longest // SHORTEST_SHARE + longest) / 2
+def _widths(work: Work, lengths: Any) -> Widths:
+    steps = [width_step(column.mean(), column.max(), None) for column in lengths.T]
+    if is_compute_bound(model_to_plan(work.model), work.batch_size * lengths[:, 0].mean()):
+        return Widths(tuple(steps))
+    multiples = [min(step, LEAST_STEP) for step in steps]
+    return choose_widths(lengths, work.batch_size, "group_by_length", steps, multiples)
 
 
 def width(step: list[Batch]) -> int:

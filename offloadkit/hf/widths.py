@@ -1,0 +1,377 @@
+"""Padded widths of batches whose rows differ in length.
+
+Blocks are captured as CUDA graphs for at most `MOST_KINDS` kinds of arguments, so batches are padded to at most that
+many widths (of an encoder-decoder: pairs of input and target widths). The widths follow from the lengths of the
+training rows, the rows in a micro-batch and the kind of order, never from a plan, because a padded width changes the
+last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from operator import is_not
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from offloadkit.facts.graphs import may_capture
+from offloadkit.hf.masks import CollatorWrapper
+from offloadkit.hf.trained import print_on_rank_0
+from offloadkit.offload.graphs import MOST_KINDS
+from offloadkit.offload.layers import repeated_blocks
+
+Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
+
+LEAST_STEP = 16
+"""Tokens that tensor cores process at a time. Triton compiles one kernel for all multiples."""
+_STEPS_OF_MEAN = 8
+"""Minimum steps in a row of mean length; padding then adds 1/16 on average."""
+_MOST_CANDIDATES = 1024
+
+
+_COMPUTE_BOUND = 1.5e11
+"""Parameters of a block times tokens of a micro-batch, above which a graph gains less than padding costs: an H100
+computes so much in half the time that Python needs for the launches. Fixed, so that widths do not depend on a machine.
+"""
+
+
+def width_step(mean: float, longest: int, limit: int | None) -> int:
+    """The multiple, in tokens, that batches are padded to at least.
+
+    A larger step means fewer shapes (each needs its own memory blocks and perhaps new kernels), a smaller step less
+    padding. Rows of 128 to 512 tokens have 13 widths, 32 apart.
+
+    Args:
+        mean, longest: row lengths in tokens.
+        limit: maximum tokens of the model; None: unlimited.
+
+    Returns:
+        A power of two, at least `LEAST_STEP`, or less if `limit` requires it. 1 if all rows have equal length or none
+            exceeds `LEAST_STEP`.
+    """
+    if longest <= LEAST_STEP or mean == longest:
+        return 1
+    step = LEAST_STEP
+    while 2 * step * _STEPS_OF_MEAN <= mean:
+        step *= 2
+    while step > 1 and limit is not None and rounded_up(longest, step) > limit:
+        step //= 2
+    return step
+
+
+def longest_of_model(config: Any) -> int | None:
+    """The model's limit in tokens; None: no limit, as in T5, whose positions are relative."""
+    text_config = config.get_text_config()
+    limits = [getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions")]
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
+def rounded_up(length: int, step: int) -> int:
+    return -(-length // step) * step
+
+
+@dataclass(frozen=True)
+class Widths:
+    steps: tuple[int, ...]
+    """Multiples for a batch that no pair holds: of inputs, or of inputs and targets of an encoder-decoder."""
+
+    pairs: tuple[tuple[int, ...], ...] = ()
+    """Widths of inputs, or of inputs and targets, smallest first. Empty: batches are padded to `steps`."""
+
+    share_added: float = 0.0
+    """Padding added to batches padded to their longest rows, as a share of their tokens."""
+
+    def fit(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """The smallest width that holds a batch of these lengths."""
+        for pair in self.pairs:
+            if all(length <= width for length, width in zip(lengths, pair, strict=True)):
+                return pair
+        return tuple(map(rounded_up, lengths, self.steps))
+
+    def __str__(self) -> str:
+        listed = ", ".join("+".join(map(str, pair)) for pair in self.pairs)
+        return (
+            f"batches are padded to {len(self.pairs)} widths ({listed}): {self.share_added:.1%} more tokens than "
+            "padded to their longest rows"
+        )
+
+
+def choose_widths(
+    lengths: np.ndarray, batch_size: int, order: str, steps: Sequence[int], multiples: Sequence[int]
+) -> Widths:
+    """Widths with little padding for the micro-batches of one epoch, multiples of `multiples`.
+
+    Args:
+        lengths: int [rows, 1], or [rows, 2] with the lengths of targets.
+        order: `train_sampling_strategy` of the arguments.
+        steps: multiples that batches are padded to without widths. They stay if they make few enough.
+    """
+    if prod(len(np.unique(column)) for column in (-(-lengths // steps)).T) <= MOST_KINDS:
+        return Widths(tuple(steps))
+    batches = _largest_of_batches(lengths, batch_size, order)
+    pairs = _least_padding(-(-batches // multiples) * multiples)
+    widths = Widths(tuple(steps), tuple(sorted(pairs, key=lambda pair: (sum(pair), pair))))
+    padded = sum(number * sum(widths.fit(batch)) for batch, number in _counted(batches))
+    return replace(widths, share_added=padded / int(batches.sum()) - 1)
+
+
+def _counted(batches: np.ndarray) -> Iterable[tuple[list[int], int]]:
+    found, counts = np.unique(batches, axis=0, return_counts=True)
+    return zip(found.tolist(), counts.tolist(), strict=True)
+
+
+def _largest_of_batches(lengths: np.ndarray, batch_size: int, order: str) -> np.ndarray:
+    """[batches, 1 or 2]: the longest inputs and targets of the batches of an epoch.
+
+    Rows sorted by length are sorted as a whole. The sampler sorts windows of 50 updates, whose batches differ little.
+    """
+    if order != "sequential":
+        lengths = lengths[np.random.RandomState(0).permutation(len(lengths))]  # the same in every version of numpy
+    if order == "group_by_length":
+        lengths = lengths[np.argsort(-lengths[:, 0], kind="stable")]
+    return np.maximum.reduceat(lengths, np.arange(0, len(lengths), batch_size))
+
+
+def _least_padding(batches: np.ndarray) -> list[tuple[int, ...]]:
+    """At most `MOST_KINDS` rows that together hold every batch, with nearly the least sum of padded tokens.
+
+    Widths are added greedily and then exchanged one at a time while that helps. Whole numbers make the choice equal on
+    every machine.
+    """
+    most = round(_MOST_CANDIDATES ** (1 / batches.shape[1]))
+    values = [_spread(np.sort(column), most) for column in batches.T]
+    candidates = np.array(list(product(*values)))  # the last one holds every batch
+    raised = [own[np.searchsorted(own, column)] for own, column in zip(values, batches.T, strict=True)]
+    points, counts = np.unique(np.stack(raised, axis=1), axis=0, return_counts=True)
+    sizes = candidates.sum(axis=1)
+    holds = (candidates[:, None] >= points).all(axis=2)
+    costs = np.where(holds, sizes[:, None], sizes[-1])
+    chosen = [len(candidates) - 1]
+
+    def best_beside(kept: list[int]) -> tuple[int, int]:
+        totals = np.minimum(costs, costs[kept].min(axis=0)) @ counts
+        return int(totals.min()), int(totals.argmin())
+
+    while len(chosen) < min(MOST_KINDS, len(candidates)):
+        total, found = best_beside(chosen)
+        chosen.append(found)
+    before = None
+    while before != total:
+        before = total
+        for at in range(1, len(chosen)):
+            now, found = best_beside(chosen[:at] + chosen[at + 1 :])
+            if now < total:
+                total, chosen[at] = now, found
+    used = {chosen[at] for at in costs[chosen].argmin(axis=0)} | {chosen[0]}
+    return [tuple(candidates[at].tolist()) for at in used]
+
+
+def _spread(values: np.ndarray, most: int) -> np.ndarray:
+    """The distinct `values` (sorted), or `most` of them at even distances in rank, with the largest."""
+    distinct = np.unique(values)
+    if len(distinct) <= most:
+        return distinct
+    return np.unique(values[np.arange(1, most + 1) * len(values) // most - 1])
+
+
+# -- collators
+
+
+@dataclass(frozen=True)
+class PadToWidths(CollatorWrapper):
+    """Pads the tensors of a collator further, to `widths`."""
+
+    widths: Widths
+
+    dimensions: Mapping[str, int]
+    """By name of a [rows, length] tensor: 0 for the width of inputs, 1 for the width of targets."""
+
+    values: Mapping[str, int]
+
+    on_the_left: frozenset[str] = frozenset()
+
+    def __call__(self, rows: Any) -> Any:
+        """The collator's batch, unchanged if it has further tensors that may need the same length."""
+        batch = self.collate(rows)
+        tensors = {name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
+        padded = {name: at for name, at in self.dimensions.items() if name in tensors}
+        if tensors - padded.keys() - {"labels"}:
+            return batch
+        lengths = [0] * len(self.widths.steps)
+        for name, at in padded.items():
+            lengths[at] = max(lengths[at], batch[name].shape[1])
+        fitting = self.widths.fit(lengths)
+        for name, at in padded.items():
+            if missing := fitting[at] - batch[name].shape[1]:
+                sides = (missing, 0) if name in self.on_the_left else (0, missing)
+                batch[name] = F.pad(batch[name], sides, value=self.values[name])
+        return batch
+
+
+def pad_to_widths(collate: Any, tokenizer: Any, widths: Widths, label_padding: int | None) -> PadToWidths:
+    """Pad batches of `collate`, which pads by `tokenizer`, to `widths`.
+
+    Args:
+        label_padding: None: labels have one value per row.
+    """
+    inputs, padding = ("input_ids", "attention_mask", "token_type_ids"), tokenizer.pad_token_id
+    dimensions, left = dict.fromkeys(inputs, 0), {*inputs, "labels"}
+    values = {"input_ids": padding, "attention_mask": 0, "token_type_ids": tokenizer.pad_token_type_id}
+    if label_padding is not None:
+        dimensions |= dict.fromkeys(("labels", "decoder_input_ids"), len(widths.steps) - 1)
+        values |= {"labels": label_padding, "decoder_input_ids": padding}
+    on_the_left = frozenset(left if tokenizer.padding_side == "left" else ())
+    return PadToWidths(collate, widths, dimensions, values, on_the_left)
+
+
+# -- a Trainer's
+
+_WIDTHS = "widths"
+
+
+class TrainerWidths:
+    """Pads the batches of a Trainer.
+
+    Attributes:
+        chosen: the widths of training; None before they are chosen.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: Widths | None = None
+        self._chosen_for: tuple[Any, ...] = ()
+        self._collator: Any = None
+
+    def collator(self, trainer: Any) -> Any:
+        """The Trainer's collator. If it is a known one, its batches are padded to widths of the training rows, which
+        are printed.
+        """
+        args = trainer.args
+        now = trainer.data_collator, trainer.train_dataset, trainer.model, args.per_device_train_batch_size
+        if len(now) != len(self._chosen_for) or any(map(is_not, now, self._chosen_for)):
+            self._chosen_for, self._collator = now, trainer.data_collator
+            self._choose(trainer)
+        return self._collator
+
+    def widest_collator(self, trainer: Any) -> Any:
+        """A collator that pads each batch to the largest width."""
+        collate = self.collator(trainer)
+        if self.chosen is None:
+            return collate
+        return replace(collate, widths=replace(self.chosen, pairs=self.chosen.pairs[-1:]))
+
+    @contextmanager
+    def used(self, trainer: Any) -> Iterator[None]:
+        """While open, the Trainer has this collator."""
+        own = trainer.data_collator
+        trainer.data_collator = self.collator(trainer)
+        try:
+            yield
+        finally:
+            trainer.data_collator = own
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `run.json`."""
+        return {} if self.chosen is None else {_WIDTHS: [list(pair) for pair in self.chosen.pairs]}
+
+    def compare(self, trainer: Any, values: dict[str, Any]) -> None:
+        """Print a warning if a run with these values of `run.json` had other widths."""
+        if values and values.get(_WIDTHS) != self.to_dict().get(_WIDTHS):
+            print_on_rank_0(
+                trainer,
+                "batches are padded to other widths than before the checkpoint, because training rows or batch_size "
+                "differ, so the last bits of the weights differ from an uninterrupted run",
+            )
+
+    def _choose(self, trainer: Any) -> None:
+        args, self.chosen, own = trainer.args, None, trainer.data_collator
+        config = getattr(trainer.model, "config", None)
+        is_pairs = bool(getattr(config, "is_encoder_decoder", False))
+        known = _known(own, is_pairs)
+        num_lengths = 1 if known is None else len(known.widths.steps)
+        lengths = row_lengths(trainer.train_dataset, ("input_ids", "labels")[:num_lengths])
+        size, order = args.per_device_train_batch_size, str(args.train_sampling_strategy)
+        if lengths is None or is_compute_bound(trainer.model, size * lengths[:, 0].mean()):
+            return
+        if known is None:
+            is_graphed = may_capture(args.device.type, compiled=trainer.offload.compile_blocks)
+            are_many = getattr(own, "padding", None) != "max_length" and len(np.unique(lengths)) > MOST_KINDS
+            if is_graphed and are_many:
+                print_on_rank_0(trainer, _UNKNOWN.format(type(own).__name__))
+            return
+        limit = longest_of_model(config) if hasattr(config, "get_text_config") else None
+        multiples = [min(step, LEAST_STEP) if known is own else step for step in known.widths.steps]
+        if known is not own and multiples[0] == 1:
+            multiples = [width_step(0, int(longest), limit) for longest in lengths.max(axis=0)]
+        widths = choose_widths(lengths, size, order, known.widths.steps, multiples)
+        if widths.pairs:
+            self.chosen, self._collator = widths, replace(known, widths=widths)
+            print_on_rank_0(trainer, widths)
+
+
+_UNKNOWN = (
+    "batches keep the widths that {} pads to, because only batches of transformers' padding collators are padded "
+    f"further: blocks run as CUDA graphs for the first {MOST_KINDS} widths"
+)
+
+
+def _known(collate: Any, is_pairs: bool) -> PadToWidths | None:
+    """The collator with its own widths, if it is ours or one of transformers' that pad to the longest row."""
+    from transformers import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForSeq2Seq,
+        DataCollatorForTokenClassification,
+        DataCollatorWithPadding,
+        PreTrainedTokenizerBase,
+    )
+
+    if isinstance(collate, PadToWidths):
+        return collate
+    labels: dict[type, int | None] = {DataCollatorWithPadding: None, DataCollatorForLanguageModeling: -100}
+    if type(collate) in (DataCollatorForSeq2Seq, DataCollatorForTokenClassification):
+        labels[type(collate)] = collate.label_pad_token_id
+    pads = type(collate) in labels and getattr(collate, "padding", True) in (True, "longest")
+    if not pads or collate.return_tensors != "pt" or not isinstance(collate.tokenizer, PreTrainedTokenizerBase):
+        return None
+    if collate.tokenizer.padding_side == "left" and is_pairs:
+        return None  # decoder_input_ids begin with a token that is no padding
+    num_lengths = 2 if is_pairs and type(collate) is DataCollatorForSeq2Seq else 1
+    widths = Widths((collate.pad_to_multiple_of or 1,) * num_lengths)
+    return pad_to_widths(collate, collate.tokenizer, widths, labels[type(collate)])
+
+
+def is_compute_bound(model: Any, num_tokens: float) -> bool:
+    """Whether micro-batches of so many tokens keep an H100 busy for longer than Python needs to launch a block."""
+    sizes = [sum(each.numel() for each in block.parameters()) for _, block in repeated_blocks(model)]
+    return num_tokens * max(sizes, default=0) > _COMPUTE_BOUND
+
+
+def row_lengths(rows: Any, columns: Sequence[str]) -> np.ndarray | None:
+    """int [rows, columns]: lengths of the lists in a `datasets.Dataset` or a list of dicts; runs no code of the user.
+
+    Returns:
+        None for other data, rows computed when they are read, no rows, and missing columns or values.
+    """
+    if isinstance(rows, list):
+        if not rows or not all(
+            isinstance(row, dict) and isinstance(row.get(name), list) for row in rows for name in columns
+        ):
+            return None
+        return np.array([[len(row[name]) for name in columns] for row in rows])
+    if not hasattr(rows, "with_format") or not hasattr(rows, "__len__") or rows.format["type"] == "custom":
+        return None
+    if len(rows) == 0 or not {*columns} <= {*rows.column_names}:
+        return None
+    found = []
+    for table in rows.select_columns([*columns]).with_format("arrow").iter(batch_size=10_000):
+        parts = [table.column(name).chunks for name in columns]
+        if any(chunk.null_count or not hasattr(chunk, "offsets") for chunks in parts for chunk in chunks):
+            return None
+        lengths = [np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]) for chunks in parts]
+        found.append(np.stack(lengths, axis=1))
+    return np.concatenate(found).astype(np.int64)

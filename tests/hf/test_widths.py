@@ -1,0 +1,216 @@
+"""Padded widths of batches: few, chosen from the rows alone, with little padding, without effect on the loss."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    ByT5Tokenizer,
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    Trainer,
+)
+
+from offloadkit.checkpoint.values import read_json
+from offloadkit.hf.longest import longest_batch
+from offloadkit.hf.trainer import OffloadTrainer
+from offloadkit.hf.widths import Widths, choose_widths, row_lengths
+from offloadkit.offload.graphs import MOST_KINDS
+from tests.hf import tiny
+from tests.hf.training import arguments
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOKENIZER = ByT5Tokenizer()
+
+
+def drawn(rows: int, *longest: int) -> np.ndarray:
+    return np.stack([np.random.RandomState(0).randint(1, each + 1, rows) for each in longest], axis=1)
+
+
+@pytest.mark.parametrize("order", ["random", "sequential", "group_by_length"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("longest", [(500,), (500, 130), (5000, 4000)])
+def test_a_few_widths_hold_every_batch(longest: tuple[int, ...], batch_size: int, order: str) -> None:
+    lengths = drawn(400, *longest)
+    found = choose_widths(lengths, batch_size, order, [1] * len(longest), [16] * len(longest))
+    largest = lengths.max(axis=0)
+    assert len(found.pairs) == MOST_KINDS
+    assert found.pairs[-1] == tuple((largest + 15) // 16 * 16)
+    assert all(width % 16 == 0 for pair in found.pairs for width in pair)
+    for batch in lengths:
+        pair = found.fit(batch)
+        assert (np.array(pair) >= batch).all()
+        assert pair in found.pairs
+    assert 0 < found.share_added < (0.4 if len(longest) == 2 else 0.2)
+    assert choose_widths(lengths, batch_size, order, [1] * len(longest), [16] * len(longest)) == found
+    assert found.fit(largest + 100) == tuple(largest + 100)
+
+
+def test_widths_have_nearly_the_least_padding() -> None:
+    counts = {length: (13 - length) ** 2 for length in range(1, 13)}
+    lengths = np.repeat(list(counts), list(counts.values()))[:, None]
+
+    def padded(pairs: Any) -> int:
+        return sum(number * Widths((1,), pairs).fit([length])[0] for length, number in counts.items())
+
+    others = [tuple((width,) for width in (*some, 12)) for some in combinations(range(1, 12), MOST_KINDS - 1)]
+    assert padded(choose_widths(lengths, 1, "random", [1], [1]).pairs) < 1.01 * min(map(padded, others))
+
+
+def test_targets_as_long_as_their_inputs_have_widths_like_them() -> None:
+    lengths = np.repeat(drawn(400, 500), 2, axis=1)
+    found = choose_widths(lengths, 4, "group_by_length", (1, 1), (16, 16))
+    assert all(inputs == targets for inputs, targets in found.pairs)
+
+
+def test_data_of_few_shapes_keep_them() -> None:
+    assert choose_widths(drawn(99, 8), 2, "random", (1,), (16,)) == Widths((1,))
+    assert choose_widths(drawn(99, 4, 2), 2, "random", (1, 1), (16, 16)) == Widths((1, 1))
+    assert choose_widths(drawn(99, 128), 2, "random", (16,), (16,)) == Widths((16,))
+
+
+def rows_of(number: int = 48, *, pairs: bool = True) -> list[dict[str, list[int]]]:
+    draw = random.Random(0)
+
+    def tokens(most: int) -> list[int]:
+        return [draw.randint(3, 90) for _ in range(draw.randint(1, most))]
+
+    inputs = [tokens(90) for _ in range(number)]
+    return [{"input_ids": ids, "labels": tokens(30) if pairs else ids} for ids in inputs]
+
+
+def t5() -> Any:
+    torch.manual_seed(0)
+    from transformers import T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(tiny.t5_config(d_model=16, d_ff=16, num_layers=1, dropout_rate=0.0))
+
+
+def llama() -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM(tiny.llama_config())
+
+
+def trainer(folder: Path, rows: Any, kind: Any = OffloadTrainer, model: Any = None, **options: Any) -> Any:
+    collator = options.pop("collator", None) or DataCollatorForSeq2Seq(TOKENIZER)
+    args = arguments(folder, **{"max_steps": 4, "gradient_accumulation_steps": 1, **options})
+    return kind(model=model or t5(), args=args, train_dataset=rows, eval_dataset=rows, data_collator=collator)
+
+
+def shapes(loader: Any) -> set[tuple[int, ...]]:
+    return {tuple(batch["input_ids"].shape[1:] + batch["labels"].shape[1:]) for batch in loader}
+
+
+def test_a_trainers_batches_have_few_widths_that_are_planned_for(tmp_path: Path, capsys: Any) -> None:
+    rows = rows_of()
+    ours = trainer(tmp_path, datasets.Dataset.from_list(rows))
+    chosen = shapes(ours.get_train_dataloader())
+    assert capsys.readouterr().out.count("batches are padded to 8 widths (") == 1
+    assert chosen == shapes(ours.get_eval_dataloader()) | chosen
+    assert chosen <= {*ours.widths.chosen.pairs}
+    call, *_ = longest_batch(ours)
+    assert (call.kwargs["input_ids"].shape[1], call.kwargs["labels"].shape[1]) == ours.widths.chosen.pairs[-1]
+    assert trainer(tmp_path, rows).widths.collator(ours) is not ours.data_collator
+    assert isinstance(ours.data_collator, DataCollatorForSeq2Seq)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        DataCollatorForSeq2Seq,
+        DataCollatorForTokenClassification,
+        partial(DataCollatorForLanguageModeling, mlm=False),
+    ],
+    ids=["seq2seq", "tokens", "language"],
+)
+def test_the_padding_of_known_collators_goes_on(kind: Any, side: str, tmp_path: Path) -> None:
+    collator, rows = kind(ByT5Tokenizer(padding_side=side)), rows_of(pairs=False)
+    if isinstance(kind, partial):  # makes the labels itself
+        rows = [{"input_ids": row["input_ids"]} for row in rows]
+    ours = trainer(tmp_path, rows, model=llama(), collator=collator)
+    some = rows[:3]
+    plain, padded = collator([dict(row) for row in some]), ours.widths.collator(ours)([dict(row) for row in some])
+    longest, width = plain["input_ids"].shape[1], padded["input_ids"].shape[1]
+    assert (width,) == ours.widths.chosen.fit([longest])
+    own, added = (
+        (slice(-longest, None), slice(0, -longest)) if side == "left" else (slice(longest), slice(longest, None))
+    )
+    for name, value in {"input_ids": 0, "attention_mask": 0, "labels": -100}.items():
+        assert torch.equal(padded[name][:, own], plain[name])
+        assert (padded[name][:, added] == value).all()
+
+
+class Own(DataCollatorForSeq2Seq):
+    pass
+
+
+def masked(rows: Any) -> Any:
+    batch = DataCollatorForSeq2Seq(TOKENIZER)(rows)
+    return batch | {"global_attention_mask": torch.ones_like(batch["input_ids"])}
+
+
+def test_other_collators_keep_their_batches(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of()
+    monkeypatch.setattr("offloadkit.facts.graphs.device_types", {"cpu"})
+    for collator in (Own(TOKENIZER), masked):
+        ours = trainer(tmp_path, rows, collator=collator)
+        assert ours.widths.collator(ours) is collator
+        assert f"batches keep the widths that {type(collator).__name__} pads to" in capsys.readouterr().out
+    further = trainer(tmp_path, rows)
+    collate = replace(further.widths.collator(further), collate=masked)
+    assert collate(rows[:2])["input_ids"].shape == masked(rows[:2])["input_ids"].shape
+    capsys.readouterr()
+    same = trainer(tmp_path, rows, collator=DataCollatorForSeq2Seq(TOKENIZER, padding="max_length", max_length=99))
+    compute_bound = trainer(tmp_path, rows, per_device_train_batch_size=10**9)
+    for each in (same, compute_bound):
+        assert each.widths.collator(each) is each.data_collator
+    assert capsys.readouterr().out == ""
+
+
+def test_lengths_are_read_without_code_of_the_user() -> None:
+    rows = rows_of(9)
+    expected = [[len(row["input_ids"]), len(row["labels"])] for row in rows]
+    data = datasets.Dataset.from_list(rows)
+    names = ("input_ids", "labels")
+    for known in (rows, data, data.with_format("torch")):
+        assert row_lengths(known, names).tolist() == expected
+    assert row_lengths(data.select([5, 2]), names).tolist() == [expected[5], expected[2]]
+    classes = data.remove_columns("labels").add_column("labels", [0] * 9)
+    for unknown in (None, [], [1], [{"input_ids": 1}], data.with_transform(lambda row: row), classes, iter(rows)):
+        assert row_lengths(unknown, names) is None
+    assert row_lengths(classes, names[:1]).tolist() == [[each[0]] for each in expected]
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_transformers_and_other_rows_are_told_of(tmp_path: Path, capsys: Any) -> None:
+    rows = rows_of()
+    ours, theirs = (trainer(tmp_path / kind.__name__, rows, kind, save_strategy="steps", save_steps=2, seed=1)
+                    for kind in (OffloadTrainer, Trainer))  # fmt: skip
+    logs = []
+    for each in (ours, theirs):
+        each.train()
+        logs.append([log["loss"] for log in each.state.log_history if "loss" in log])
+    assert logs[0] == pytest.approx(logs[1], rel=1e-5)
+    checkpoint = tmp_path / "OffloadTrainer" / "checkpoint-2"
+    assert read_json(checkpoint / "run.json")["widths"] == [list(pair) for pair in ours.widths.chosen.pairs]
+    ours.close()
+    said = "padded to other widths than before the checkpoint"
+    for data in (rows, rows_of(60)):
+        capsys.readouterr()
+        again = trainer(tmp_path / "again", data, save_strategy="no", seed=1)
+        again.train(resume_from_checkpoint=str(checkpoint))
+        again.close()
+        assert (said in capsys.readouterr().out) == (data is not rows)
