@@ -46,12 +46,14 @@ class Pool(Protocol):
     Attributes:
         works_once: a replay does not call the work again, so kept tensors are needed no longer than by captures.
         num_bytes: VRAM reserved for it.
-        is_broken: a capture failed in a way that makes random numbers of earlier graphs wrong.
+        is_broken: a capture, of any pool, failed in a way that makes random numbers of earlier graphs wrong.
     """
 
     works_once: bool
     num_bytes: int
-    is_broken: bool
+
+    @property
+    def is_broken(self) -> bool: ...
 
     def capture(self, work: Work) -> Graph:
         """Capture `work`, without effects on its results and random states until the graph is replayed.
@@ -181,6 +183,9 @@ class CudaPool(_Draws):
     stepping thread works on.
     """
 
+    _num_failures: ClassVar[int] = 0
+    """Captures that CUDA ended. Each exchanges the generator's state, which graphs of other pools had too."""
+
     def __init__(self, device: torch.device) -> None:
         untyped: Any = torch.cuda
         self._device, self._generator = device, untyped.default_generators[device.index]
@@ -188,7 +193,11 @@ class CudaPool(_Draws):
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._eager_bytes = self._outside_bytes = self._bytes_before = self.num_bytes = 0
         self._is_outside = False
-        self.is_broken, self.works_once = False, True
+        self.works_once, self._failures_before = True, CudaPool._num_failures
+
+    @property
+    def is_broken(self) -> bool:
+        return self._failures_before != CudaPool._num_failures
 
     def watch_eager(self) -> None:
         restart_peaks(self._device)
@@ -262,7 +271,7 @@ class CudaPool(_Draws):
     def _clean_up(self) -> None:
         """After a capture that torch could not end: allocate outside the pool again, and draw random numbers again."""
         untyped: Any = torch._C
-        self.is_broken = True
+        CudaPool._num_failures += 1
         with suppress(RuntimeError):  # the pool was not in use yet
             untyped._cuda_endAllocateToPool(self._device.index, self._handle)
         self._generator.graphsafe_set_state(self._generator.clone_state())

@@ -170,7 +170,7 @@ class BlockGraphs:
         found = self.num_graphs() > 0
         if self._given_up is None:
             self._given_up = why
-            logger.info("blocks run eagerly from now on: %s", why)
+            logger.warning("blocks run eagerly from now on, without CUDA graphs: %s", why)
         self.release()
         return found
 

@@ -101,7 +101,7 @@ class PlacedModel:
             self.graphs = BlockGraphs(repeated_blocks(module), device, tied)
             undo.callback(self.graphs.close)
         elif device.type == "cuda" and torch_is_too_old():
-            logger.info("blocks run eagerly: CUDA graphs need torch %d.%d", *FIRST_TORCH)
+            logger.warning("blocks run eagerly: CUDA graphs need torch %d.%d", *FIRST_TORCH)
         self.recomputation = Recomputation(
             module,
             self.offloaded_inputs,

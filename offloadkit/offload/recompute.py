@@ -74,7 +74,7 @@ def checkpoint_activations(
 
     def recomputed(block: nn.Module) -> Recomputed:
         sends = partial(offloaded.sends, f"{names[block]} input") if choices[block] == "offload" else nullcontext
-        why_eager = "results of its matmuls are kept" if choices[block] == "cheap" else None
+        why_eager = "its activations are recomputed cheaply" if choices[block] == "cheap" else None
         return Recomputed(recompute(block), sends, why_eager)
 
     if getattr(model, "supports_gradient_checkpointing", False) and not compiled:

@@ -160,7 +160,7 @@ def test_a_gpu_that_is_full_in_a_capture_trains_on_eagerly(
     data = of_length(96, 5)
     found = train(t5(**WIDE), data, Placement(), device="cuda")
     assert found[2] == 0
-    assert "blocks run eagerly from now on: the GPU was full while they were captured" in caplog.text
+    assert "without CUDA graphs: the GPU was full while they were captured" in caplog.text
     assert_equals_eager(found, lambda: train(t5(**WIDE), data, Placement(), device="cuda"), monkeypatch)
 
 
