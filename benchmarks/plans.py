@@ -134,6 +134,11 @@ def inputs_of(row: Row) -> tuple[list[LayerShape], MicroBatch, Hardware, bool]:
     return layers, replace(work, operation_launches=launches, python_spread=spread), machine, compiled
 
 
+def ran_as_graphs(row: Row) -> bool:
+    """Whether blocks of a measured row ran as CUDA graphs."""
+    return bool((row["figures"] or {}).get("graphs"))
+
+
 def as_placed(row: Row) -> tuple[Search, Counts]:
     """The placements that the plan of a row chose, with a search for the machine as measured in that run.
 
@@ -141,7 +146,7 @@ def as_placed(row: Row) -> tuple[Search, Counts]:
         ValueError: the present search has no such placements.
     """
     layers, work, machine, compiled = inputs_of(row)
-    search = Search(layers, work, machine, row["accumulation"], compiled=compiled)
+    search = Search(layers, work, machine, row["accumulation"], compiled=compiled, graphed=ran_as_graphs(row))
     number: dict[str, int] = row["placements"]
 
     def count(*words: str) -> int:

@@ -80,8 +80,10 @@ LOADED_LATER_BYTES = 128 << 20
 H200. A VRAM budget and a plan hold it back.
 """
 
-GRAPHS_DRIVER_BYTES = 256 << 20
-"""At most, what the driver takes for CUDA graphs of blocks. Not measured apart."""
+GRAPHS_DRIVER_BYTES = 64 << 20
+"""What the driver takes for CUDA graphs of blocks. T5-base's 48 graphs took 8 to 20 MiB, T5-large's 96 took 16 (and 106
+with kernels that were loaded then), on H100s.
+"""
 GRAPHS_WORKSPACE_BYTES = 64 << 20
 """cuBLAS's workspaces in the graphs' pool: 32 MiB on Hopper for each thread, of forward and of backward."""
 GRAPHS_UNUSED = 0.05
@@ -173,6 +175,12 @@ CHEAP_LAUNCHES = (11, 18)
 """The same for a block that keeps matmuls and attention, whose operations pass through a dispatch mode; without the
 launches of the operations that backward computes again. Not measured beside a GPU: blocks of T5 and Llama on one core
 gave 11 to 13 and 14 to 27, where a recomputed block gave 0.9 to 1.8 and 2.6 to 5.4.
+"""
+GRAPHED_LAUNCHES = (45, 50)
+"""Python's time in forward and backward for a block that runs as a CUDA graph: guards, copies between graphs, gradients
+of parameters; without `ENGINE_LAUNCHES`. It is scaled as the blocks' timed Python is. On H100s
+eager steps of T5-base took 93 and 106 ms, with graphs 36 and 42; of T5-large, recomputed, 342 and 322, with graphs 85
+and 86: 2.5 and 4 times less, planned 2.5 and 3.6. Forward and backward were not measured apart.
 """
 STREAMED_LAUNCHES = (37, 33)
 """Python's time in forward and backward for a flat layer whose weights are streamed. Launches."""

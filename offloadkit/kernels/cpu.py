@@ -28,7 +28,7 @@ from offloadkit.optim.table import OPTIMIZERS, FlatState, Segment, check_state
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _PRECISIONS = {"exact": 0, "compact": 1, "tiny": 2}
 _MAX_MOMENTS, _MAX_SCALARS = 2, 8
-_NEWER = {"step_seconds", "split"}
+_NEWER = {"plan_seconds", "split"}
 """Functions missing in older builds of the library."""
 SLICE = 1 << 18
 """Elements that torch splits at a time: temporaries in the caches are five times as fast."""
@@ -100,7 +100,7 @@ def load(path: Path) -> ctypes.CDLL | None:
         "set_num_threads": ([c_int], None),
         "num_threads": ([], c_int),
         "level_usable": ([c_int], c_int),
-        "step_seconds": ([pointer, pointer, pointer, c_int64, pointer], c_int),
+        "plan_seconds": ([pointer, pointer, pointer, c_int64, pointer], c_int),
         "force_level": ([c_int], None),
     }
     for name, (arguments, result) in signatures.items():
@@ -305,7 +305,7 @@ def step_seconds(
     Returns:
         [number, 4]: seconds of the update phase, of the backward phase, of forward's work and of the CPU step's work.
     """
-    kernel = getattr(c_library(), "step_seconds", None)
+    kernel = getattr(c_library(), "plan_seconds", None)
     if kernel is None:
         return None
     names = ("machine", "stages", "layers", "ends", "blocks")

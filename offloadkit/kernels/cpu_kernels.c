@@ -512,7 +512,7 @@ EXPORT int offloadkit_populate(uintptr_t address, uint64_t num_bytes) {
 }
 
 /* Seconds of a step for `number` placements; `out` has four numbers for each (see plan_seconds). Returns 0 or ENOMEM. */
-EXPORT int offloadkit_step_seconds(const struct plan_model *model, const int64_t *codes, const int64_t *levels,
+EXPORT int offloadkit_plan_seconds(const struct plan_model *model, const int64_t *codes, const int64_t *levels,
                                    int64_t number, double *out) {
     size_t room = (size_t)(model->num_stages + 5 * model->num_layers + 1);
     double *memory = malloc(room * sizeof *memory);

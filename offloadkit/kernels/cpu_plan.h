@@ -12,12 +12,12 @@ enum { STREAMED = 1, KEEPS = 2, ON_GPU = 4, ON_DISK = 8, IN_VRAM = 16 };
 
 struct layer_cost {
     double weight_bytes, stepped_bytes, sent_bytes, gradient_bytes, state_bytes, num_chunks, cpu_step, gpu_step, bucket,
-        adding_in_vram, adding_in_ram, norm_in_ram, exchange, sums_exchange, summing_in_vram, gather;
+        adding_in_vram, adding_in_ram, norm_in_ram, exchange, sums_exchange, summing_in_vram, copied, gather;
 };
 
 struct stage_cost {
     double forward, backward, forward_launches, backward_launches, operation_launches, again, again_launches,
-        input_bytes;
+        is_captured, graphed_forward_launches, graphed_backward_launches, input_bytes;
 };
 
 struct plan_machine {
@@ -259,7 +259,7 @@ static struct queues plan_forward(const struct plan_model *model, const struct c
     double before = 0.0, resident = 0.0;
     for (int64_t stage = 0, at = 0; stage < model->num_stages; stage++) {
         const struct stage_cost *unit = &model->stages[stage];
-        double ready = 0.0, on_gpu = 0.0, cpu_done = 0.0, gathered = 0.0, num_streamed = 0.0;
+        double ready = 0.0, on_gpu = 0.0, cpu_done = 0.0, gathered = 0.0, num_streamed = 0.0, copied = 0.0;
         int recomputes = 0, offloads = 0, is_cheap = 0;
         for (; at < model->ends[stage]; at++) {
             const struct layer_cost *layer = &model->layers[at];
@@ -295,6 +295,7 @@ static struct queues plan_forward(const struct plan_model *model, const struct c
             double fetched = (in_ram ? layer->weight_bytes : layer->stepped_bytes) / bus.h2d, is_free = 0.0;
             if (in_ram) {
                 num_streamed += 1.0;
+                copied += layer->copied;
                 if (!(updates && !states_in_vram(code)) && num_ends < num_buffers) continue;
                 is_free = larger(before, num_ends >= num_buffers ? memory->ends[num_ends - num_buffers] : 0.0);
             } else if (!(updates && steps_on_cpu(code))) {
@@ -311,11 +312,15 @@ static struct queues plan_forward(const struct plan_model *model, const struct c
         }
         before = larger(larger(q.gpu, ready), gathered);
         plan_take(&q.gpu, on_gpu, ready);
-        plan_take(&q.gpu, unit->forward, larger(ready, gathered));
-        q.busy_forward += unit->forward;
-        double launches = unit->forward_launches;
-        launches += recomputes * m->recomputed_forward * unit->operation_launches;
-        launches += is_cheap * m->cheap_forward * unit->operation_launches;
+        int as_graph = unit->is_captured != 0.0 && !is_cheap;
+        double seconds = as_graph ? unit->forward + copied : unit->forward;
+        plan_take(&q.gpu, seconds, larger(ready, gathered));
+        q.busy_forward += seconds;
+        double launches = as_graph ? unit->graphed_forward_launches : unit->forward_launches;
+        if (!as_graph) {
+            launches += recomputes * m->recomputed_forward * unit->operation_launches;
+            launches += is_cheap * m->cheap_forward * unit->operation_launches;
+        }
         launches += num_streamed * m->streamed_forward * m->launch_seconds;
         double end = plan_launched(&q, launches, cpu_done);
         if (num_streamed != 0.0) memory->ends[num_ends++] = end;
@@ -386,7 +391,7 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
         const struct stage_cost *unit = &model->stages[stage];
         int64_t first = stage ? model->ends[stage - 1] : 0;
         double ready = num_sent >= num_buckets ? memory->sent[num_sent - num_buckets] : 0.0;
-        double fetched = 0.0, num_layers = 0.0, seconds = unit->backward;
+        double fetched = 0.0, num_layers = 0.0, seconds = unit->backward, copied = 0.0;
         int recomputes = 0, offloads = 0, is_cheap = 0;
         for (int64_t at = first; at < model->ends[stage]; at++) {
             const struct layer_cost *layer = &model->layers[at];
@@ -394,6 +399,7 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
             if (weights_in_ram(code)) {
                 fetched += layer->weight_bytes;
                 num_layers += 1.0;
+                copied += layer->copied;
             }
             if (plan_recomputes(model, of, at)) {
                 recomputes = 1;
@@ -412,10 +418,12 @@ static struct queues plan_backward(const struct plan_model *model, const struct 
         }
         if (offloads) ready = larger(ready, plan_take(&q.h2d, unit->input_bytes / h2d, before));
         before = larger(q.gpu, ready);
-        double launches = unit->backward_launches;
+        int as_graph = unit->is_captured != 0.0 && !is_cheap;
+        double launches = as_graph ? unit->graphed_backward_launches : unit->backward_launches;
         launches += num_layers * m->streamed_backward * m->launch_seconds;
-        if (recomputes) {
-            seconds += unit->forward;
+        if (as_graph) seconds += copied;
+        if (recomputes) seconds += unit->forward;
+        if (recomputes && !as_graph) {
             launches += unit->forward_launches;
             launches += m->recomputed_backward * unit->operation_launches;
         }

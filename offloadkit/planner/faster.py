@@ -136,7 +136,9 @@ def faster(plan: Plan, machine: Hardware, placements: Sequence[Placement], budge
 def _model(plan: Plan, machine: Hardware) -> StepModel:
     assert plan.basis.work is not None
     compiled = plan.basis.config.compile_blocks
-    return StepModel(plan.layers, plan.basis.work, machine, plan.accumulation, compiled=compiled)
+    return StepModel(
+        plan.layers, plan.basis.work, machine, plan.accumulation, compiled=compiled, graphed=plan.is_graphed
+    )
 
 
 def _planned_rates(plan: Plan, machine: Hardware, placements: Sequence[Placement]) -> dict[str, float]:

@@ -26,6 +26,12 @@ class Graphs:
     """Whether the VRAM suffices. If not, all blocks run eagerly."""
 
 
+def capturable(layers: Sequence[LayerShape], work: MicroBatch) -> set[str]:
+    """Names of the blocks that can be captured: those that are called once and have no tied weights."""
+    calls = Counter(stage.block for stage in work.stages if stage.block)
+    return {name for name, number in calls.items() if number == 1} - {layer.name for layer in layers if layer.shared}
+
+
 class GraphBytes:
     """VRAM of graphs for one model's blocks, with micro-batches of one shape."""
 
@@ -34,9 +40,7 @@ class GraphBytes:
         self._gradients: Counter[str] = Counter()
         for layer in layers:
             self._gradients[layer.name] += layer.bucket_bytes()
-        calls, tied = Counter(stage.block for stage in work.stages), {layer.name for layer in layers if layer.shared}
-        self._may = {name for name, number in calls.items() if name and number == 1} - tied
-        """Blocks that are called once and have no tied weights."""
+        self._may = capturable(layers, work)
         sizes: dict[str, tuple[int, ...]] = {}
         for layer in layers:
             if layer.name in self._may:

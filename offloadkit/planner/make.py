@@ -132,13 +132,13 @@ def _plan(
 
 
 def _graphs(layers: Sequence[LayerShape], basis: Basis, placements: Sequence[Placement]) -> Graphs | None:
-    if basis.work is None or not _may_capture(layers, basis):
+    if basis.work is None or not _may_capture(basis):
         return None
     in_ram = (layer.in_block and where.weights == "ram" for layer, where in zip(layers, placements, strict=True))
     return GraphBytes(layers, basis.work).graphs(choices(layers, placements, basis.work), streams=any(in_ram))
 
 
-def _may_capture(layers: Sequence[LayerShape], basis: Basis) -> bool:
+def _may_capture(basis: Basis) -> bool:
     if basis.hardware is None or basis.eager:
         return False
     return may_capture(basis.hardware.device, compiled=basis.config.compile_blocks)
@@ -166,7 +166,8 @@ def _counted(
     )
     model = None
     if work and hardware:
-        model = StepModel(layers, work, hardware, config.gradient_accumulation, compiled=config.compile_blocks)
+        how = {"compiled": config.compile_blocks, "graphed": graphs is not None and graphs.fit}
+        model = StepModel(layers, work, hardware, config.gradient_accumulation, **how)
     weights = frozen_bytes + sum(layer.weight_bytes() for layer in layers)
     unsaved = basis.unsaved_bytes + sum(layer.weight_bytes() for layer in layers if not layer.kind.is_trained)
     checkpoint = weights - unsaved + sum(sum(layer.state_bytes().values()) for layer in layers)
@@ -225,11 +226,12 @@ def _searched(
     layers: tuple[LayerShape, ...], basis: Basis, work: MicroBatch, hardware: Hardware, room: tuple[int, int, int]
 ) -> tuple[Placement, ...]:
     """The fastest placements. Leaves VRAM for graphs if a step gains by them and something then fits."""
-    if _may_capture(layers, basis):
-        search = _search(layers, basis, work, hardware, graphed=True)
-        if search.model.gains_by_graphs() and search.fits(*room):
-            return search.best(*room)
-    return _search(layers, basis, work, hardware).best(*room)
+    eager = _search(layers, basis, work, hardware)
+    if _may_capture(basis) and eager.model.gains_by_graphs():
+        graphed = _search(layers, basis, work, hardware, graphed=True)
+        if graphed.fits(*room):
+            return graphed.best(*room)
+    return eager.best(*room)
 
 
 def _search(

@@ -155,7 +155,7 @@ class Prediction:
         if self.on_cpu or self.seconds is None or basis.work is None or basis.hardware is None:
             return None
         args = self.layers, basis.work, basis.hardware, self.accumulation, self.placements
-        return step_range(*args, compiled=basis.config.compile_blocks)
+        return step_range(*args, compiled=basis.config.compile_blocks, graphed=self.is_graphed)
 
     @cached_property
     def bound(self) -> Bound | None:

@@ -49,7 +49,8 @@ class QuickSeconds:
         stages = [
             (
                 *(of.forward, of.backward, of.forward_launches, of.backward_launches),
-                *(of.operation_launches, of.again, of.again_launches, of.input_bytes),
+                *(of.operation_launches, of.again, of.again_launches, of.is_captured),
+                *(of.graphed_forward_launches, of.graphed_backward_launches, of.input_bytes),
             )
             for of in model.stages
         ]
@@ -57,7 +58,7 @@ class QuickSeconds:
             (
                 *(of.weight_bytes, of.stepped_bytes, of.sent_bytes, of.gradient_bytes, of.state_bytes, of.num_chunks),
                 *(of.cpu_step, of.gpu_step, of.bucket, of.adding_in_vram, of.adding_in_ram, of.norm_in_ram),
-                *(of.exchange, of.sums_exchange, of.summing_in_vram, of.gather),
+                *(of.exchange, of.sums_exchange, of.summing_in_vram, of.copied, of.gather),
             )
             for of in model.layers
         ]

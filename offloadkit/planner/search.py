@@ -106,7 +106,7 @@ class Search:
             graphed: blocks run as CUDA graphs.
         """
         self._layers, self._accumulation, self._all_recomputed = layers, accumulation, all_recomputed
-        self.model = StepModel(layers, work, hardware, accumulation, compiled=compiled)
+        self.model = StepModel(layers, work, hardware, accumulation, compiled=compiled, graphed=graphed)
         one_host = layers[0].num_ranks <= hardware.num_ranks
         memory = {"frozen_bytes": frozen_bytes, "context_bytes": outside_bytes(layers, hardware)}
         self._spread = Spread(layers, work, accumulation, one_host=one_host, graphed=graphed, **memory)

@@ -37,6 +37,7 @@ from offloadkit.facts.fitted import (
     EXCHANGE_SECONDS,
     FEW_EXCHANGE_EFFICIENCY,
     FORWARD_LAUNCHES,
+    GRAPHED_LAUNCHES,
     KERNEL_SECONDS,
     LAYER_LAUNCHES,
     NORM_EFFICIENCY,
@@ -55,6 +56,7 @@ from offloadkit.facts.fitted import (
 from offloadkit.facts.hardware import CPU_STEP_RATES, Hardware
 from offloadkit.optim.muon import PRODUCTS, STEPS
 from offloadkit.optim.table import Dtype, Matrix
+from offloadkit.planner.graphs import capturable
 from offloadkit.planner.layout import (
     NUM_GRADIENT_BUCKETS,
     NUM_STAGING,
@@ -111,6 +113,10 @@ class _StageCost:
     again: float
     """Seconds on the GPU of the operations that backward computes again if matmuls and attention are kept."""
     again_launches: float
+    is_captured: bool
+    """Whether the stage runs as CUDA graphs, unless it is cheap."""
+    graphed_forward_launches: float
+    graphed_backward_launches: float
     input_bytes: int
     layers: tuple[LayerCost, ...]
 
@@ -144,13 +150,18 @@ class StepModel:
         accumulation: int,
         *,
         compiled: bool = False,
+        graphed: bool = False,
     ) -> None:
-        """`compiled`: whether the repeated blocks are compiled."""
+        """`compiled`, `graphed`: whether the repeated blocks are compiled, or run as CUDA graphs."""
         self._hardware, self._accumulation = hardware, accumulation
         launch = hardware.launch_seconds
         timed = work.operation_launches or (FORWARD_LAUNCHES, BACKWARD_LAUNCHES)
         forward, backward = (number * launch for number in timed)
         own = ENGINE_LAUNCHES * launch if work.operation_launches else 0.0
+        slowness = sum(timed) / (FORWARD_LAUNCHES + BACKWARD_LAUNCHES)  # of Python on this host
+        graphed_forward, graphed_backward = (slowness * number * launch for number in GRAPHED_LAUNCHES)
+        graphed_forward += ENGINE_LAUNCHES * launch
+        captured = capturable(layers, work) if graphed else set[str]()
         self.cpu_rate = cpu_step_rate(layers[0].kind.precision, hardware)
         self.slowed_beside_cpu = RANKS_SLOW if hardware.num_ranks > 1 else THREAD_SLOWS
         sizes: Counter[Dtype] = Counter()
@@ -172,6 +183,9 @@ class StepModel:
                 launch * weighed(of.forward, compiled=is_compiled, of_attention=0),
                 pass_seconds(again, hardware, dtype),
                 forward * weighed(again),
+                of.block in captured,
+                graphed_forward,
+                graphed_backward,
                 of.input_bytes if of.block else 0,
                 tuple(its_layers),
             )
@@ -195,7 +209,11 @@ class StepModel:
         recomputed, cheap = [0.0, 0.0], [0.0, 0.0]
         for unit in self._blocks:
             recomputed[0] += unit.forward
-            recomputed[1] += unit.forward_launches + sum(RECOMPUTED_LAUNCHES) * unit.operation_launches
+            if unit.is_captured:
+                recomputed[1] += unit.graphed_forward_launches + unit.graphed_backward_launches
+                recomputed[1] -= unit.forward_launches + unit.backward_launches
+            else:
+                recomputed[1] += unit.forward_launches + sum(RECOMPUTED_LAUNCHES) * unit.operation_launches
             cheap[0] += unit.again
             cheap[1] += unit.again_launches + sum(CHEAP_LAUNCHES) * unit.operation_launches
         gpu = sum(unit.forward + unit.backward for unit in self.stages)
@@ -203,9 +221,10 @@ class StepModel:
         return max(gpu + cheap[0], python + cheap[1]) < max(gpu + recomputed[0], python + recomputed[1])
 
     def gains_by_graphs(self) -> bool:
-        """Whether Python bounds forward and backward of eager blocks with everything in VRAM, or nearly."""
-        busy = self.seconds([IN_VRAM] * len(self.layers)).busy
-        return busy["launches"] > GAINS_BY_GRAPHS * (busy["forward"] + busy["backward"])
+        """Whether Python bounds forward and backward of eager blocks, or nearly, if nothing is recomputed."""
+        gpu = sum(unit.forward + unit.backward for unit in self.stages)
+        python = sum(unit.forward_launches + unit.backward_launches for unit in self.stages)
+        return python > GAINS_BY_GRAPHS * gpu
 
     def on_large_gpu(self) -> float:
         """Seconds of a step with everything in VRAM and nothing recomputed."""
@@ -275,7 +294,7 @@ class StepModel:
         ends: list[float] = []
         for unit in self.stages:
             ready = on_gpu = cpu_done = gathered = 0.0
-            recomputes, offloads, is_cheap, num_streamed = False, False, False, 0
+            recomputes, offloads, is_cheap, num_streamed, copied = False, False, False, 0, 0.0
             for layer in unit.layers:
                 where, stepped, on_device = placements[layer.index], 0.0, 0.0
                 if where.activations == "cheap":
@@ -296,6 +315,7 @@ class StepModel:
                 fetched = (layer.weight_bytes if in_ram else layer.stepped_bytes) / bus.h2d
                 if in_ram:
                     num_streamed += 1
+                    copied += layer.copied
                     is_new = updates and where.states != "vram"
                     if not is_new and len(ends) < NUM_WEIGHT_BUFFERS:  # still in VRAM since backward
                         continue
@@ -311,10 +331,14 @@ class StepModel:
                     gathered = max(gathered, queues.take("link", layer.gather, arrived))
             before = max(queues.free["GPU"], ready, gathered)
             queues.take("GPU", on_gpu, ready, "GPU step")
-            queues.take("GPU", unit.forward, max(ready, gathered), "forward")
-            launches = unit.forward_launches
-            launches += recomputes * RECOMPUTED_LAUNCHES[0] * unit.operation_launches
-            launches += is_cheap * CHEAP_LAUNCHES[0] * unit.operation_launches
+            if unit.is_captured and not is_cheap:
+                queues.take("GPU", unit.forward + copied, max(ready, gathered), "forward")
+                launches = unit.graphed_forward_launches
+            else:
+                queues.take("GPU", unit.forward, max(ready, gathered), "forward")
+                launches = unit.forward_launches
+                launches += recomputes * RECOMPUTED_LAUNCHES[0] * unit.operation_launches
+                launches += is_cheap * CHEAP_LAUNCHES[0] * unit.operation_launches
             launches += num_streamed * STREAMED_LAUNCHES[0] * self._hardware.launch_seconds
             end = queues.launched(launches, cpu_done)
             if num_streamed:
@@ -406,12 +430,13 @@ class StepModel:
         staging = Staging(NUM_STAGING * max(through_ram, default=0))
         for unit in reversed(self.stages):
             ready = sent[-NUM_GRADIENT_BUCKETS] if len(sent) >= NUM_GRADIENT_BUCKETS else 0.0
-            fetched, num_layers, seconds = 0, 0, unit.backward
+            fetched, num_layers, seconds, copied = 0, 0, unit.backward, 0.0
             recomputes = offloads = is_cheap = False
             for layer in unit.layers:
                 where = placements[layer.index]
                 if layer.is_streamed(where):
                     fetched, num_layers = fetched + layer.weight_bytes, num_layers + 1
+                    copied += layer.copied
                 if where.activations == "cheap":
                     is_cheap = True
                 elif where.activations != "keep":
@@ -428,10 +453,14 @@ class StepModel:
             if offloads:
                 ready = max(ready, queues.take("H2D", unit.input_bytes / h2d, before))
             before = max(queues.free["GPU"], ready)
-            launches = unit.backward_launches
+            as_graph = unit.is_captured and not is_cheap
+            launches = unit.graphed_backward_launches if as_graph else unit.backward_launches
             launches += num_layers * STREAMED_LAUNCHES[1] * self._hardware.launch_seconds
+            if as_graph:
+                seconds += copied
             if recomputes:
                 seconds += unit.forward
+            if recomputes and not as_graph:
                 launches += unit.forward_launches
                 launches += RECOMPUTED_LAUNCHES[1] * unit.operation_launches
             if is_cheap:
@@ -505,6 +534,7 @@ def step_range(
     placements: Sequence[Placement],
     *,
     compiled: bool = False,
+    graphed: bool = False,
 ) -> tuple[float, float] | None:
     """Seconds of a step with the smallest and with the largest time of Python; None unless Python is the busiest
     resource of the step. A range wider than `WIDEST_RANGE` is narrowed towards its middle and keeps the planned step.
@@ -512,7 +542,7 @@ def step_range(
 
     def seconds(factor: float) -> Seconds:
         machine = replace(hardware, launch_seconds=factor * hardware.launch_seconds)
-        return StepModel(layers, work, machine, accumulation, compiled=compiled).seconds(placements)
+        return StepModel(layers, work, machine, accumulation, compiled=compiled, graphed=graphed).seconds(placements)
 
     planned = seconds(1.0)
     busy = dict(planned.busy)
@@ -605,6 +635,8 @@ class LayerCost:
     """Adding up all ranks' sums in VRAM."""
     looked_up: bool
     """Whether the layer holds frozen embeddings, which do not stream."""
+    copied: float
+    """Copying streamed weights to the memory that graphs read."""
     gather: float
     """Receiving the new weights that the other ranks have stepped."""
 
@@ -623,11 +655,13 @@ class LayerCost:
 
 def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: int) -> LayerCost:
     """The costs of a layer, which are the same for every placement."""
+    vram = hardware.vram_bytes_per_second * STEP_EFFICIENCY
+    copied = 2 * layer.weight_bytes() / vram
     if not layer.kind.is_trained:
         no_cost: dict[str, Any] = dict.fromkeys((field.name for field in fields(LayerCost)), 0)
         no_cost |= {"index": index, "weight_bytes": layer.weight_bytes(), "num_chunks": 1}
-        return LayerCost(**no_cost | {"looked_up": layer.looked_up})
-    vram, dram = hardware.vram_bytes_per_second * STEP_EFFICIENCY, hardware.cpu_adamw_bytes_per_second
+        return LayerCost(**no_cost | {"looked_up": layer.looked_up, "copied": copied})
+    dram = hardware.cpu_adamw_bytes_per_second
     gradient, bucket, received = (
         layer.gradient_bytes(accumulation),
         layer.bucket_bytes(),
@@ -667,6 +701,7 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
         sums_exchange=exchange if sums else 0.0,
         summing_in_vram=(8 * own * ranks + of_all) / vram if sums else 0.0,
         looked_up=False,
+        copied=copied,
         gather=gathered / link_rate(hardware, ranks) + EXCHANGE_SECONDS if ranks > 1 else 0.0,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import table
-from benchmarks.plans import as_placed, inputs_of, layers_and_work
+from benchmarks.plans import as_placed, inputs_of, layers_and_work, ran_as_graphs
 from offloadkit.facts import fitted
 from offloadkit.planner.seconds import step_range, weighed
 
@@ -120,7 +120,7 @@ def test_rows_whose_blocks_were_timed_take_about_as_long_as_planned_in_the_media
             backwards.append(row["phases"]["backward"] / planned.backward)
             layers, work, machine, compiled = inputs_of(row)
             args = layers, work, machine, row["accumulation"], search.placements(counts)
-            if least_and_most := step_range(*args, compiled=compiled):
+            if least_and_most := step_range(*args, compiled=compiled, graphed=ran_as_graphs(row)):
                 factors.append(backwards[-1])
                 inside.append(least_and_most[0] <= row["seconds"] <= least_and_most[1])
     assert len(steps) >= 12

@@ -9,14 +9,23 @@ import pytest
 
 from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.facts.fitted import GRAPHS_DRIVER_BYTES, GRAPHS_WORKSPACE_BYTES
-from offloadkit.planner import MicroBatch, Plan, make_plan
+from offloadkit.facts.fitted import (
+    BACKWARD_LAUNCHES,
+    ENGINE_LAUNCHES,
+    FORWARD_LAUNCHES,
+    GRAPHED_LAUNCHES,
+    GRAPHS_DRIVER_BYTES,
+    GRAPHS_WORKSPACE_BYTES,
+    LAYER_LAUNCHES,
+)
+from offloadkit.planner import MicroBatch, Pass, Plan, make_plan
 from offloadkit.planner.graphs import GraphBytes
 from offloadkit.planner.layout import GRAPHS, choices
 from offloadkit.planner.make import replanned, without_graphs
 from offloadkit.planner.search import Search
+from offloadkit.planner.seconds import StepModel
 from tests.planner.machines import GIB, H200, shape, stage
-from tests.planner.test_counts import WITH_DISK, some_counts, unlike_layers
+from tests.planner.test_counts import WITH_DISK, adapted_layers, some_counts, unlike_layers
 
 IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", step="gpu")
 MIB = 1 << 20
@@ -89,9 +98,11 @@ def test_a_run_that_gave_up_its_graphs_plans_none() -> None:
     assert replanned(plan, vram=8 * GIB).graphs is None
 
 
-def test_a_search_counts_graphs_as_the_plan_does() -> None:
-    layers, work = unlike_layers()
-    eager, graphed = (Search(layers, work, WITH_DISK, 1, graphed=on) for on in (False, True))
+@pytest.mark.parametrize("made", [unlike_layers, adapted_layers])
+def test_a_search_counts_graphs_as_the_plan_does(made: Any) -> None:
+    layers, work = made()
+    machine = replace(WITH_DISK, num_cores=16, launch_seconds=1e-4)
+    eager, graphed = (Search(layers, work, machine, 2, graphed=on) for on in (False, True))
     for counts in some_counts(40):
         placements = graphed.placements(counts)
         streams = any(
@@ -100,3 +111,33 @@ def test_a_search_counts_graphs_as_the_plan_does() -> None:
         found = GraphBytes(layers, work).graphs(choices(layers, placements, work), streams=streams)
         more = 0 if found is None else found.num_bytes
         assert graphed.needs(counts).vram == pytest.approx(eager.needs(counts).vram + more)
+        seconds, phases = graphed.model.seconds(placements), graphed.phases(counts)
+        assert (phases.update, phases.backward) == (seconds.update_phase, seconds.backward_phase)
+        assert phases.busy_forward == seconds.busy["forward"]
+
+
+def test_a_graph_takes_less_of_pythons_time() -> None:
+    forward = Pass(num_operations=100)
+    blocks = tuple(stage(f"block.{index}", forward=forward, backward=forward) for index in range(4))
+    work, machine = MicroBatch(blocks, 640), replace(H200, launch_seconds=1e-3)
+
+    def launches(where: Placement, *, timed: bool = False, graphed: bool = True) -> float:
+        of_work = replace(work, operation_launches=(2 * FORWARD_LAUNCHES, 2 * BACKWARD_LAUNCHES)) if timed else work
+        seconds = StepModel(LAYERS, of_work, machine, 1, graphed=graphed).seconds([where] * 5)
+        return seconds.busy["launches"] / 1e-3 - LAYER_LAUNCHES * 5
+
+    checkpoint, cheap = (replace(IN_VRAM, activations=how) for how in ("checkpoint", "cheap"))
+    own = 4 * (ENGINE_LAUNCHES + sum(GRAPHED_LAUNCHES))
+    assert launches(IN_VRAM) == pytest.approx(own)
+    assert launches(checkpoint) == pytest.approx(own)
+    assert launches(IN_VRAM, timed=True) == pytest.approx(own + 4 * sum(GRAPHED_LAUNCHES))
+    assert launches(cheap) == launches(cheap, graphed=False) > 2 * own
+
+
+def test_only_steps_that_python_bounds_gain_by_graphs() -> None:
+    def gains(flops: int) -> bool:
+        block = stage("block.0", forward=Pass(num_operations=100, flops=flops), backward=Pass(num_operations=100))
+        return StepModel(LAYERS, MicroBatch((block,), 640), H200, 1, graphed=True).gains_by_graphs()
+
+    assert gains(0)
+    assert not gains(10**14)

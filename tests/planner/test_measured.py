@@ -12,7 +12,6 @@ from benchmarks.plans import as_placed
 from benchmarks.rank_cases import RANK_CASES
 from benchmarks.report import BEFORE_STREAMED_STATES, STREAMED, planned_rows
 from benchmarks.table import Row
-from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.planner import make_plan
 from tests.planner.machines import GIB, H200, TWO_CORES, t5_3b
@@ -104,9 +103,8 @@ to 0.293 s."""
 
 
 @pytest.mark.parametrize("name", ONE_PLACEMENT)
-def test_memory_and_step_time_of_one_placement(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_step_time_of_one_placement(name: str) -> None:
     """Measured with eager blocks, before the allocator's segments grew, when it took up to 0.8 GiB more VRAM."""
-    monkeypatch.setattr(facts_graphs, "device_types", set())
     activations, hardware = ONE_PLACEMENT[name]
     measured = next(row for row in ROWS if row["case"] == name)
     layers, work = t5_3b(measured["batch_size"])

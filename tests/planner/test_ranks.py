@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import pytest
 
-from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.fitted import (
     ADD_EFFICIENCY,
@@ -437,8 +436,7 @@ def test_several_hosts_share_no_ram() -> None:
         (replace(H200, link_is_bus=True, network_bytes_per_second=1e9), NCCL_BYTES),
     ],
 )
-def test_nccl_has_its_vram(machine: Hardware, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts_graphs, "device_types", set())
+def test_nccl_has_its_vram(machine: Hardware, expected: int) -> None:
     one, two = (make_plan(layers_of(number), OffloadConfig(), work=None) for number in (1, 2))
     assert "framework" not in one.tiers["vram"]
     work = MicroBatch(tuple(stage(layer.name) for layer in one.layers), 640)

@@ -41,6 +41,8 @@ class Offloadkit(Engine):
         records = list(self._model.telemetry.records)
         work = made.basis.work
         figures: dict[str, Any] = {"operation_launches": work and work.operation_launches}
+        if (graphs := self._model.placed.graphs) is not None and graphs.num_graphs():
+            figures["graphs"] = graphs.num_graphs()
         if made.step_range is not None:
             figures |= {"planned_range": made.step_range, "python_spread": work and work.python_spread}
         if made.bound is not None:
