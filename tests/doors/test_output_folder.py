@@ -226,6 +226,7 @@ def test_a_folder_whose_first_save_was_killed_is_begun_anew_with_overwrite(tmp_p
     assert not Path("out/checkpoint-3").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_before_it_replaces_another_does_not_resume_that() -> None:
     finetune(t5())
 

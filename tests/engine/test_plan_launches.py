@@ -105,6 +105,7 @@ def test_what_is_the_engines_own_is_what_loops_without_one_leave() -> None:
     assert backward == pytest.approx(103, rel=0.02)
 
 
+@pytest.mark.slow
 def test_rows_whose_blocks_were_timed_take_about_as_long_as_planned_in_the_median() -> None:
     """Rows of one GPU with few tokens: Python bounds most of them. These have a range, and most of them took as long,
     although the spread of their blocks' time was not recorded.

@@ -117,6 +117,7 @@ print(*(oct(top.stat().st_mode & 0o777) for top in tops))
 """
 
 
+@pytest.mark.slow
 def test_nobody_else_may_read_the_rows_of_a_file_and_they_are_gone_afterwards(tmp_path: Path) -> None:
     paths, cache = [tmp_path / f"data{suffix}" for suffix in (".jsonl", ".csv", ".parquet")], tmp_path / "cache"
     frame = pd.DataFrame([{"text": "secret"}])

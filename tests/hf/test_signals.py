@@ -183,6 +183,7 @@ def test_no_save_is_begun_that_takes_longer_than_the_grace(tmp_path: Path) -> No
     assert not (tmp_path / "checkpoint-2").exists()
 
 
+@pytest.mark.slow
 def test_finetune_raises_and_resumes_to_the_same_weights(tmp_path: Path) -> None:
     options: dict[str, Any] = {"tokenizer": "byte", "batch_size": 2, "use_cpu": True, "max_steps": 4}
 

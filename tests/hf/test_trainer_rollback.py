@@ -214,6 +214,7 @@ def test_an_overflow_in_fp16_is_left_out_as_ever(tmp_path: Path, capsys: pytest.
     assert "goes back" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_finetune_goes_on_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pairs = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(12)]
     options: dict[str, Any] = {"tokenizer": "byte", "batch_size": 2, "use_cpu": True, "max_steps": 5, "save_steps": 2}

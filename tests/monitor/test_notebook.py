@@ -86,6 +86,7 @@ def test_bars_move_while_the_cell_runs_and_a_summary_stays(kernel: Any) -> None:
     assert output["data"]["text/plain"].startswith("finished: step 60 of 60")
 
 
+@pytest.mark.slow
 def test_an_interrupt_finishes_the_step_and_the_cell_ends_without_an_error(kernel: Any) -> None:
     client = Client(
         kernel, "m = train(2000, pause=0.03)\nprint(m.figures().state, m.figures().steps_done)", interrupt_after=3

@@ -89,6 +89,7 @@ def test_what_cannot_be_trained_or_predicted_is_an_error(answers: Answers) -> No
         measure_slowdown("t5-3b", steps=0)
 
 
+@pytest.mark.slow
 def test_a_tiny_model_is_measured_here(in_this_process: list[Task], tmp_path: Path) -> None:
     shape: dict[str, Any] = {"batch_size": 2, "max_input_length": 12, "max_target_length": 6, "steps": 2}
     found = measure_slowdown("t5-tiny", **shape, output_dir=tmp_path)
