@@ -31,6 +31,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -643,6 +644,10 @@ class _Facts:
         members = [(module, each) for module in self.modules for each in _members(module)]
         self._members = [(module, each, list(each.values())) for module, each in members]
         self._contents = _contents(self.modules)
+        holders: list[Collection[Any]] = [each for _, each, _ in [*self._attributes, *self._members]]
+        holders += [each for _, each, _ in self._contents or ()]
+        self._views = [each.values() if isinstance(each, dict) else each for each in holders]
+        self._lengths, self._values = list(map(len, self._views)), list(chain.from_iterable(self._views))
         self.parameters: list[nn.Parameter] = list(block.parameters())
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters]
         self._hooks = [hooks for module in self.modules[1:] for hooks in hooks_of(module)]
@@ -665,6 +670,17 @@ class _Facts:
 
     def changed(self) -> str | None:
         """The name of a changed fact, or None."""
+        if list(map(len, self._views)) != self._lengths:
+            return self._changed_value()
+        if not all(map(is_, chain.from_iterable(self._views), self._values)):
+            return self._changed_value()
+        if [parameter.requires_grad for parameter in self.parameters] != self._requires_grad:
+            return "requires_grad of a parameter"
+        if any(self._hooks) != self._is_hooked:
+            return "hooks of a module in it"
+        return None
+
+    def _changed_value(self) -> str:
         for module, now, then in self._attributes:
             if not _same(now.values(), then):
                 name = next((name for name, each in zip(now, then, strict=False) if now[name] is not each), "__dict__")
@@ -672,14 +688,12 @@ class _Facts:
         for module, members, then in self._members:
             if not _same(members.values(), then):
                 return f"a parameter, buffer or module of {type(module).__name__}"
-        for owner, container, then in self._contents or ():
-            if not _same(container.values() if isinstance(container, dict) else container, then):
-                return f"the contents of {owner}"
-        if [parameter.requires_grad for parameter in self.parameters] != self._requires_grad:
-            return "requires_grad of a parameter"
-        if any(self._hooks) != self._is_hooked:
-            return "hooks of a module in it"
-        return None
+        contents = self._contents or ()
+        return next(
+            f"the contents of {owner}"
+            for owner, container, then in contents
+            if not _same(container.values() if isinstance(container, dict) else container, then)
+        )
 
 
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -712,7 +726,7 @@ def _contents(modules: Sequence[nn.Module]) -> list[tuple[str, Collection[Any], 
 
 def _members(module: nn.Module) -> list[dict[str, Any]]:
     untyped: Any = module
-    return [each for each in (untyped._parameters, untyped._buffers, untyped._modules) if each]
+    return [untyped._parameters, untyped._buffers, untyped._modules]
 
 
 def _same(one: Collection[Any], other: Collection[Any]) -> bool:
