@@ -92,6 +92,7 @@ class Telemetry:
         records: the newest steps.
         plan: the engine's current plan; None before the engine exists.
         moves: changes of the plan.
+        padding_share: padding as a share of the training's tokens; None: unknown.
         peaks: measured memory peaks by phase. To measure them, the engine and the Trainer reset torch's peak statistics
             at phase boundaries.
     """
@@ -101,6 +102,7 @@ class Telemetry:
         self.records: deque[StepRecord] = deque(maxlen=keep)
         self.peaks: Peaks = {}
         self.plan: Any = None
+        self.padding_share: float | None = None
         self.moves: list[Move] = []
         self._subscribers: list[Callable[[StepRecord], None]] = []
         self._log_path = None if log_path is None else path_of(log_path, "log_path")

@@ -8,7 +8,7 @@ last bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -87,6 +87,9 @@ class Widths:
     share_added: float = 0.0
     """Padding added to batches padded to their longest rows, as a share of their tokens."""
 
+    share_padding: float = 0.0
+    """Padding as a share of all tokens."""
+
     def fit(self, lengths: Sequence[int]) -> tuple[int, ...]:
         """The smallest width that holds a batch of these lengths."""
         for pair in self.pairs:
@@ -98,7 +101,7 @@ class Widths:
         listed = ", ".join("+".join(map(str, pair)) for pair in self.pairs)
         return (
             f"batches are padded to {len(self.pairs)} widths ({listed}): {self.share_added:.1%} more tokens than "
-            "padded to their longest rows"
+            f"padded to their longest rows, {self.share_padding:.0%} of all tokens are padding"
         )
 
 
@@ -112,18 +115,23 @@ def choose_widths(
         order: `train_sampling_strategy` of the arguments.
         steps: multiples that batches are padded to without widths. They stay if they make few enough.
     """
-    if prod(len(np.unique(column)) for column in (-(-lengths // steps)).T) <= MOST_KINDS:
-        return Widths(tuple(steps))
-    batches = _largest_of_batches(lengths, batch_size, order)
-    pairs = _least_padding(-(-batches // multiples) * multiples)
+    pairs: list[tuple[int, ...]] = []
+    if prod(len(np.unique(column)) for column in (-(-lengths // steps)).T) > MOST_KINDS:
+        batches = _largest_of_batches(lengths, batch_size, order)
+        pairs = _least_padding(-(-batches // multiples) * multiples)
     widths = Widths(tuple(steps), tuple(sorted(pairs, key=lambda pair: (sum(pair), pair))))
-    padded = sum(number * sum(widths.fit(batch)) for batch, number in _counted(batches))
-    return replace(widths, share_added=padded / int(batches.sum()) - 1)
+    return with_shares(widths, lengths, batch_size, order)
 
 
-def _counted(batches: np.ndarray) -> Iterable[tuple[list[int], int]]:
-    found, counts = np.unique(batches, axis=0, return_counts=True)
-    return zip(found.tolist(), counts.tolist(), strict=True)
+def with_shares(widths: Widths, lengths: np.ndarray, batch_size: int, order: str) -> Widths:
+    """`widths` with the shares of padding in an epoch of rows of these lengths."""
+    batches = _largest_of_batches(lengths, batch_size, order)
+    rows = np.full(len(batches), batch_size)
+    rows[-1] = len(lengths) - batch_size * (len(batches) - 1)
+    found, at = np.unique(batches, axis=0, return_inverse=True)
+    sizes = np.array([sum(widths.fit(batch)) for batch in found.tolist()])
+    padded, least = int(rows @ sizes[at.ravel()]), int(rows @ batches.sum(axis=1))
+    return replace(widths, share_added=padded / least - 1, share_padding=1 - int(lengths.sum()) / padded)
 
 
 def _largest_of_batches(lengths: np.ndarray, batch_size: int, order: str) -> np.ndarray:
@@ -296,7 +304,11 @@ class TrainerWidths:
         num_lengths = 1 if known is None else len(known.widths.steps)
         lengths = row_lengths(trainer.train_dataset, ("input_ids", "labels")[:num_lengths])
         size, order = args.per_device_train_batch_size, str(args.train_sampling_strategy)
-        if lengths is None or is_compute_bound(trainer.model, size * lengths[:, 0].mean()):
+        if lengths is None:
+            return
+        if known is not None:
+            trainer.telemetry.padding_share = with_shares(known.widths, lengths, size, order).share_padding
+        if is_compute_bound(trainer.model, size * lengths[:, 0].mean()):
             return
         if known is None:
             is_graphed = may_capture(args.device.type, compiled=trainer.offload.compile_blocks)
@@ -311,6 +323,7 @@ class TrainerWidths:
         widths = choose_widths(lengths, size, order, known.widths.steps, multiples)
         if widths.pairs:
             self.chosen, self._collator = widths, replace(known, widths=widths)
+            trainer.telemetry.padding_share = widths.share_padding
             print_on_rank_0(trainer, widths)
 
 

@@ -263,6 +263,7 @@ class Figures:
     num_skipped: int
     ranks: tuple[RankFigures, ...] = ()
     received: Mapping[str, int] = field(default_factory=dict)
+    padding_share: float | None = None
 
 
 def figures(
@@ -274,6 +275,7 @@ def figures(
     baseline_seconds: float | None = None,
     state: State = "running",
     ranks: Mapping[int, StepRecord] | None = None,
+    padding_share: float | None = None,
 ) -> Figures:
     """Compute the figures. `ranks`: the newest record of each rank, with several ranks. `machine`: if the plan was made
     without one. `baseline_seconds`: a measured step with everything in VRAM.
@@ -310,6 +312,7 @@ def figures(
         num_skipped=history.num_skipped,
         ranks=tuple(RankFigures.of(number, record) for number, record in sorted((ranks or {}).items())),
         received=newest.received if newest else {},
+        padding_share=padding_share,
     )
 
 

@@ -176,6 +176,7 @@ class Monitor:
                 baseline_seconds=self.baseline_seconds,
                 state=self._present_state(),
                 ranks=dict(self.ranks),
+                padding_share=self.telemetry.padding_share,
             )
 
     def _present_state(self) -> State:

@@ -49,7 +49,7 @@ def tiles(figures: Figures) -> list[tuple[str, str, str]]:
     return [
         ("slowdown", "–" if slow is None else f"{slow.factor:.2f}×", basis or "not known"),
         ("step", "–" if figures.step_seconds is None else format_seconds(figures.step_seconds), "wall time"),
-        ("tokens/s", "–" if rate is None else f"{rate:,.0f}", "padding included"),
+        ("tokens/s", "–" if rate is None else f"{rate:,.0f}", _padding(figures)),
         ("took", duration(figures.elapsed_seconds), "wall time")
         if ended
         else ("time left", "–" if left is None else duration(left), f"{duration(figures.elapsed_seconds)} so far"),
@@ -97,6 +97,11 @@ def planned(tier: Memory, words: str) -> str:
     return words if tier.planned_whole else f"{words} without activations and framework"
 
 
+def _padding(figures: Figures) -> str:
+    share = figures.padding_share
+    return "padding included" if share is None else f"{share:.0%} is padding"
+
+
 def rank(of: RankFigures) -> str:
     """For example "GPU 1: 5.87 GiB VRAM, 12 GiB RAM, 0.42 s a step"."""
     words = [f"{format_bytes(size)} {tier}" for size, tier in ((of.vram, "VRAM"), (of.ram, "RAM")) if size is not None]
@@ -111,7 +116,8 @@ def line(figures: Figures) -> str:
     if figures.step_seconds is not None:
         words.append(f"{format_seconds(figures.step_seconds)} a step")
     if figures.tokens_per_second is not None:
-        words.append(f"{figures.tokens_per_second:,.0f} tokens/s")
+        padding = f" ({_padding(figures)})" if figures.padding_share else ""
+        words.append(f"{figures.tokens_per_second:,.0f} tokens/s{padding}")
     if figures.slowdown is not None and not figures.slowdown.is_planned:
         words.append(f"slowdown {figures.slowdown.factor:.2f}× ({figures.slowdown.baseline} baseline)")
     words += [f"{tier.name} {format_bytes(tier.used)}" for tier in figures.memory if tier.used is not None]

@@ -24,7 +24,7 @@ from transformers import (
 from offloadkit.checkpoint.values import read_json
 from offloadkit.hf.longest import longest_batch
 from offloadkit.hf.trainer import OffloadTrainer
-from offloadkit.hf.widths import Widths, choose_widths, row_lengths
+from offloadkit.hf.widths import Widths, choose_widths, row_lengths, with_shares
 from offloadkit.offload.graphs import MOST_KINDS
 from tests.hf import tiny
 from tests.hf.training import arguments
@@ -75,9 +75,15 @@ def test_targets_as_long_as_their_inputs_have_widths_like_them() -> None:
 
 
 def test_data_of_few_shapes_keep_them() -> None:
-    assert choose_widths(drawn(99, 8), 2, "random", (1,), (16,)) == Widths((1,))
-    assert choose_widths(drawn(99, 4, 2), 2, "random", (1, 1), (16, 16)) == Widths((1, 1))
-    assert choose_widths(drawn(99, 128), 2, "random", (16,), (16,)) == Widths((16,))
+    for longest, steps in (((8,), (1,)), ((4, 2), (1, 1)), ((128,), (16,))):
+        assert choose_widths(drawn(99, *longest), 2, "random", steps, steps).pairs == ()
+
+
+def test_shares_of_padding_are_counted() -> None:
+    lengths = np.array([[5, 2], [3, 4], [7, 1]])
+    found = with_shares(Widths((8, 4)), lengths, 2, "sequential")
+    assert found.share_added == pytest.approx((3 * (8 + 4)) / (2 * (5 + 4) + 7 + 1) - 1)
+    assert found.share_padding == pytest.approx(1 - (15 + 7) / (3 * (8 + 4)))
 
 
 def rows_of(number: int = 48, *, pairs: bool = True) -> list[dict[str, list[int]]]:
@@ -120,6 +126,7 @@ def test_a_trainers_batches_have_few_widths_that_are_planned_for(tmp_path: Path,
     assert capsys.readouterr().out.count("batches are padded to 8 widths (") == 1
     assert chosen == shapes(ours.get_eval_dataloader()) | chosen
     assert chosen <= {*ours.widths.chosen.pairs}
+    assert ours.telemetry.padding_share == ours.widths.chosen.share_padding > 0
     call, *_ = longest_batch(ours)
     assert (call.kwargs["input_ids"].shape[1], call.kwargs["labels"].shape[1]) == ours.widths.chosen.pairs[-1]
     assert trainer(tmp_path, rows).widths.collator(ours) is not ours.data_collator

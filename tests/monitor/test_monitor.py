@@ -368,11 +368,13 @@ def test_arguments_without_a_meaning_are_refused(arguments: Any, said: str) -> N
 
 def test_without_a_terminal_there_are_lines_and_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
     with Monitor(total_steps=4, baseline_seconds=0.5) as monitor:
+        monitor.telemetry.padding_share = 0.25
         for step in range(1, 5):
             monitor.telemetry.add(record(step))
         time.sleep(0.6)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step 4 of 4  loss 1  1 s a step  640 tokens/s  slowdown 2.00× (measured baseline)")
+    begin = "step 4 of 4  loss 1  1 s a step  640 tokens/s (25% is padding)  slowdown 2.00× (measured baseline)"
+    assert lines[0].startswith(begin)
     assert lines[1].startswith("finished: step 4 of 4")
     assert "\x1b" not in "".join(lines)
 
