@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -121,7 +122,7 @@ def prepare(
     mask: Literal["padded", "unread", "full"] = "padded"
     if run.num_attended == number * run.longest_input:
         mask = "full"
-    elif run.num_attended == run.total_input and task == "causal" and tokenizer.padding_side == "right":
+    elif run.num_attended == run.total_input and task == "causal":
         mask = "unread"
     collator = _collator(tokenizer, task, (step, target_step) if task == "seq2seq" else (step,))
     return PreparedData(tokenized, collator, task, run.id2label, *widest, mask)
@@ -267,10 +268,14 @@ def _collator(tokenizer: PreTrainedTokenizerBase, task: Task, steps: tuple[int, 
     """A collator that pads inputs and labels to multiples of `steps`.
 
     Causal rows have labels already. `DataCollatorForLanguageModeling` would mask an end token that is also the padding
-    token, so the model would not learn to end.
+    token, so the model would not learn to end. They are padded on the right: on the left, the padding would be trained
+    to predict a row's first token.
     """
     from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 
+    if task == "causal" and tokenizer.padding_side == "left":
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.padding_side = "right"
     if task == "classification":
         return pad_to_widths(DataCollatorWithPadding(tokenizer), tokenizer, Widths(steps), None)
     own = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)

@@ -224,7 +224,7 @@ def test_tokenized_rows_are_taken_as_they_are() -> None:
     [
         ([{"input_ids": [5, 6]}, {"input_ids": [7, 8]}], "left", "full"),
         ([{"input_ids": [5, 6, 4]}, {"input_ids": [7, 8]}], "right", "unread"),
-        ([{"input_ids": [5, 6, 4]}, {"input_ids": [7, 8]}], "left", "padded"),
+        ([{"input_ids": [5, 6, 4]}, {"input_ids": [7, 8]}], "left", "unread"),
         (
             [{"input_ids": [5, 6], "attention_mask": [1, 1]}, {"input_ids": [7, 0], "attention_mask": [1, 0]}],
             "right",
@@ -242,6 +242,7 @@ def test_rows_say_what_their_masks_may_mask(rows: Any, side: str, mask: str) -> 
     assert longest_row(full, data)["mask"] == mask
     unread = padding_of(*(data.collator(list(data.dataset))[name] for name in ("attention_mask", "labels")))
     assert unread is {"full": Padding.NONE, "unread": Padding.UNREAD, "padded": Padding.READ}[mask]
+    assert tokenizer.padding_side == side
 
 
 def test_tokenized_rows_of_a_causal_model_need_no_labels() -> None:
