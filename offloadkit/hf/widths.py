@@ -328,13 +328,16 @@ class TrainerWidths:
 
 
 _UNKNOWN = (
-    "batches keep the widths that {} pads to, because only batches of transformers' padding collators are padded "
-    f"further: blocks run as CUDA graphs for the first {MOST_KINDS} widths"
+    "batches keep the widths that {} pads to, because only those of transformers' and TRL's padding collators are "
+    f"padded further: blocks run as CUDA graphs for the first {MOST_KINDS} widths"
 )
 
 
+_OF_TRL = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
+
+
 def _known(collate: Any, is_pairs: bool) -> PadToWidths | None:
-    """The collator with its own widths, if it is ours or one of transformers' that pad to the longest row."""
+    """The collator with its own widths, if it is ours, or one of transformers' or TRL's that pad to the longest row."""
     from transformers import (
         DataCollatorForLanguageModeling,
         DataCollatorForSeq2Seq,
@@ -345,6 +348,11 @@ def _known(collate: Any, is_pairs: bool) -> PadToWidths | None:
 
     if isinstance(collate, PadToWidths):
         return collate
+    if f"{type(collate).__module__}.{type(collate).__qualname__}" == _OF_TRL and not getattr(
+        collate, "padding_free", True
+    ):
+        values = {"input_ids": collate.pad_token_id, "attention_mask": 0, "labels": -100}
+        return PadToWidths(collate, Widths((collate.pad_to_multiple_of or 1,)), dict.fromkeys(values, 0), values)
     labels: dict[type, int | None] = {DataCollatorWithPadding: None, DataCollatorForLanguageModeling: -100}
     if type(collate) in (DataCollatorForSeq2Seq, DataCollatorForTokenClassification):
         labels[type(collate)] = collate.label_pad_token_id

@@ -64,6 +64,24 @@ def test_training_equals_trls(door: str, adapts: bool, tmp_path: Path) -> None:
     assert_close(ours.model.state_dict(), theirs.model.state_dict(), 1e-5)
 
 
+def test_batches_of_trls_collator_have_few_widths(tmp_path: Path) -> None:
+    class Mine(OffloadTrainerMixin, trl.SFTTrainer):  # type: ignore[misc]
+        pass
+
+    rows = Dataset.from_list([{"input_ids": [3 + at % 40] * (1 + at)} for at in range(30)])
+    args = trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=2)
+    trainer = Mine(model=llama(), args=args, train_dataset=rows, processing_class=word_tokenizer())
+    batches = list(trainer.get_train_dataloader())
+    widths = trainer.widths.chosen
+    assert {(batch["input_ids"].shape[1],) for batch in batches} <= {*widths.pairs}
+    for batch in batches:
+        lengths = batch["attention_mask"].sum(1)
+        padding = torch.arange(batch["input_ids"].shape[1]) >= lengths[:, None]
+        assert (batch["input_ids"].shape[1],) == widths.fit([int(lengths.max())])
+        assert batch["labels"][padding].eq(-100).all()
+        assert batch["input_ids"][padding].eq(trainer.data_collator.pad_token_id).all()
+
+
 def test_adapters_of_a_t5_are_trained_as_by_the_stock_trainer(tmp_path: Path) -> None:
     models, losses = [], []
     for trainer_class in (Seq2SeqTrainer, OffloadSeq2SeqTrainer):
