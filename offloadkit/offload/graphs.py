@@ -166,14 +166,12 @@ class BlockGraphs:
         self._kept_bytes, self._scale, self._generation = 0, 1.0, self._generation + 1
         self._has_begun = self._is_out_of_order = self._is_watching = False
 
-    def give_up(self, why: str) -> bool:
-        """Drop all graphs, and capture no more. Returns whether there were some."""
-        found = self.num_graphs() > 0
+    def give_up(self, why: str) -> None:
+        """Drop all graphs, and capture no more."""
         if self._given_up is None:
             self._given_up = why
             logger.warning("blocks run eagerly from now on, without CUDA graphs: %s", why)
         self.release()
-        return found
 
     def close(self) -> None:
         self._undo()
@@ -184,7 +182,7 @@ class BlockGraphs:
     @contextmanager
     def in_forward(self) -> Iterator[None]:
         """While open, blocks run as graphs."""
-        before, num_captures, self.is_open = self.is_open, self._num_captures, True
+        before, num_captures, self.is_open = self.is_open, self._num_captures, self._given_up is None
         self.hooks_of_saved_tensors = _hooks_of_saved_tensors()
         if not any(each.live for each in self._blocks):
             if self._is_out_of_order and self._num_disorders < MOST_CHANGES:
@@ -344,6 +342,10 @@ class BlockGraphs:
         self._passed_on[id(original)] = original, alias
         self._passed_on[id(alias)] = original, alias
 
+    @property
+    def has_passed_on(self) -> bool:
+        return bool(self._passed_on)
+
     def newest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that blocks get instead of `tensor`."""
         found = self._passed_on.get(id(tensor))
@@ -459,11 +461,15 @@ class _Block:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         graphs = self.graphs
-        if not (graphs.is_open and graphs.is_planned and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
+            return self._eagerly(args, kwargs)
+        graphs.num_calls += 1
+        if not (graphs.is_open and graphs.is_planned):
+            if graphs.has_passed_on:  # by blocks before, in this forward
+                args, kwargs = _rebuilt((args, kwargs), graphs.newest)
             return self._eagerly(args, kwargs)
         tensors: list[torch.Tensor] = []
         self.num_calls += 1
-        graphs.num_calls += 1
         try:
             spec = _flatten((args, kwargs), tensors, graphs.newest)
             entry = self._entry(spec, tensors)
@@ -967,7 +973,7 @@ class _Entry:
         except (RuntimeError, _EagerlyError) as error:
             self._fail(error)
             if graphs.pool.is_broken:
-                graphs.release()
+                graphs.give_up(f"{self.block.name}: {self.reason}")
 
     def _ones(self, outputs: Results) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Gradients of the outputs, and none of the inputs that are handed on."""

@@ -282,8 +282,11 @@ class PlacedModel:
             self.graphs.release()
 
     def give_up_graphs(self) -> bool:
-        """Use no graphs any more; returns whether there were some."""
-        return self.graphs is not None and self.graphs.give_up("the GPU was full")
+        """Use no graphs any more, if there are some; returns whether."""
+        if self.graphs is None or not self.graphs.num_graphs():
+            return False
+        self.graphs.give_up("the GPU was full")
+        return True
 
     def settle(self) -> None:
         """Finish pending updates, including copies, so that the newest weights are in the tensors they live in."""

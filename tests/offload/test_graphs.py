@@ -355,6 +355,25 @@ def test_a_full_gpu_gives_up_graphs_before_it_moves(monkeypatch: pytest.MonkeyPa
         assert engine.plan.placements == (Placement(),) * len(engine.plan.placements)
 
 
+@pytest.mark.slow
+def test_too_little_vram_is_found_in_a_forward(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the encoder's graphs; blocks run eagerly for the rest of the forward, and are captured again twice."""
+    asked = []
+
+    def missing(self: RunAgain, other_bytes: int, kept_bytes: int | None, scale: float) -> int:
+        asked.append(kept_bytes)
+        return 3 << 20 if len(asked) % 6 == 0 else 0
+
+    monkeypatch.setattr(RunAgain, "missing_bytes", missing)
+    data = batches("t5", 14)[::2]
+    found = train(t5(), data, Placement(), working_dtype="bf16")
+    assert found[2] == 0
+    assert caplog.text.count("from now on, without CUDA graphs: graphs need 3 MiB more VRAM than is free") == 1
+    assert_equals_eager(found, lambda: train(t5(), data, Placement(), working_dtype="bf16"), monkeypatch)
+
+
 class _Full(float):
     def __mul__(self, other: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
