@@ -35,9 +35,9 @@ _STEPS_OF_MEAN = 8
 _MOST_CANDIDATES = 1024
 
 
-_COMPUTE_BOUND = 1.5e11
-"""Parameters of a block times tokens of a micro-batch, above which a graph gains less than padding costs: an H100
-computes so much in half the time that Python needs for the launches. Fixed, so that widths do not depend on a machine.
+_COMPUTE_BOUND = 3e11
+"""Parameters of a block times tokens of a micro-batch, above which padding costs more than a graph gains: an H100
+computes so much in the time that Python needs for the block's launches. Fixed: widths depend on no machine.
 """
 
 
