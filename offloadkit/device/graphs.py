@@ -16,10 +16,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from offloadkit.device.process_memory import restart_peaks
+from offloadkit.facts.fitted import GRAPHS_DRIVER_BYTES
 from offloadkit.facts.starting import collector_off
-
-DRIVER_BYTES = 64 << 20
-"""At most, what the driver takes for graphs: 96 of them took 16 MiB on an H100."""
 
 Results = Sequence[torch.Tensor | None]
 Work = Callable[[], Results]
@@ -295,7 +293,7 @@ class CudaPool(_Draws):
         else:  # the graphs use the pool in place of the eager work's memory; other work's memory comes on top
             outside = self._scaled((self._outside_bytes or self._eager_bytes) - kept_bytes, scale)
             eager = max(eager, outside + self.num_bytes)
-        return max(0, eager + other_bytes + DRIVER_BYTES - allowed)
+        return max(0, eager + other_bytes + GRAPHS_DRIVER_BYTES - allowed)
 
     def _scaled(self, peak_bytes: int, scale: float) -> int:
         return peak_bytes + int((scale - 1) * max(0, peak_bytes - self._bytes_before))
