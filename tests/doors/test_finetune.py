@@ -95,7 +95,8 @@ def test_labelled_texts_give_an_accuracy() -> None:
     rows = [
         {"text": word * 3, "label": label} for word, label in (("a", "vowel"), ("b", "consonant")) for _ in range(8)
     ]
-    result = finetune(model, rows, eval_dataset=rows, max_steps=60, learning_rate=1e-2, batch_size=16)
+    never: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no"}
+    result = finetune(model, rows, eval_dataset=rows, max_steps=60, learning_rate=1e-2, batch_size=16, **never)
     assert result.metrics["accuracy"] == 1.0
     assert {sample.prediction for sample in result.samples} <= {"vowel", "consonant"}
 
@@ -104,7 +105,8 @@ def test_texts_train_a_causal_model_and_are_continued() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=384, **SHAPE))
     rows = [{"text": "abcabcabcabc"}] * 8
-    result = finetune(model, rows, eval_dataset=rows, max_steps=60, learning_rate=1e-2)
+    never: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no"}
+    result = finetune(model, rows, eval_dataset=rows, max_steps=60, learning_rate=1e-2, **never)
     assert result.metrics["eval_loss"] < 0.5
     assert result.samples[0].input == "abcabc"
     assert result.samples[0].prediction.startswith("abc")
