@@ -97,6 +97,7 @@ def _planned(name: str, case: Case, source: Row) -> Row:
         "planned_seconds": made.seconds.step,
         **{f"planned_{tier}_bytes": made.total_bytes(tier) for tier in ("vram", "ram", "disk")},
         "placements": {str(where): number for where, number in Counter(made.placements).items()},
+        "figures": {"graphs": made.graphs.number} if made.graphs and made.is_graphed else None,
         "notes": f"rates of the H200 of {source['date'][:10]}",
     }
 

@@ -230,7 +230,8 @@ class Replanner:
         return explained_shortage(self.plan, self._device, self._loop.drop_gradients)
 
     def after_update(self, boundary: Boundary) -> None:
-        """After the start of an update: move if RAM is scarce, after the first window, or if measured rates say so.
+        """After the start of an update: move if RAM is scarce, after the first window, or if measured rates say so. The
+        plan of one rank that gave up graphs has eager blocks from then on.
 
         Raises:
             OutOfRamError: RAM is scarce, and the move failed, or several ranks have no leaner plan.
@@ -242,6 +243,8 @@ class Replanner:
             self._leave_ram(boundary.shortage.leaner, boundary.shortage.warning)
         elif self.first_window is not None:
             self._move_after(self.first_window)
+        elif self._ranks.size == 1 and self.plan.is_graphed and self._loop.placed.gave_up_graphs:
+            self._plan_eager_blocks()
         elif boundary.rates_are_due:
             self._move_for_rates()
 
@@ -352,7 +355,7 @@ class Replanner:
         full = full_gpu(self.plan, self._device)
         had_graphs = np.array([int(self._loop.placed.give_up_graphs())])
         if self._ranks.agree(had_graphs).any():
-            self.plan = self._loop.records.plan = self._telemetry.plan = without_graphs(self.plan)
+            self._plan_eager_blocks()
             return RepeatWindowError(f"{full}. CUDA graphs of blocks are not used any more. {_REPEAT}")
         plan = with_less_vram(self.plan, self._device, self._ranks)
         if plan is None:
@@ -368,6 +371,10 @@ class Replanner:
         return RepeatWindowError(
             f"{full}. The engine has moved to a leaner plan ({words}), which changes no number. {_REPEAT}"
         )
+
+    def _plan_eager_blocks(self) -> None:
+        self.plan = self._loop.records.plan = self._telemetry.plan = without_graphs(self.plan)
+        self._watches.rates.begin(self.plan)
 
     def _leave_vram_at_rest(self, error: OutOfVramError) -> None:
         """Move to a plan with less VRAM, between windows. If that fails, raises `error` with the reason."""

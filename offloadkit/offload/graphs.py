@@ -166,6 +166,10 @@ class BlockGraphs:
         self._kept_bytes, self._scale, self._generation = 0, 1.0, self._generation + 1
         self._has_begun = self._is_out_of_order = self._is_watching = False
 
+    @property
+    def gave_up(self) -> bool:
+        return self._given_up is not None
+
     def give_up(self, why: str) -> None:
         """Drop all graphs, and capture no more."""
         if self._given_up is None:

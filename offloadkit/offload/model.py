@@ -281,6 +281,10 @@ class PlacedModel:
         if self.graphs is not None:
             self.graphs.release()
 
+    @property
+    def gave_up_graphs(self) -> bool:
+        return self.graphs is not None and self.graphs.gave_up
+
     def give_up_graphs(self) -> bool:
         """Use no graphs any more, if there are some; returns whether."""
         if self.graphs is None or not self.graphs.num_graphs():

@@ -126,9 +126,11 @@ def _plan(
     placements = tuple(of_kind(where, layer) for where, layer in zip(placements, layers, strict=True))
     graphs = _graphs(layers, basis, placements)
     made = _counted(kind, layers, basis, budgets, placements, graphs)
-    if graphs and basis.hardware and made.needs()["vram"] > _room(basis.config, budgets, basis.hardware)[0]:
-        return _counted(kind, layers, basis, budgets, placements, replace(graphs, fit=False))
-    return made
+    if graphs is None or basis.hardware is None or "vram" not in budgets:
+        return made
+    if made.needs()["vram"] <= _room(basis.config, budgets, basis.hardware)[0]:
+        return made
+    return _counted(kind, layers, basis, budgets, placements, replace(graphs, fit=False))
 
 
 def _graphs(layers: Sequence[LayerShape], basis: Basis, placements: Sequence[Placement]) -> Graphs | None:

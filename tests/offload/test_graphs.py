@@ -374,6 +374,24 @@ def test_too_little_vram_is_found_in_a_forward(
     assert_equals_eager(found, lambda: train(t5(), data, Placement(), working_dtype="bf16"), monkeypatch)
 
 
+def test_the_plan_follows_a_run_that_gave_up_its_graphs() -> None:
+    data = batches("llama", 1)
+    config = OffloadConfig(working_dtype="fp32", placement=Placement())
+    with OffloadEngine(llama(), config, example=data[0], device="cpu") as engine:
+
+        def step() -> None:
+            engine.backward(engine(**data[0]).loss)
+            engine.step()
+
+        step()
+        assert engine.plan.is_graphed
+        graphs = engine.placed.graphs
+        assert graphs is not None
+        graphs.give_up("the VRAM did not suffice")
+        step()
+        assert not engine.plan.is_graphed
+
+
 class _Full(float):
     def __mul__(self, other: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
