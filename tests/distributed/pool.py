@@ -6,7 +6,9 @@ They are started once and survive errors; each run makes a group of the size it 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -28,13 +30,18 @@ def _serve(rank: int, on_gpus: bool, tasks: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    longer = ON_GPUS if on_gpus else 1
+    gc.freeze()  # imported modules: each engine runs a collection, and a pass over them takes longer than most tasks
+    num_modules, longer = 0, ON_GPUS if on_gpus else 1
     if on_gpus:
         from benchmarks.ranks import take_gpu
 
         take_gpu(rank)
     while (task := tasks.recv()) is not None:
         function, size, file, backend, arguments = task
+        if len(sys.modules) > num_modules:
+            num_modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
         faulthandler.dump_traceback_later(longer * LIMIT, exit=True)
         try:
             store = f"file://{file}"
