@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import random
@@ -586,6 +587,7 @@ def run(
     commit = git_commit()
     ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1, 0, 0, 0)  # orphans of killed trainings become children of this process
     torch.set_num_threads(1)
+    gc.freeze()  # otherwise each engine of a forked process would pass over all imported modules
     with tempfile.TemporaryDirectory() as name, ended_by_signals():
         scratch = Path(name)
         kill_doors.write_inputs(scratch / "inputs")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -171,6 +172,7 @@ def run(times: int, seed: int) -> None:
     """
     library, disk = ctypes.CDLL(None), Path(os.environ[_DISK])
     draw, counts = random.Random(seed), Counter[str]()
+    gc.freeze()  # otherwise each engine of a forked process would pass over all imported modules
     Origin.of_new_run = lambda: Origin("of all processes", 1, 0)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as scratch:
         folder, found_in = Path(scratch, "run"), Path(scratch, "restored")
