@@ -27,7 +27,7 @@ import math
 import random
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -129,6 +129,7 @@ class BlockGraphs:
         self._statics: dict[tuple[str, int, Meta], _Static] = {}
         self._passed_on: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._borrowed: list[torch.Tensor] = []
+        self._dropped: list[_Entry] = []
         self._blocks = [_Block(self, name, block, tied) for name, block in blocks]
         self.recomputes_in_training_only = False
         self._undo = replace_forwards({each.module: each.forward for each in self._blocks})
@@ -236,6 +237,19 @@ class BlockGraphs:
             block.ran_eagerly = False
         for static in self._statics.values():
             static.present = None
+        if self._dropped:
+            self.drop(())
+
+    def drop(self, entries: Iterable[_Entry]) -> None:
+        """Free the memory of entries, now or at the end of the backward that needs it, even if a loss is kept."""
+        needed = {call.entry for block in self._blocks for call in block.live}
+        entries, self._dropped = {*entries, *self._dropped}, []
+        for entry in entries:
+            entry.is_dropped = True
+            if entry in needed:
+                self._dropped.append(entry)
+            else:
+                entry.free()
 
     def begin(self) -> None:
         """Called before the first capture.
@@ -453,12 +467,17 @@ class _Block:
         self._repeats = self.ran_eagerly = False
         self.num_calls = 0
         self.live: weakref.WeakSet[_Call] = weakref.WeakSet()
-        self.drop()
-
-    def drop(self) -> None:
         self._facts: _Facts | None = None
         self._entries: dict[_Key, _Entry | _FirstRun] = {}
         self.eager_bytes = 0
+
+    def drop(self) -> None:
+        self._facts, self.eager_bytes = None, 0
+        self._drop_entries()
+
+    def _drop_entries(self) -> None:
+        self.graphs.drop([entry for entry in self._entries.values() if isinstance(entry, _Entry)])
+        self._entries.clear()
 
     def num_graphs(self) -> int:
         return sum(entry.num_graphs() for entry in self._entries.values() if isinstance(entry, _Entry))
@@ -517,7 +536,7 @@ class _Block:
             if facts is not None:
                 self._num_changes += 1
                 self._say(f"{changed} changed; it is captured again")
-            self._entries.clear()
+            self._drop_entries()
             facts = self._facts = _Facts(self.module)
         if self._num_changes >= MOST_CHANGES:
             raise _EagerlyError("its attributes change in every step")
@@ -885,6 +904,7 @@ class _Entry:
 
     Attributes:
         reason: why the block cannot run as a graph, or None.
+        is_dropped: no further forward uses the entry.
     """
 
     def __init__(
@@ -919,7 +939,7 @@ class _Entry:
         self._differentiable: list[bool] = []
         self._backwards: dict[Any, _Backward] = {}
         self._newest: Callable[[], _Call | None] = lambda: None
-        self.reason = reason
+        self.reason, self.is_dropped, self._is_freed = reason, False, False
 
     def num_graphs(self) -> int:
         return (self._forward is not None) + len(self._backwards)
@@ -1024,6 +1044,11 @@ class _Entry:
         self._run = self._forward = None
         self._backwards.clear()
 
+    def free(self) -> None:
+        self._forget()
+        self._is_freed = True
+        self._own, self._shared, self._weights = [], [], []
+
     def _make_own(self) -> None:
         if not self._own:
             self._own = [_Static(meta, self.block.graphs.device) for meta in self._metas[: self._num_own]]
@@ -1114,7 +1139,7 @@ class _Entry:
     ) -> list[torch.Tensor | None]:
         """Gradients of the inputs and of the trained parameters."""
         graphs, block = self.block.graphs, self.block
-        if not self.recomputes and self._newest() is not call:
+        if self._is_freed or (not self.recomputes and self._newest() is not call):
             raise EngineStateError(f"the activations of {block.name} were overwritten before this backward")
         for layer, num_updates in zip(graphs.weights.get(block.module, ()), call.seen, strict=True):
             layer.check_seen(num_updates)
@@ -1172,6 +1197,7 @@ class _Entry:
         addresses = () if self._weights else tuple([each.data_ptr() for each in self._parameters])
         key = tuple([None if each is None else _meta(each) for each in gradients]), addresses
         can_capture = self.recomputes or (self._run is not None and addresses == self._addresses)
+        can_capture &= not self.is_dropped
         if key not in self._backwards and self.reason is None and can_capture:
             places = self._places(gradients)
             self._hold_gradients(places, gradients, handed_on)

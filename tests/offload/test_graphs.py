@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,7 @@ from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, RepeatWindowError
 from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.offload.graphs import BlockGraphs, _Entry
 from tests.graphs import PLACEMENTS, Trained, assert_equals_eager, batches, llama, t5, train
 
 
@@ -317,6 +319,35 @@ def test_other_loops_train_the_bits_of_eager_blocks(
     found = trained_by(loss_of, activations)
     assert (found[2] == 0) == (loss_of is evaluation)  # it drops them
     assert_equals_eager(found, lambda: trained_by(loss_of, activations), monkeypatch)
+
+
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+@pytest.mark.parametrize("when", ["before backward", "after the step"])
+def test_an_evaluation_frees_graphs_although_the_loss_is_kept(activations: Any, when: str) -> None:
+    config = OffloadConfig(working_dtype="fp32", placement=Placement(activations=activations))
+    with OffloadEngine(Stack(), config, device="cpu") as engine:
+        engine.backward(engine((2, 3)))
+        engine.step()
+        loss = engine((2, 3))
+        assert engine.placed.graphs is not None
+        held = graphs_of(engine.placed.graphs)
+        assert len(held) == 6
+        if when == "before backward":
+            engine.run_eval(lambda: None)
+        engine.backward(loss)
+        engine.step()
+        if when == "after the step":
+            engine.run_eval(lambda: None)
+        cast(RunAgain, engine.placed.graphs.pool).newest = None
+        assert not any(graph() for graph in held)
+
+
+def graphs_of(graphs: BlockGraphs) -> list[weakref.ref[Any]]:
+    entries = [entry for block in graphs._blocks for entry in block._entries.values() if isinstance(entry, _Entry)]
+    backwards = [backward.captured for entry in entries for backward in entry._backwards.values()]
+    return [
+        weakref.ref(each.graph) for each in [*(entry._forward for entry in entries), *backwards] if each is not None
+    ]
 
 
 @pytest.mark.parametrize("activations", ["keep", "checkpoint"])
