@@ -682,9 +682,16 @@ class _Facts:
         self._hooks = [hooks for module in self.modules[1:] for hooks in hooks_of(module)]
         self._is_hooked = any(self._hooks)
         self.has_buffers = any(True for _ in block.buffers())
+        held = chain.from_iterable(values for _, _, values in [*self._attributes, *self._members])
+        self._tensors = [each for each in held if type(each) is torch.Tensor and each.layout == torch.strided]
+        self._memory = self._memory_now()
 
     def addresses(self) -> tuple[int, ...]:
         return tuple([parameter.data_ptr() for parameter in self.parameters])
+
+    def _memory_now(self) -> list[int]:
+        """Addresses of buffers and of other tensors, but no parameters."""
+        return [tensor.data_ptr() for tensor in self._tensors]
 
     def reason(self) -> str | None:
         """Why the block cannot be captured, or None."""
@@ -705,6 +712,8 @@ class _Facts:
             return self._changed_value()
         if [parameter.requires_grad for parameter in self.parameters] != self._requires_grad:
             return "requires_grad of a parameter"
+        if self._memory_now() != self._memory:
+            return "the memory of a buffer"
         if any(self._hooks) != self._is_hooked:
             return "hooks of a module in it"
         return None

@@ -156,6 +156,10 @@ def exchange_buffer(model: Stack) -> None:
     model.blocks[1].shift = torch.ones(8)
 
 
+def exchange_memory(model: Stack) -> None:
+    model.blocks[1].shift.data = torch.ones(8)
+
+
 def set_argument(model: Stack) -> None:
     model.arguments["scale"] = 0.5
 
@@ -192,6 +196,7 @@ CHANGES: list[tuple[Callable[[Stack], Any], str]] = [
     (set_attribute_of_attribute, "the contents of Block.options changed"),
     (exchange_module, "a parameter, buffer or module of Block changed"),
     (exchange_buffer, "a parameter, buffer or module of Block changed"),
+    (exchange_memory, "the memory of a buffer changed"),
     (set_argument, ""),
     (freeze, "requires_grad of a parameter changed"),
     (hook, "a module in it has hooks"),
