@@ -374,6 +374,7 @@ class Replanner:
 
     def _plan_eager_blocks(self) -> None:
         self.plan = self._loop.records.plan = self._telemetry.plan = without_graphs(self.plan)
+        self._loop.placed.follow(self.plan)  # of several ranks, this one may have had no graphs to give up
         self._watches.rates.begin(self.plan)
 
     def _leave_vram_at_rest(self, error: OutOfVramError) -> None:

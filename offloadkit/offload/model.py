@@ -146,6 +146,8 @@ class PlacedModel:
         """Use graphs if `plan` does, or if it does not know the micro-batch."""
         if self.graphs is not None:
             self.graphs.is_planned = plan.is_graphed or plan.basis.work is None
+            if not self.graphs.is_planned:
+                self.graphs.release()
 
     def _lean(self) -> bool:
         """Out of VRAM while placing: switch to a plan with less in VRAM, if it exists. Several ranks keep their

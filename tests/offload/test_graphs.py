@@ -19,6 +19,7 @@ from offloadkit.errors import EngineStateError, RepeatWindowError
 from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload.graphs import BlockGraphs, _Entry
+from offloadkit.planner.make import without_graphs
 from tests.graphs import PLACEMENTS, Trained, assert_equals_eager, batches, llama, t5, train
 
 
@@ -426,6 +427,29 @@ def test_the_plan_follows_a_run_that_gave_up_its_graphs() -> None:
         graphs.give_up("the VRAM did not suffice")
         step()
         assert not engine.plan.is_graphed
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_plan_with_eager_blocks_drops_the_graphs(moves: bool) -> None:
+    """Without a move too: of several ranks that give up graphs, one may have none, and would capture them later."""
+    data = batches("llama", 1)
+    config = OffloadConfig(working_dtype="fp32", placement=Placement())
+    with OffloadEngine(llama(), config, example=data[0], device="cpu") as engine:
+        for _ in range(2):
+            engine.backward(engine(**data[0]).loss)
+            engine.step()
+        graphs = engine.placed.graphs
+        assert graphs is not None
+        assert graphs.num_graphs() == 4
+        if moves:
+            engine.move(without_graphs(engine.plan))
+        else:
+            engine.replanner._plan_eager_blocks()
+        assert graphs.num_graphs() == 0
+        for _ in range(2):
+            engine.backward(engine(**data[0]).loss)
+            engine.step()
+        assert graphs.num_graphs() == 0
 
 
 class _Full(float):
