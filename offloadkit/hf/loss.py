@@ -352,7 +352,8 @@ def _cross_entropy(
         return NotImplemented
     logits.check_weights()
     ignored = target == ignore_index
-    how = logits.steps, logits.chunk_elements, logits.fused
+    fused = logits.fused and _plain(logits).dtype != torch.float64  # the kernels compute in fp32
+    how = logits.steps, logits.chunk_elements, fused
     losses: torch.Tensor = token_losses(hidden, logits.weight, logits.bias, target.masked_fill(ignored, 0), *how)
     losses = losses.masked_fill(ignored, 0)
     if reduction == "none":

@@ -397,3 +397,11 @@ def test_evaluation_and_prediction_see_logits(tmp_path: Path) -> None:
     assert shapes == [(8, 10, training.VOCAB)] * 2
     for key in ("eval_loss", "eval_mean"):
         assert ours[key] == pytest.approx(own[key], rel=1e-6)
+
+
+def test_fp64_logits_are_not_left_to_kernels_of_fp32() -> None:
+    hidden, weight = (torch.empty(rows, 8, dtype=torch.bfloat16, device="meta") for rows in (16, 256))
+    logits = Logits(hidden, weight, None, chunk_elements=512, fused=True)
+    target = torch.zeros(16, dtype=torch.int64, device="meta")
+    for dtype in (torch.float32, torch.float64):
+        assert F.cross_entropy(logits.to(dtype), target).dtype == dtype
