@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from offloadkit.facts.graphs import may_capture
+from offloadkit.hf.longest import is_standard
 from offloadkit.hf.masks import CollatorWrapper
 from offloadkit.hf.trained import print_on_rank_0
 from offloadkit.offload.graphs import MOST_KINDS
@@ -205,11 +206,15 @@ class PadToWidths(CollatorWrapper):
     on_the_left: frozenset[str] = frozenset()
 
     def __call__(self, rows: Any) -> Any:
-        """The collator's batch, unchanged if it has further tensors that may need the same length."""
+        """The collator's batch, unchanged without an attention mask, and if it has further tensors that may need the
+        same length.
+        """
         batch = self.collate(rows)
         tensors = {name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
         padded = {name: at for name, at in self.dimensions.items() if name in tensors}
-        if tensors - padded.keys() - {"labels"}:
+        if tensors - padded.keys() - {"labels"} or "attention_mask" not in padded:
+            return batch
+        if "labels" in tensors - padded.keys() and _are_of_tokens(batch["labels"], batch["attention_mask"]):
             return batch
         lengths = [0] * len(self.widths.steps)
         for name, at in padded.items():
@@ -220,6 +225,10 @@ class PadToWidths(CollatorWrapper):
                 sides = (missing, 0) if name in self.on_the_left else (0, missing)
                 batch[name] = F.pad(batch[name], sides, value=self.values[name])
         return batch
+
+
+def _are_of_tokens(labels: torch.Tensor, mask: torch.Tensor) -> bool:
+    return not labels.is_floating_point() and labels.shape == mask.shape
 
 
 def pad_to_widths(collate: Any, tokenizer: Any, widths: Widths, label_padding: int | None) -> PadToWidths:
@@ -275,9 +284,13 @@ class TrainerWidths:
 
     @contextmanager
     def used(self, trainer: Any) -> Iterator[None]:
-        """While open, the Trainer has this collator."""
-        own = trainer.data_collator
-        trainer.data_collator = self.collator(trainer)
+        """While open, the Trainer has this collator, unless evaluation continues the rows of a decoder: it would
+        continue the padding on their right.
+        """
+        own, config = trainer.data_collator, getattr(trainer.model, "config", None)
+        continues = getattr(trainer.args, "predict_with_generate", False)
+        if not continues or getattr(config, "is_encoder_decoder", False):
+            trainer.data_collator = self.collator(trainer)
         try:
             yield
         finally:
@@ -299,8 +312,9 @@ class TrainerWidths:
     def _choose(self, trainer: Any) -> None:
         args, self.chosen, own = trainer.args, None, trainer.data_collator
         config = getattr(trainer.model, "config", None)
-        is_pairs = bool(getattr(config, "is_encoder_decoder", False))
-        known = _known(own, is_pairs)
+        known = _known(own, config)
+        if known is not own and args.per_device_train_batch_size == 1 and not _has_standard_loss(trainer):
+            known = None  # the loss may read the last token, without regard to padding
         num_lengths = 1 if known is None else len(known.widths.steps)
         lengths = row_lengths(trainer.train_dataset, ("input_ids", "labels")[:num_lengths])
         size, order = args.per_device_train_batch_size, str(args.train_sampling_strategy)
@@ -328,16 +342,28 @@ class TrainerWidths:
 
 
 _UNKNOWN = (
-    "batches keep the widths that {} pads to, because only those of transformers' and TRL's padding collators are "
-    f"padded further: blocks run as CUDA graphs for the first {MOST_KINDS} widths"
+    "batches keep the widths that {} pads to: blocks run as CUDA graphs for the first "
+    f"{MOST_KINDS} widths. Only batches of transformers' and TRL's collators that pad on the right are padded further, "
+    "if the model's pad_token_id is the tokenizer's and a custom loss has several rows"
 )
 
 
 _OF_TRL = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
 
 
-def _known(collate: Any, is_pairs: bool) -> PadToWidths | None:
-    """The collator with its own widths, if it is ours, or one of transformers' or TRL's that pad to the longest row."""
+def _has_standard_loss(trainer: Any) -> bool:
+    return is_standard(type(trainer).compute_loss) and getattr(trainer, "compute_loss_func", None) is None
+
+
+def _known(collate: Any, config: Any) -> PadToWidths | None:
+    """The collator with its own widths, if it is ours, or one of transformers' or TRL's that pad to the longest row.
+
+    Not one that pads on the left: further padding would move the positions of every token, and would be trained to
+    predict the first one.
+
+    Args:
+        config: the model's. None: no model of transformers.
+    """
     from transformers import (
         DataCollatorForLanguageModeling,
         DataCollatorForSeq2Seq,
@@ -359,8 +385,13 @@ def _known(collate: Any, is_pairs: bool) -> PadToWidths | None:
     pads = type(collate) in labels and getattr(collate, "padding", True) in (True, "longest")
     if not pads or collate.return_tensors != "pt" or not isinstance(collate.tokenizer, PreTrainedTokenizerBase):
         return None
-    if collate.tokenizer.padding_side == "left" and is_pairs:
-        return None  # decoder_input_ids begin with a token that is no padding
+    if collate.tokenizer.padding_side == "left":
+        return None
+    if labels[type(collate)] is None and hasattr(config, "get_text_config"):
+        # classifiers find the last token by this id, and without one they read the last place
+        if config.get_text_config().pad_token_id != collate.tokenizer.pad_token_id:
+            return None
+    is_pairs = bool(getattr(config, "is_encoder_decoder", False))
     num_lengths = 2 if is_pairs and type(collate) is DataCollatorForSeq2Seq else 1
     widths = Widths((collate.pad_to_multiple_of or 1,) * num_lengths)
     return pad_to_widths(collate, collate.tokenizer, widths, labels[type(collate)])

@@ -18,6 +18,7 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
     Trainer,
 )
 
@@ -133,7 +134,6 @@ def test_a_trainers_batches_have_few_widths_that_are_planned_for(tmp_path: Path,
     assert isinstance(ours.data_collator, DataCollatorForSeq2Seq)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -143,8 +143,8 @@ def test_a_trainers_batches_have_few_widths_that_are_planned_for(tmp_path: Path,
     ],
     ids=["seq2seq", "tokens", "language"],
 )
-def test_the_padding_of_known_collators_goes_on(kind: Any, side: str, tmp_path: Path) -> None:
-    collator, rows = kind(ByT5Tokenizer(padding_side=side)), rows_of(pairs=False)
+def test_the_padding_of_known_collators_goes_on(kind: Any, tmp_path: Path) -> None:
+    collator, rows = kind(TOKENIZER), rows_of(pairs=False)
     if isinstance(kind, partial):  # makes the labels itself
         rows = [{"input_ids": row["input_ids"]} for row in rows]
     ours = trainer(tmp_path, rows, model=llama(), collator=collator)
@@ -152,12 +152,9 @@ def test_the_padding_of_known_collators_goes_on(kind: Any, side: str, tmp_path: 
     plain, padded = collator([dict(row) for row in some]), ours.widths.collator(ours)([dict(row) for row in some])
     longest, width = plain["input_ids"].shape[1], padded["input_ids"].shape[1]
     assert (width,) == ours.widths.chosen.fit([longest])
-    own, added = (
-        (slice(-longest, None), slice(0, -longest)) if side == "left" else (slice(longest), slice(longest, None))
-    )
     for name, value in {"input_ids": 0, "attention_mask": 0, "labels": -100}.items():
-        assert torch.equal(padded[name][:, own], plain[name])
-        assert (padded[name][:, added] == value).all()
+        assert torch.equal(padded[name][:, :longest], plain[name])
+        assert (padded[name][:, longest:] == value).all()
 
 
 class Own(DataCollatorForSeq2Seq):
@@ -185,6 +182,47 @@ def test_other_collators_keep_their_batches(tmp_path: Path, capsys: Any, monkeyp
     for each in (same, compute_bound):
         assert each.widths.collator(each) is each.data_collator
     assert capsys.readouterr().out == ""
+
+
+class LossOfLastTokens(OffloadTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return model(**inputs).logits[:, -1].sum()
+
+
+def gpt2(pad_token_id: int | None) -> Any:
+    """A classifier that reads the last place if `pad_token_id` is None."""
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    config = GPT2Config(vocab_size=384, n_embd=16, n_layer=1, n_head=2, pad_token_id=pad_token_id)
+    return GPT2ForSequenceClassification(config)
+
+
+def test_rows_keep_their_length_where_padding_would_be_read(tmp_path: Path) -> None:
+    rows = [{"input_ids": row["input_ids"], "labels": 0} for row in rows_of(pairs=False)]
+    of_tokens = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows]
+    texts = [{"input_ids": row["input_ids"]} for row in rows]
+    language, of_rows = DataCollatorForLanguageModeling(TOKENIZER, mlm=False), DataCollatorWithPadding(TOKENIZER)
+    left = DataCollatorForLanguageModeling(ByT5Tokenizer(padding_side="left"), mlm=False)
+
+    def is_padded(data: Any, model: Any, collator: Any, kind: Any = OffloadTrainer, size: int = 1) -> bool:
+        ours = trainer(tmp_path, data, kind, model, collator=collator, per_device_train_batch_size=size)
+        loader = ours.get_train_dataloader()
+        return any(batch["input_ids"].shape[1] > batch["attention_mask"].sum(1).max() for batch in loader)
+
+    assert not is_padded(texts, llama(), left)
+    assert not is_padded(of_tokens, llama(), of_rows)
+    assert not is_padded(rows, gpt2(None), of_rows)
+    assert is_padded(rows, gpt2(TOKENIZER.pad_token_id), of_rows)
+    assert not is_padded(texts, llama(), language, LossOfLastTokens)
+    assert is_padded(texts, llama(), language, LossOfLastTokens, size=2)
+
+
+@pytest.mark.parametrize("make", [llama, t5])
+def test_prompts_that_a_decoder_continues_are_not_padded_further(make: Any, tmp_path: Path) -> None:
+    ours = trainer(tmp_path, rows_of(pairs=make is t5), model=make(), predict_with_generate=True)
+    for loader in (ours.get_eval_dataloader(), ours.get_test_dataloader(ours.eval_dataset)):
+        longest = {int(batch["attention_mask"].sum(1).max()) for batch in loader}
+        assert (longest == {batch["input_ids"].shape[1] for batch in loader}) == (make is llama)
 
 
 def test_lengths_are_read_without_code_of_the_user() -> None:
