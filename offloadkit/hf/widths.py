@@ -409,13 +409,15 @@ def row_lengths(rows: Any, columns: Sequence[str]) -> np.ndarray | None:
     Returns:
         None for other data, rows computed when they are read, no rows, and missing columns or values.
     """
+    from datasets import Dataset
+
     if isinstance(rows, list):
         if not rows or not all(
             isinstance(row, dict) and isinstance(row.get(name), list) for row in rows for name in columns
         ):
             return None
         return np.array([[len(row[name]) for name in columns] for row in rows])
-    if not hasattr(rows, "with_format") or not hasattr(rows, "__len__") or rows.format["type"] == "custom":
+    if not isinstance(rows, Dataset) or rows.format["type"] == "custom":
         return None
     if len(rows) == 0 or not {*columns} <= {*rows.column_names}:
         return None

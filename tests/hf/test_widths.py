@@ -234,7 +234,8 @@ def test_lengths_are_read_without_code_of_the_user() -> None:
         assert row_lengths(known, names).tolist() == expected
     assert row_lengths(data.select([5, 2]), names).tolist() == [expected[5], expected[2]]
     classes = data.remove_columns("labels").add_column("labels", [0] * 9)
-    for unknown in (None, [], [1], [{"input_ids": 1}], data.with_transform(lambda row: row), classes, iter(rows)):
+    computed = data.with_transform(lambda row: row)
+    for unknown in (None, [], [1], [{"input_ids": 1}], computed, classes, datasets.DatasetDict(one=data), iter(rows)):
         assert row_lengths(unknown, names) is None
     assert row_lengths(classes, names[:1]).tolist() == [[each[0]] for each in expected]
 
