@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -63,13 +63,29 @@ def train(
     **options: Any,
 ) -> Trained:
     """`change(model, step)` is called before each step; a context manager that it returns is open in forward."""
-    config = OffloadConfig(learning_rate=1e-2, placement=placement, **{"working_dtype": "fp32", **options})
-    torch.manual_seed(7)
-    losses, model = [], model.train()
-    with OffloadEngine(model, config, device=device) as engine:
+
+    def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
         for step, batch in enumerate(data):
             with change(model, step) or nullcontext():
                 loss = engine(**batch).loss if isinstance(batch, dict) else engine(batch)
+            yield loss
+
+    return train_by(model.train(), forwards, placement, device, **options)
+
+
+def train_by(
+    model: nn.Module,
+    forwards: Callable[[OffloadEngine], Iterable[torch.Tensor]],
+    placement: Placement | None = None,
+    device: str = "cpu",
+    **options: Any,
+) -> Trained:
+    """One step for each loss of `forwards(engine)`, which is asked for the next one after the step."""
+    config = OffloadConfig(learning_rate=1e-2, placement=placement, **{"working_dtype": "fp32", **options})
+    torch.manual_seed(7)
+    losses = []
+    with OffloadEngine(model, config, device=device) as engine:
+        for loss in forwards(engine):
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))

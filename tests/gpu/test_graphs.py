@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from offloadkit.engine.engine import OffloadEngine
 from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload.graphs import _Entry
-from tests.graphs import PLACEMENTS, assert_equals_eager, batches, llama, t5, train
+from tests.graphs import PLACEMENTS, assert_equals_eager, batches, llama, t5, train, train_by
 
 SIZES = {
     "t5": {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 3},
@@ -120,22 +120,15 @@ def test_kinds_of_batches_share_the_memory_of_activations(deterministic: None, m
 
 @pytest.mark.parametrize("place", ["keep", "checkpoint"])
 def test_two_lengths_before_one_backward(place: Any, deterministic: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
+        for step in range(9):
+            short, long = of_length(96)[0], of_length(128)[0]
+            # First apart, then together, then apart again.
+            for together in ((short,), (long,)) if step < 3 or step > 6 else ((short, long),):
+                yield cast(torch.Tensor, sum(engine(**each).loss for each in together))
+
     def run() -> Any:
-        torch.manual_seed(7)
-        model, losses = t5(**WIDE), []
-        config = OffloadConfig(learning_rate=1e-2, working_dtype="fp32", placement=Placement(activations=place))
-        with OffloadEngine(model, config, device="cuda") as engine:
-            for step in range(9):
-                short, long = of_length(96)[0], of_length(128)[0]
-                # First apart, then together, then apart again.
-                for batch in (short, long) if step < 3 or step > 6 else ((short, long),):
-                    loss = sum(engine(**each).loss for each in (batch if isinstance(batch, tuple) else (batch,)))
-                    engine.backward(loss)
-                    engine.step()
-                    losses.append(float(loss.detach()))
-            engine.synchronize()
-            num = 0 if engine.placed.graphs is None else engine.placed.graphs.num_graphs()
-        return losses, {name: weight.detach().clone() for name, weight in model.state_dict().items()}, num
+        return train_by(t5(**WIDE), forwards, Placement(activations=place), "cuda")
 
     found = run()
     assert found[2] > 0

@@ -20,7 +20,7 @@ from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload.graphs import BlockGraphs, _Entry
 from offloadkit.planner.make import without_graphs
-from tests.graphs import PLACEMENTS, Trained, assert_equals_eager, batches, llama, t5, train
+from tests.graphs import PLACEMENTS, Trained, assert_equals_eager, batches, llama, t5, train, train_by
 
 
 @pytest.fixture(autouse=True)
@@ -274,22 +274,12 @@ def test_blocks_that_no_graph_can_hold_run_eagerly(
 # ---- several forwards, other uses of weights, evaluations
 
 
-def trained_by(
-    loss_of: Callable[[OffloadEngine, Stack], torch.Tensor], activations: Any
-) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses, weights, and the number of graphs."""
+def trained_by(loss_of: Callable[[OffloadEngine, Stack], torch.Tensor], activations: Any) -> Trained:
     torch.manual_seed(7)
-    model, losses = Stack(), []
-    config = OffloadConfig(learning_rate=1e-2, working_dtype="fp32", placement=Placement(activations=activations))
-    with OffloadEngine(model, config, device="cpu") as engine:
-        for _ in range(5):
-            loss = loss_of(engine, model)
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
-        engine.synchronize()
-        num = 0 if engine.placed.graphs is None else engine.placed.graphs.num_graphs()
-    return losses, {name: weight.detach().clone() for name, weight in model.state_dict().items()}, num
+    model = Stack()
+    return train_by(
+        model, lambda engine: (loss_of(engine, model) for _ in range(5)), Placement(activations=activations)
+    )
 
 
 def two_forwards(engine: OffloadEngine, model: Stack) -> torch.Tensor:
