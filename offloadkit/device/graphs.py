@@ -86,9 +86,9 @@ class Pool(Protocol):
         """VRAM that training needs beyond what torch may have; 0 if it fits.
 
         Args:
-            other_bytes: needed beside the pool and the eager work.
-            kept_bytes: of the eager work's memory, the graphs keep this in the pool instead. None: the eager work runs
-                beside the graphs.
+            other_bytes: memory of the graphs outside the pool.
+            kept_bytes: memory that the eager work allocates and that the graphs have in the pool. None: blocks also run
+                eagerly while graphs exist, so both count in full.
             scale: the largest work is larger than the eager work by this factor.
         """
 

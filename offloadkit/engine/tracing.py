@@ -253,7 +253,7 @@ def _counts(function: Any, args: Any, kwargs: Any, output: Any, moved: int) -> P
 
 
 def _described_arguments(value: Any) -> Any:
-    """A key that is equal for arguments for which an operation has outputs of equal shapes."""
+    """A hashable description of arguments. Operations with equal descriptions have outputs of equal shapes."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -43,6 +43,10 @@ _DEFAULT_INPUT_LENGTHS: dict[Task, int] = {"seq2seq": 512, "causal": 1024, "clas
 DEFAULT_TARGET_LENGTH = 128
 
 
+Mask = Literal["padded", "unread", "full"]
+"""What attention masks may mask, the most first; "full": nothing, "unread": see `masks.Padding`."""
+
+
 @dataclass(frozen=True)
 class PreparedData:
     dataset: Dataset
@@ -61,8 +65,7 @@ class PreparedData:
     longest_target: int = 1
     """Tokens of the longest row's labels, padded; 1 in classification."""
 
-    mask: Literal["padded", "unread", "full"] = "padded"
-    """What attention masks may mask; "full": nothing, "unread": see `masks.Padding`."""
+    mask: Mask = "padded"
 
 
 def prepare(
@@ -119,7 +122,7 @@ def prepare(
     widest = rounded_up(run.longest_input, step), rounded_up(run.longest_target, target_step)
     if task == "classification":
         widest = widest[0], 1
-    mask: Literal["padded", "unread", "full"] = "padded"
+    mask: Mask = "padded"
     if run.num_attended == number * run.longest_input:
         mask = "full"
     elif run.num_attended == run.total_input and task == "causal":
@@ -180,7 +183,7 @@ def longest_row(*prepared: PreparedData | None) -> dict[str, Any]:
     """Arguments of `planning.PlanRequest`."""
     some = [data for data in prepared if data is not None]
     return {
-        "mask": min((data.mask for data in some), key=("padded", "unread", "full").index),
+        "mask": min((data.mask for data in some), key=get_args(Mask).index),
         "max_input_length": max(data.longest_input for data in some),
         "max_target_length": max(data.longest_target for data in some),
     }

@@ -116,10 +116,10 @@ class _TokenLosses(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         weight[:, 0].gather(0, target)  # raises torch's error for labels outside the vocabulary
         logsumexp = at_target = None
+        add = _added_fused if fused else _added
         with no_autocast(hidden):
             for columns in _chunks(len(hidden), len(weight), chunk_elements):
                 logits = _chunk(hidden, weight, bias, steps, columns)[1]
-                add = _added_fused if fused else _added
                 logsumexp, at_target = add(logits, target, columns, logsumexp, at_target)
                 del logits
         assert logsumexp is not None
