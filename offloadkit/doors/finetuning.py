@@ -53,7 +53,7 @@ from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_dec
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
 from offloadkit.hf.options import FinetuneOptions, documented_arguments
 from offloadkit.hf.quiet import bars_where_live
-from offloadkit.hf.read import check_there, on_hub
+from offloadkit.hf.read import check_there, on_hub, with_validation
 from offloadkit.hf.resumed import check_same_model, other_rows
 from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.hf.source import ModelSource, resolve
@@ -271,6 +271,7 @@ def finetune(
             `OffloadConfig(on_nonfinite="rollback")`, three rollbacks came before.
         RankError: a process of `num_gpus` was killed. Errors raised on a rank end all ranks and are raised here.
     """
+    eval_dataset = with_validation(train_dataset, eval_dataset)
     options = FinetuneOptions(**locals())
     if num_gpus is not None:
         check_num_gpus(num_gpus, on_cpu=bool(training_arguments.get("use_cpu")))

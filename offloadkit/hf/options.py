@@ -35,12 +35,13 @@ class FinetuneOptions:
     Also a model, which is trained in place. A model from `offloadkit.from_pretrained` is read when training begins."""
 
     train_dataset: Any
-    """Rows to train on: a .jsonl, .json, .csv or .parquet file, or a hub name.
+    """Rows to train on: a .jsonl, .json, .csv or .parquet file, a pattern such as 'rows/*.jsonl', or a hub name.
 
-    Also a `datasets.Dataset`, a list of dicts or a pandas frame. Columns: input + target (or prompt + completion), text
-    or messages (decoders), text + label (classifiers), or tokenized rows. Well-known names are recognized (Alpaca,
-    Dolly, ShareGPT: see `hf/columns.py`). Decoders learn only the target of a pair: through the tokenizer's chat
-    template if it has one, else as the input followed by the target and the end token."""
+    Also a `datasets.Dataset`, a list of dicts, a dict of lists, a list of texts, a list of files or a pandas frame. Of
+    a `DatasetDict` the split "train" is learned and, without `eval_dataset`, "validation" evaluated on. Columns: input
+    + target (or prompt + completion), text or messages (decoders), text + label (classifiers), or tokenized rows. Well-
+    known names are recognized (Alpaca, Dolly, ShareGPT: see `hf/columns.py`). Decoders learn only the target of a pair:
+    through the tokenizer's chat template if it has one, else as the input followed by the target and the end token."""
 
     eval_dataset: Any = None
     """Rows to evaluate on after each epoch and at the end; 0.1 holds out a tenth of the training rows.

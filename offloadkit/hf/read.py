@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from offloadkit.errors import DataError, cut, shown
 from offloadkit.facts.files import check_depth, parse_json, why_no_name, why_not_plain
@@ -126,8 +127,8 @@ def _checked(value: Any, place: str) -> dict[str, Any]:
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _ACCEPTED = (
-    "a datasets.Dataset, a list of dicts, a pandas DataFrame, a path to a .jsonl, .json, .csv or .parquet file, or a "
-    "hub dataset name"
+    "a datasets.Dataset, a list of dicts, a pandas DataFrame, a path to a .jsonl, .json, .csv or .parquet file, a "
+    "pattern such as 'rows/*.jsonl', a dict of lists, a list of texts, or a hub dataset name"
 )
 
 
@@ -135,8 +136,9 @@ def load_dataset_like(data: object, *, split: str = "train", columns: Collection
     """Load the rows of `data` without checking their content.
 
     Args:
-        data: a `datasets.Dataset`, a list of dicts (rows), a pandas DataFrame, a path to a .jsonl, .json, .csv or
-            .parquet file, or a hub dataset name.
+        data: a `datasets.Dataset`, a list of dicts (rows), a dict of lists (columns), a list of texts (the column
+            "text"), a pandas DataFrame, a path to a .jsonl, .json, .csv or .parquet file, a pattern such as
+            "rows/*.jsonl" or a list of paths, whose rows follow each other by name, or a hub dataset name.
         split: split of a hub dataset or a `DatasetDict`.
         columns: columns to read in addition to those with known names.
 
@@ -150,21 +152,67 @@ def load_dataset_like(data: object, *, split: str = "train", columns: Collection
     return dataset
 
 
+_VALIDATION = ("validation", "valid", "val", "dev", "eval")
+
+
+def with_validation(train_dataset: object, eval_dataset: object) -> object:
+    """`eval_dataset`, or if it is None the validation split of a `DatasetDict`, which is printed."""
+    import datasets
+
+    if eval_dataset is not None or not isinstance(train_dataset, datasets.DatasetDict):
+        return eval_dataset
+    found = next((name for name in _VALIDATION if name in train_dataset), None)
+    if found is None:
+        return None
+    rows = train_dataset[found]
+    print(
+        f"evaluating on the {found!r} split of the DatasetDict ({len(rows):,} rows); pass its 'train' split alone to "
+        "train without",
+        flush=True,
+    )
+    return rows
+
+
 def check_there(data: object, prefix: str = "") -> None:
     """Raise `DataError`, beginning with `prefix`, if a path has no file. Possible hub names pass."""
+    if _are_paths(data):
+        for each in data:
+            check_there(each, prefix)
     if not isinstance(data, str | os.PathLike):
         return
     text = os.fspath(data)
     if (why := why_no_name(text)) is not None:
         raise DataError(f"{prefix}there can be no file {shown(text)}: {why}. Pass another name")
     path = Path(text).expanduser()
+    if _is_pattern(path):
+        if not glob.glob(str(path), recursive=True):
+            raise DataError(f"{prefix}no file matches {text!r} (looked in {Path.cwd()})")
+        return
     is_path = isinstance(data, os.PathLike) or text.startswith((".", "~", "/")) or text.count("/") > 1
     if not text or (not path.exists() and (is_path or path.suffix.lower() in _BUILDERS)):
         raise DataError(f"{prefix}there is no file {text!r} (looked in {Path.cwd()})")
 
 
 def on_hub(data: object) -> bool:
-    return isinstance(data, str | os.PathLike) and not Path(data).expanduser().exists()
+    if not isinstance(data, str | os.PathLike):
+        return False
+    path = Path(data).expanduser()
+    return not path.exists() and not _is_pattern(path)
+
+
+def _is_pattern(path: Path) -> bool:
+    """Whether `path` is a pattern with *, ? or [], and not a file of that name."""
+    return glob.has_magic(str(path)) and not path.exists()
+
+
+def _are_paths(data: object) -> TypeGuard[Sequence[str | os.PathLike[str]]]:
+    """Whether `data` is a list of file names: paths, or texts that all end as files of rows do."""
+    if not isinstance(data, list | tuple) or not data:
+        return False
+    return all(
+        isinstance(each, os.PathLike) or (isinstance(each, str) and each.lower().endswith(tuple(_BUILDERS)))
+        for each in data
+    )
 
 
 def _load(data: object, split: str, columns: Collection[str]) -> Dataset:
@@ -186,19 +234,38 @@ def _load(data: object, split: str, columns: Collection[str]) -> Dataset:
             if str(frame[name].dtype) in ("object", "str", "string"):
                 _check_cells(name, frame[name])
         return _as_table(lambda: datasets.Dataset.from_pandas(frame, preserve_index=False))
+    if _are_paths(data):
+        return _joined([(os.fspath(each), _from_name(each, split, columns)) for each in data])
+    if isinstance(data, Mapping):
+        return _from_columns(data)
     if isinstance(data, Sequence):
         return _from_rows(data)
     raise DataError(f"a {type(data).__name__} is not a dataset: pass {_ACCEPTED}")
 
 
 def _from_rows(rows: Sequence[Any]) -> Dataset:
-    import datasets
-
+    if rows and all(isinstance(row, str) for row in rows):
+        return _from_columns({"text": list(rows)})
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"row {index} is a {type(row).__name__}, not a dict: pass {_ACCEPTED}")
     columns = dict.fromkeys(name for row in rows for name in row)
-    values = {name: [row.get(name) for row in rows] for name in columns}
+    return _from_columns({name: [row.get(name) for row in rows] for name in columns})
+
+
+def _from_columns(columns: Mapping[Any, Any]) -> Dataset:
+    """Raises `DataError` if a column is no list, or columns have different lengths or mixed types."""
+    import datasets
+
+    values: dict[str, list[Any]] = {}
+    for name, column in columns.items():
+        if isinstance(column, str | bytes | Mapping) or not isinstance(column, Iterable):
+            raise DataError(f"{shown(name)} is {shown(column)}, not the list of a column's values: pass {_ACCEPTED}")
+        values[name] = list(column)
+    lengths = {name: len(column) for name, column in values.items()}
+    if len(set(lengths.values())) > 1:
+        said = cut(", ".join(f"{name} {length:,}" for name, length in lengths.items()))
+        raise DataError(f"the columns have different numbers of values ({said}): each row needs one in every column")
     for name, column in values.items():
         types: dict[str, int] = {}
         for number, value in enumerate(column):
@@ -235,16 +302,47 @@ def _as_table(make: Callable[[], Any]) -> Dataset:
 def _from_name(name: str | os.PathLike[str], split: str, columns: Collection[str]) -> Dataset:
     check_there(name)
     text, path = os.fspath(name), Path(name).expanduser()
+    if _is_pattern(path):
+        found = sorted(glob.glob(str(path), recursive=True))
+        return _joined([(each, _from_name(Path(each), split, columns)) for each in found])
     if path.is_file():
         return _from_file(path, columns)
     if (other := why_not_plain(path)) is not None and not path.is_dir():
         raise DataError(f"{text!r} is {other}, not a file: copy its content to a file, and pass that")
     if path.is_dir():
         raise DataError(
-            f"{text!r} is a folder: pass one of its files ({', '.join(_BUILDERS)}), or "
+            f"{text!r} is a folder: pass one of its files ({', '.join(_BUILDERS)}), all of them by a pattern "
+            f"({text.rstrip('/') + '/*.jsonl'!r}), or "
             f"datasets.load_from_disk({text!r}) if save_to_disk wrote it"
         )
     return _from_hub(text, split)
+
+
+def _joined(parts: Sequence[tuple[str, Dataset]]) -> Dataset:
+    """The rows of files, one after the other. Raises `DataError` if a column has another type in another file."""
+    import datasets
+
+    large, null = datasets.Value("large_string"), datasets.Value("null")
+    known: dict[str, tuple[str, Any]] = {}  # by column: the first file with values, and their type
+    for file, rows in parts:
+        for name, feature in rows.features.items():
+            of = datasets.Value("string") if feature == large else feature
+            first, other = known.setdefault(name, (file, of))
+            if other == null:
+                known[name] = file, of
+            elif of not in (other, null):
+                types = f"{_type_name(other)} in {first!r} and {_type_name(of)} in {file!r}"
+                raise DataError(f"column {name!r} is {types}: give it one type")
+    alike = []
+    for _, rows in parts:
+        common = datasets.Features({name: known[name][1] for name in rows.features})
+        alike.append(rows if rows.features == common else rows.cast(common))
+    print(f"{sum(map(len, alike)):,} rows from {len(alike)} files", flush=True)
+    return cast("Dataset", datasets.concatenate_datasets(alike))
+
+
+def _type_name(feature: Any) -> str:
+    return str(getattr(feature, "dtype", feature))
 
 
 def _from_file(path: Path, columns: Collection[str]) -> Dataset:

@@ -80,6 +80,36 @@ def label_ids(values: list[Any], indices: list[int], feature: Any, id2label: dic
 
 
 @dataclass
+class Cut:
+    """What a maximum length cuts off."""
+
+    option: str
+    """The argument of `finetune` that is the maximum."""
+    most: int
+    what: str
+    """Name of the cut texts in the message."""
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_lost: int = 0
+    """Tokens cut off, of `num_tokens` in all rows."""
+    longest: int = 0
+
+    def add(self, length: int) -> None:
+        self.num_tokens += length
+        self.longest = max(self.longest, length)
+        if length > self.most:
+            self.num_rows += 1
+            self.num_lost += length - self.most
+
+    def in_words(self, num_rows: int) -> str:
+        return (
+            f"{self.num_rows:,} of {num_rows:,} {self.what} are longer than {self.option}={self.most} and lose "
+            f"{self.num_lost:,} of all {self.num_tokens:,} tokens: raise {self.option} to keep them (the longest has "
+            f"{self.longest:,})"
+        )
+
+
+@dataclass
 class Tokenizing:
     dataset: Dataset
     columns: Columns
@@ -93,7 +123,6 @@ class Tokenizing:
     """Rows left out because they have no target (empty text, all labels -100)."""
     cut_off: list[int] = field(default_factory=list)
     """Rows left out because their input alone fills the maximum length."""
-    num_truncated: int = 0
     longest_input: int = 1
     longest_target: int = 1
     """Tokens, after truncation."""
@@ -105,16 +134,19 @@ class Tokenizing:
     """Tokens by column, without begin, end and padding tokens."""
     num_unknown: Counter[str] = field(default_factory=Counter)
 
+    def __post_init__(self) -> None:
+        inputs = "inputs" if self.task == "seq2seq" else "rows"
+        self.inputs_cut = Cut("max_input_length", self.max_input_length, inputs)
+        self.targets_cut = Cut("max_target_length", self.max_target_length, "targets")
+
     def warn_of_losses(self) -> None:
         if self.num_skipped:
             logger.warning("%d of %d rows left out: they have nothing to learn", self.num_skipped, len(self.dataset))
         if self.cut_off:
             logger.warning("%d of %d rows left out: %s", len(self.cut_off), len(self.dataset), self.why_cut_off())
-        if self.num_truncated:
-            lengths = f"max_input_length {self.max_input_length}, max_target_length {self.max_target_length}"
-            logger.warning(
-                "%d inputs or targets truncated (%s): raise these to keep them whole", self.num_truncated, lengths
-            )
+        for each in (self.inputs_cut, self.targets_cut):
+            if each.num_rows:
+                logger.warning("%s", each.in_words(len(self.dataset)))
 
     def why_cut_off(self) -> str:
         shown = ", ".join(map(str, self.cut_off[:5])) + (", ..." if len(self.cut_off) > 5 else "")
@@ -191,13 +223,12 @@ def _prompts(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     whole = _with_chat_template if run.tokenizer.chat_template is not None else _one_after_the_other
     rows, labels = [], []
     for index, (prompt, row) in zip(indices, whole(run, batch, indices), strict=True):
-        row_labels = [IGNORED] * prompt + row[prompt:]
-        if len(row) > run.max_input_length:
-            row, row_labels = row[: run.max_input_length], row_labels[: run.max_input_length]
-            if _num_learned(run.task, row_labels):
-                run.num_truncated += 1
-            else:
-                run.cut_off.append(index)
+        row_labels, length = [IGNORED] * prompt + row[prompt:], len(row)
+        row, row_labels = row[: run.max_input_length], row_labels[: run.max_input_length]
+        if length > run.max_input_length and not _num_learned(run.task, row_labels):
+            run.cut_off.append(index)
+        else:
+            run.inputs_cut.add(length)
         rows.append(row)
         labels.append(row_labels)
     return {"input_ids": rows, "attention_mask": _all_ones(rows), "labels": labels}
@@ -288,7 +319,7 @@ def _messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
         messages = _messages_of(value, column, index)
         text = run.tokenizer.apply_chat_template(messages, tokenize=False)
         row = run.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        run.num_truncated += len(row) > run.max_input_length
+        run.inputs_cut.add(len(row))
         rows.append(row[: run.max_input_length])
     return _causal_columns(rows)
 
@@ -382,10 +413,13 @@ def _all_ones(rows: list[list[int]]) -> list[list[int]]:
 def _encode(run: Tokenizing, texts: list[str], max_length: int, *, target: bool = False) -> _Columns:
     where = {"text_target": texts} if target else {"text": texts}
     tokens = dict(run.tokenizer(**where, truncation=True, max_length=max_length, verbose=False))
+    cut = run.targets_cut if target else run.inputs_cut
     for text, row in zip(texts, tokens["input_ids"], strict=True):
-        if len(row) == max_length:
+        length = len(row)
+        if length == max_length:
             again = {"text_target": text} if target else {"text": text}
-            run.num_truncated += len(run.tokenizer(**again, verbose=False)["input_ids"]) > max_length
+            length = len(run.tokenizer(**again, verbose=False)["input_ids"])
+        cut.add(length)
     return tokens
 
 

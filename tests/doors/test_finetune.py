@@ -124,6 +124,16 @@ def test_pairs_train_a_causal_model_to_answer_the_input() -> None:
     assert (result.samples[0].input, result.samples[0].prediction) == ("<xyzw>", "abab")
 
 
+def test_the_validation_split_of_a_dataset_dict_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list(PAIRS)
+    result = finetune(t5(), datasets.DatasetDict(train=rows, validation=rows.select([0, 1])), max_steps=1)
+    assert result.metrics["eval_loss"] > 0
+    assert "'validation' split" in capsys.readouterr().out
+    assert len(result.samples) == 2
+
+
 def test_the_seed_decides_every_weight() -> None:
     runs = [finetune(t5(), PAIRS, seed=seed).model.state_dict() for seed in (1, 1, 2)]
     same, other = [all(torch.equal(runs[0][name], run[name]) for name in run) for run in runs[1:]]

@@ -94,7 +94,7 @@ def test_a_prompt_that_leaves_no_room_for_its_target_is_left_out_and_named(caplo
     assert [len(learned(data, row)) for row in range(2)] == [5, 3]
     assert "2 of 4 rows left out: their input alone takes all of max_input_length 9" in caplog.text
     assert "(rows 1, 2)" in caplog.text
-    assert "1 inputs or targets truncated" in caplog.text
+    assert "1 of 4 rows are longer than max_input_length=9 and lose 2 of all 18 tokens" in caplog.text
     with pytest.raises(DataError, match=r"none of the 2 rows teaches anything: .*\(rows 0, 1\): raise max_input"):
         prepared(rows[1:3], BYTES, BYTE_LLAMA, max_input_length=9)
 

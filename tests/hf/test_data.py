@@ -16,6 +16,7 @@ from transformers import ByT5Tokenizer
 from offloadkit.errors import DataError
 from offloadkit.hf.data import PreparedData, load_dataset_like, longest_row, prepare, prepare_both
 from offloadkit.hf.masks import Padding, padding_of
+from offloadkit.hf.read import check_there, with_validation
 from offloadkit.hf.source import resolve
 from tests.hf import tiny
 
@@ -71,7 +72,11 @@ def test_a_share_of_the_rows_is_held_out_and_both_parts_keep_their_order() -> No
         prepare_both(rows[:1], 0.3, BYTES, T5, **lengths)
 
 
-@pytest.mark.parametrize("make", [list, tuple, datasets.Dataset.from_list, pd.DataFrame])
+def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+@pytest.mark.parametrize("make", [list, tuple, columns, datasets.Dataset.from_list, pd.DataFrame])
 def test_rows_in_memory_give_the_same_dataset(make: Any) -> None:
     assert load_dataset_like(make(PAIRS)).to_list() == PAIRS
 
@@ -88,6 +93,54 @@ def test_dataset_dict_gives_the_split() -> None:
     assert load_dataset_like(datasets.DatasetDict(train=whole)) is whole
     with pytest.raises(DataError, match="no split 'train', it has validation"):
         load_dataset_like(datasets.DatasetDict(validation=whole))
+
+
+def test_texts_are_rows_of_the_column_text() -> None:
+    assert load_dataset_like(["one", "two"]).to_list() == [{"text": "one"}, {"text": "two"}]
+
+
+def test_columns_of_different_lengths_are_named() -> None:
+    with pytest.raises(DataError, match=r"\(input 2, target 1\)"):
+        load_dataset_like({"input": ["a", "b"], "target": ["c"]})
+
+
+def test_a_pattern_gives_the_rows_of_all_its_files_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, row in (("b.jsonl", 1), ("a.csv", 0), ("deeper/c.jsonl", 2)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        written(tmp_path / name, [{"input": "x", "target": str(row)}])
+    assert load_dataset_like(f"{tmp_path}/*.*")["target"][:] == ["0", "1"]
+    assert "2 rows from 2 files" in capsys.readouterr().out
+    assert load_dataset_like(tmp_path / "**" / "*.jsonl")["target"][:] == ["1", "2"]
+    assert load_dataset_like([str(tmp_path / "b.jsonl"), str(tmp_path / "a.csv")])["target"][:] == ["1", "0"]
+
+
+def test_a_pattern_without_files_and_a_column_of_two_types_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no file matches 'none\*\.jsonl'"):
+        check_there("none*.jsonl")
+    with pytest.raises(DataError, match=r"there is no file 'missing\.jsonl'"):
+        check_there(["missing.jsonl"])
+    written(tmp_path / "a.jsonl", [{"text": "x", "label": "good"}])
+    written(tmp_path / "b.jsonl", [{"text": "x", "label": 1}])
+    with pytest.raises(DataError, match=r"'label' is string in '.*a\.jsonl' and int64 in '.*b\.jsonl'"):
+        load_dataset_like(f"{tmp_path}/*.jsonl")
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path: Path) -> None:
+    assert load_dataset_like(written(tmp_path / "rows[1].jsonl", PAIRS)).to_list() == PAIRS
+
+
+@pytest.mark.parametrize("name", ["validation", "dev"])
+def test_the_validation_split_of_a_dataset_dict_is_taken_and_said(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = datasets.Dataset.from_list(PAIRS)
+    splits = datasets.DatasetDict({"train": rows, name: rows.select([1])})
+    assert with_validation(splits, None) is splits[name]
+    assert f"'{name}' split of the DatasetDict (1 rows)" in capsys.readouterr().out
+    assert with_validation(splits, 0.1) == 0.1
+    assert with_validation(datasets.DatasetDict(train=rows, test=rows), None) is None
+    assert with_validation(rows, None) is None
+    assert capsys.readouterr().out == ""
 
 
 def test_pairs_become_inputs_and_labels_with_their_end_tokens() -> None:
@@ -107,7 +160,9 @@ def test_long_rows_are_cut_with_their_end_token_and_counted(caplog: pytest.LogCa
     assert [len(row) for row in data.dataset["input_ids"]] == [4, 10, 10, 10]
     assert [len(row) for row in data.dataset["labels"]] == [4, 5, 5, 5]
     assert all(row[-1] == 1 for column in ("input_ids", "labels") for row in data.dataset[column])
-    assert "5 inputs or targets truncated" in caplog.text
+    assert "2 of 4 inputs are longer than max_input_length=10 and lose 32 of all 66 tokens" in caplog.text
+    assert "3 of 4 targets are longer than max_target_length=5 and lose 47 of all 66 tokens" in caplog.text
+    assert "(the longest has 41)" in caplog.text
 
 
 def test_default_length_is_512_and_128_or_the_models_limit() -> None:
@@ -379,7 +434,7 @@ def test_file_that_is_missing_or_of_unknown_form_is_refused(tmp_path: Path) -> N
         load_dataset_like(tmp_path)
 
 
-@pytest.mark.parametrize("data", [3, {"input": ["a"]}, [["a", "b"]], None])
+@pytest.mark.parametrize("data", [3, {"input": "a"}, {"input": 3}, [["a", "b"]], ["a", 3], None])
 def test_what_is_no_dataset_says_what_is_accepted(data: Any) -> None:
     with pytest.raises(DataError, match=r"a list of dicts, a pandas DataFrame, a path to a \.jsonl"):
         load_dataset_like(data)
