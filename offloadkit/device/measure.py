@@ -39,7 +39,7 @@ from offloadkit.facts.threads import ThreadPool
 from offloadkit.kernels import cpu
 from offloadkit.optim.table import DTYPES, FlatState, Segment, state_table
 
-_VERSION = 6
+_VERSION = 7
 """Raise it when the measurements change, to invalidate cached rates."""
 DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
 RATES = {
@@ -231,10 +231,13 @@ def _store(key: str, rates: dict[str, Any]) -> None:
 
 _cuda: Any = torch.cuda  # typed only in some releases of torch
 _NUM_REPETITIONS = 3
-_ENOUGH_SECONDS = 0.02
-"""Total seconds of the three or more repetitions, long enough for one undisturbed run."""
-_SLOW_SECONDS = 0.05
-"""Repeating stops after these total seconds. Slower matmuls are skipped."""
+_STEADY_REPETITIONS, _STEADY_SECONDS = 5, 0.02
+"""A least time is steady after this many repetitions and seconds that did not improve it by `_GAIN`."""
+_GAIN = 0.02
+_SLOW_SECONDS = 0.1
+"""Repeating stops after these total seconds, but never after one repetition. Slower matmuls are skipped."""
+_LAUNCHING_SECONDS = 0.05
+"""Total seconds of timing launches."""
 
 _TOGETHER_SECONDS = 0.1
 """Seconds for each rate of RAM and bus, with all ranks at once."""
@@ -291,14 +294,23 @@ def machine_rates(device: torch.device, meet: Callable[[], object] | None = None
 
 
 def best_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Least seconds of one `run`, with `times` runs enqueued at once."""
+    """Least seconds of one `run`, with `times` runs enqueued at once.
+
+    Repeats until the least time is steady. The first runs may take 50 times as long as later runs, because libraries
+    create kernels, threads start and other processes use the cores.
+    """
     run()
     _wait(device)
     best, spent, repetitions = float("inf"), 0.0, 0
-    while spent < (_ENOUGH_SECONDS if repetitions >= _NUM_REPETITIONS else _SLOW_SECONDS):
+    steady_repetitions, steady_seconds = 0, 0.0
+    while repetitions < 2 or spent < _SLOW_SECONDS:
         took = _timed(run, device, times)
-        best, spent, repetitions = min(best, took / times), spent + took, repetitions + 1
-    return best
+        improved, best = took < (1 - _GAIN) * best, min(best, took)
+        spent, repetitions = spent + took, repetitions + 1
+        steady_repetitions, steady_seconds = (0, 0.0) if improved else (steady_repetitions + 1, steady_seconds + took)
+        if steady_repetitions >= _STEADY_REPETITIONS and steady_seconds >= _STEADY_SECONDS:
+            break
+    return best / times
 
 
 def usual_seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
@@ -460,13 +472,13 @@ def quick_vram_rate(device: torch.device) -> float | None:
 def _launch_seconds(device: torch.device) -> float:
     """Seconds to launch one small operation, with too few launches to fill the device's queue.
 
-    Repeats for `_SLOW_SECONDS`: over only a few milliseconds, an H200 host measured 1.7 times the seconds of a slower
-    host, because other work takes the core for milliseconds.
+    Repeats for `_LAUNCHING_SECONDS`: over only a few milliseconds, an H200 host measured 1.7 times the seconds of a
+    slower host, because other work takes the core for milliseconds.
     """
     array = torch.zeros(1, device=device)
     array.add_(1.0)
     best, spent = float("inf"), 0.0
-    while spent < _SLOW_SECONDS:
+    while spent < _LAUNCHING_SECONDS:
         _wait(device)
         started = time.perf_counter()
         for _ in range(_NUM_LAUNCHES):

@@ -99,6 +99,34 @@ def test_ranks_take_the_usual_time_and_not_that_of_a_moment_in_which_the_others_
     assert best or now[0] > 0.1, "all runs must be timed"
 
 
+@pytest.mark.parametrize("disturbed_seconds", [0.0, 0.03, 0.06])
+def test_slow_first_runs_do_not_end_the_measurement_of_matmuls(
+    disturbed_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """210 GFLOP/s, after the disturbed seconds, in which a matmul of 256 takes 8 ms: 4.2 GFLOP/s."""
+    now = [0.0]
+
+    def matmul(a: torch.Tensor, *_: object, **__: object) -> None:
+        seconds = 2 * len(a) ** 3 / 210e9
+        now[0] += max(seconds, 0.008) if now[0] < disturbed_seconds else seconds
+
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch, "mm", matmul)
+    assert rates._matmul_rate(torch.bfloat16, CPU) == pytest.approx(210e9)
+
+
+def test_a_slow_machine_is_measured_by_few_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def matmul(a: torch.Tensor, *_: object, **__: object) -> None:
+        now[0] += 2 * len(a) ** 3 / 1e9
+
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch, "mm", matmul)
+    assert rates._matmul_rate(torch.float16, CPU) == pytest.approx(1e9)
+    assert now[0] < 0.5
+
+
 def test_what_ranks_know_they_know_though_the_file_is_replaced(quick: list[torch.device], cache_folder: Path) -> None:
     """Otherwise one rank would measure alone and wait for the other ranks."""
     measuring.measure(CPU, num_ranks=2)
