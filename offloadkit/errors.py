@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import re
 import sys
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -13,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 warned: set[str] = set()
+_OWN = str(Path(__file__).parent)
+_LIBRARIES = ("site-packages", "dist-packages", "ipykernel_launcher.py")
+_MOST_LINES = 7
+"""Lines of a message in a notebook."""
 _LONG_WORD = re.compile(r"(\S{300})\S{300,}(\S{100})")
 
 
@@ -22,6 +28,15 @@ class OffloadkitError(Exception):
     def __str__(self) -> str:
         """The message for any terminal: lone surrogates are escaped and very long words shortened."""
         return _LONG_WORD.sub(r"\1...\2", super().__str__()).encode("utf-8", "backslashreplace").decode()
+
+    def _render_traceback_(self) -> list[str]:
+        """At most ten lines that IPython shows in place of the traceback: the message and the user's line."""
+        first, *more = str(self).splitlines() or [""]
+        lines = [f"\x1b[1;31m{type(self).__name__}\x1b[0m: {first}", *more[: _MOST_LINES - 1]]
+        if len(more) >= _MOST_LINES:
+            lines.append(f"... ({len(more) - _MOST_LINES + 1:,} more lines)")
+        hint = "whole traceback: import traceback; traceback.print_last()"
+        return [*lines, *_place_of_user(self), f"\x1b[2m({hint})\x1b[0m"]
 
 
 class ConfigError(OffloadkitError, ValueError):
@@ -131,6 +146,19 @@ class OutputError(OffloadkitError, OSError):
 
 class RankError(OffloadkitError, RuntimeError):
     """Another rank has ended, has failed, or runs a different operation."""
+
+
+def _place_of_user(error: BaseException) -> list[str]:
+    """The innermost line of the user's own code in the traceback; empty if there is none."""
+    standard = sysconfig.get_path("stdlib")
+    for frame, number in reversed([*traceback.walk_tb(error.__traceback__)]):
+        file = frame.f_code.co_filename
+        line = linecache.getline(file, number).strip()  # "" in generated code
+        if not line or file.startswith((_OWN, standard)) or any(part in file for part in _LIBRARIES):
+            continue
+        where = f"{Path(file).name}, line {number}" if Path(file).exists() else f"line {number} of the cell"
+        return [f"\x1b[2m{where}:\x1b[0m {cut(line, 200)}"]
+    return []
 
 
 def cut(text: str, most: int = 600) -> str:
