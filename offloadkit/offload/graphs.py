@@ -565,7 +565,7 @@ class _Block:
         if not isinstance(entry, _Entry):
             has_run, reason = entry is not None, None if entry is None else entry.reason
             is_watched = any(isinstance(other, _Entry) and other.reason is None for other in self._like(key))
-            entry = self._entries[key] = _Entry(self, key, facts.parameters, reason, streams=streams)
+            entry = self._entries[key] = _Entry(self, key, facts, reason, streams=streams)
             entry.capture(tensors, has_run=has_run, is_watched=is_watched)
         if entry.reason is not None:
             raise _EagerlyError(entry.reason)
@@ -683,7 +683,7 @@ class _Facts:
         self._is_hooked = any(self._hooks)
         self.has_buffers = any(True for _ in block.buffers())
         held = chain.from_iterable(values for _, _, values in [*self._attributes, *self._members])
-        self._tensors = [each for each in held if type(each) is torch.Tensor and each.layout == torch.strided]
+        self.tensors = [each for each in held if type(each) is torch.Tensor and each.layout == torch.strided]
         self._memory = self._memory_now()
 
     def addresses(self) -> tuple[int, ...]:
@@ -691,7 +691,7 @@ class _Facts:
 
     def _memory_now(self) -> list[int]:
         """Addresses of buffers and of other tensors, but no parameters."""
-        return [tensor.data_ptr() for tensor in self._tensors]
+        return [tensor.data_ptr() for tensor in self.tensors]
 
     def reason(self) -> str | None:
         """Why the block cannot be captured, or None."""
@@ -901,11 +901,17 @@ class _Run:
 
 @dataclass(eq=False)
 class _Call:
-    """One forward through an entry, until its backward."""
+    """One forward through an entry, until its backward.
+
+    Attributes:
+        seen: the updates of the block's layers that it saw.
+        versions: of the entry's `saved` tensors.
+    """
 
     entry: _Entry
     random: Any
     seen: list[int]
+    versions: list[int]
 
 
 class _Entry:
@@ -914,17 +920,18 @@ class _Entry:
     Attributes:
         reason: why the block cannot run as a graph, or None.
         is_dropped: no further forward uses the entry.
+        saved: by storage, the buffers and other tensors of a block that keeps its activations, if autograd saved them.
     """
 
-    def __init__(
-        self, block: _Block, key: _Key, parameters: Sequence[nn.Parameter], reason: str | None, *, streams: bool
-    ) -> None:
+    def __init__(self, block: _Block, key: _Key, facts: _Facts, reason: str | None, *, streams: bool) -> None:
         """`streams`: the parameters move, so graphs read copies of them."""
         metas, graphs = key.metas, block.graphs
         self.block, self._spec, self._metas, self._addresses = block, key.spec, metas, key.addresses
-        self._parameters = parameters
+        self._parameters = parameters = facts.parameters
         self.trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.recomputes = block.recomputed is not None
+        self._held = {} if self.recomputes else {_storage(each): each for each in facts.tensors}
+        self.saved = dict[int, torch.Tensor]()
         self.scale = key.num_bytes() / max(1, block.eager_bytes)
         self._num_own = 0 if self.recomputes else len(metas[:1])  # autograd saves the first input
         self._own: list[_Static] = []
@@ -1091,7 +1098,7 @@ class _Entry:
 
     def _compute(self, inputs: Sequence[torch.Tensor]) -> tuple[_Run, list[torch.Tensor]]:
         """Run the block on `inputs`. Returns autograd's graph and the outputs that are no inputs."""
-        with torch.enable_grad(), saved_tensors_hooks(_detached, _unchanged):
+        with torch.enable_grad(), saved_tensors_hooks(self._pack if self._held else _detached, _unchanged):
             leaves = [
                 each.detach().requires_grad_(meta.requires_grad) for each, meta in zip(inputs, self._metas, strict=True)
             ]
@@ -1111,11 +1118,16 @@ class _Entry:
         run = _Run([*leaves, *(alias for alias in aliases if alias.requires_grad)], roots, passed_on)
         return run, outputs
 
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (storage := _storage(tensor)) in self._held:
+            self.saved[storage] = self._held[storage]
+        return _detached(tensor)
+
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         graphs, block = self.block.graphs, self.block
         seen = [layer.num_updates for layer in graphs.weights.get(block.module, ())]
         graphs.num_graphed += 1
-        call = _Call(self, graphs.pool.random_state(), seen)
+        call = _Call(self, graphs.pool.random_state(), seen, [each._version for each in self.saved.values()])
         block.live.add(call)
         self._newest = weakref.ref(call)
         if not self.recomputes:
@@ -1150,23 +1162,31 @@ class _Entry:
         graphs, block = self.block.graphs, self.block
         if self._is_freed or (not self.recomputes and self._newest() is not call):
             raise EngineStateError(f"the activations of {block.name} were overwritten before this backward")
+        if call.versions != [each._version for each in self.saved.values()]:
+            raise EngineStateError(
+                f"a buffer of {block.name} that backward needs was written after this loss was computed: write it "
+                "after backward, or compute the loss again"
+            )
         for layer, num_updates in zip(graphs.weights.get(block.module, ()), call.seen, strict=True):
             layer.check_seen(num_updates)
             layer.use()
         self._hold_shared(inputs)
         num = len(self._differentiable)
         given, handed_on = gradients[:num], gradients[num:]
-        try:
-            found = self._captured_backward(given, handed_on)
-        except (RuntimeError, _EagerlyError) as error:
-            self._fail(error)
-            found = None
+        # A retained loss is differentiated again, but a replay of this backward overwrites activations of later blocks.
+        retains, found = torch._C._autograd._get_current_graph_task_keep_graph(), None
+        if self.recomputes or not retains:
+            try:
+                found = self._captured_backward(given, handed_on)
+            except (RuntimeError, _EagerlyError) as error:
+                self._fail(error)
         places = self._places(given) if found is None else found.places
         self._hold_gradients(places, given, handed_on)
         if found is None or not graphs.may_replay(found.captured, call):
             with graphs.pool.random_from(call.random):
                 own = self._gradients(self._compute(self._inputs())[0], given, places)
-            block.live.discard(call)
+            if not retains:
+                block.live.discard(call)
             return list(own)
         graph = found.captured
         if self.recomputes:
@@ -1176,7 +1196,8 @@ class _Entry:
             results = graphs.replay(graph)
         borrowed = self._taken_at_once(results)
         graphs.lend([each for index in borrowed if (each := results[index]) is not None])
-        block.live.discard(call)
+        if not retains:
+            block.live.discard(call)
         return [
             None if result is None else result.detach() if index in borrowed else result.clone()
             for index, result in enumerate(results)

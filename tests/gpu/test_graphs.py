@@ -135,6 +135,32 @@ def test_two_lengths_before_one_backward(place: Any, deterministic: None, monkey
     assert_equals_eager(found, run, monkeypatch)
 
 
+def test_gradients_of_a_loss_are_computed_twice_with_another_length_between(
+    deterministic: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first backward, and the second length, would overwrite the activations that the second backward reads."""
+
+    def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
+        short, long = of_length(96)[0], of_length(128)[0]
+        weights = [each for each in engine.module.parameters() if each.requires_grad]
+        for step in range(8):
+            loss = engine(**short).loss
+            if step > 3:
+                found = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
+                loss = loss + sum(float(each.norm()) for each in found if each is not None)
+            if step > 5:
+                engine(**long)
+            yield loss
+            yield engine(**long).loss
+
+    def run() -> Any:
+        return train_by(t5(**WIDE), forwards, Placement(), "cuda")
+
+    found = run()
+    assert found[2] > 0
+    assert_equals_eager(found, run, monkeypatch)
+
+
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_gpu_that_is_full_in_a_capture_trains_on_eagerly(
     after: int, deterministic: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

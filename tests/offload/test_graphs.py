@@ -6,6 +6,7 @@ import logging
 import random
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,6 +28,17 @@ from tests.graphs import PLACEMENTS, Trained, assert_equals_eager, batches, llam
 def graphs_are_on(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setattr(facts_graphs, "device_types", {"cpu"})
     monkeypatch.setattr(RunAgain, "fill_with_nan", True)
+    own = BlockGraphs.replay
+
+    def replay(self: BlockGraphs, captured: Any) -> Any:
+        """Overwrites the kept activations that share memory with the graph on a GPU."""
+        for entry in entries_of(self):
+            if entry._forward is not captured and not entry.comes_before(captured):
+                for static in entry._own:
+                    static.memory.fill_(torch.nan)
+        return own(self, captured)
+
+    monkeypatch.setattr(BlockGraphs, "replay", replay)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +319,25 @@ def evaluation(engine: OffloadEngine, model: Stack) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("loss_of", [two_forwards, the_same_forward_twice, dropped_forward, penalty, evaluation])
+def gradients_first(*between: tuple[int, int]) -> Callable[[OffloadEngine, Stack], torch.Tensor]:
+    """Gradients of a loss that is kept for backward, then other forwards."""
+
+    def loss_of(engine: OffloadEngine, model: Stack) -> torch.Tensor:
+        loss: torch.Tensor = engine((2, 3))
+        found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        others = [engine(size) for size in between]
+        return loss + sum(float(each.detach().norm()) for each in [*found, *others])
+
+    return loss_of
+
+
+OTHER_LOOPS = [
+    *(two_forwards, the_same_forward_twice, dropped_forward, penalty, evaluation),
+    *(gradients_first(), gradients_first((2, 4)), gradients_first((2, 3))),
+]
+
+
+@pytest.mark.parametrize("loss_of", OTHER_LOOPS)
 @pytest.mark.parametrize("activations", ["keep", "checkpoint"])
 def test_other_loops_train_the_bits_of_eager_blocks(
     loss_of: Any, activations: Any, monkeypatch: pytest.MonkeyPatch
@@ -338,8 +368,12 @@ def test_an_evaluation_frees_graphs_although_the_loss_is_kept(activations: Any, 
         assert not any(graph() for graph in held)
 
 
+def entries_of(graphs: BlockGraphs) -> list[_Entry]:
+    return [entry for block in graphs._blocks for entry in block._entries.values() if isinstance(entry, _Entry)]
+
+
 def graphs_of(graphs: BlockGraphs) -> list[weakref.ref[Any]]:
-    entries = [entry for block in graphs._blocks for entry in block._entries.values() if isinstance(entry, _Entry)]
+    entries = entries_of(graphs)
     backwards = [backward.captured for entry in entries for backward in entry._backwards.values()]
     return [
         weakref.ref(each.graph) for each in [*(entry._forward for entry in entries), *backwards] if each is not None
@@ -357,6 +391,23 @@ def test_a_step_between_forward_and_backward_is_an_error(activations: Any) -> No
             engine.step()
         with pytest.raises(EngineStateError, match="were stepped, written or moved after this loss was computed"):
             engine.backward(late)
+
+
+class Scales(Block):
+    def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
+        return super().forward(x) * cast(torch.Tensor, self.shift)
+
+
+@pytest.mark.parametrize(("kind", "error"), [(Scales, EngineStateError), (Block, None)])
+def test_a_buffer_that_backward_needs_and_is_written_before_is_an_error(kind: type[Block], error: Any) -> None:
+    with OffloadEngine(Stack(kind), OffloadConfig(working_dtype="fp32", placement=Placement()), device="cpu") as engine:
+        for _ in range(3):
+            engine.backward(engine((2, 3)))
+            engine.step()
+        loss = engine((2, 3))
+        cast(Any, engine.module.blocks[1]).shift.add_(1.0)
+        with nullcontext() if error is None else pytest.raises(error, match="that backward needs was written after"):
+            engine.backward(loss)
 
 
 def test_a_full_gpu_gives_up_graphs_before_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
