@@ -414,7 +414,8 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
     source = resolve(options.model, init=options.init)
     if source.model is None:
         _say(f"reading the config of {source.given}")
-        source.check_not_quantised()
+    source.check_trainable(reads_weights=options.init == "pretrained")
+    if source.model is None:
         source.read_ahead()
     newest = functools.partial(engine.newest_checkpoint, Path(options.output_dir), source, config)
     checkpoint = world.run_on_rank_0("looking for a checkpoint", newest) if options.resume else None

@@ -118,6 +118,7 @@ def plan(
         ModelError, ModelNotFoundError, ModelAccessError: as in `finetune`.
     """
     source = resolve(model, init="random", task=task)
+    source.check_trainable(reads_weights=True)
     config = with_wishes(offload, vram=vram, ram=ram, precision=precision, gradient_accumulation=gradient_accumulation)
     if device is not None and not isinstance(device, torch.device):
         device = hardware.device_of(device)

@@ -42,6 +42,8 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
         return str(folder)
     if name in PRESETS:
         return PRESETS[name].hub_name
+    if name.lower().endswith("gguf"):
+        raise ModelError(_gguf_message(name))
     if name and folder.is_file():
         raise ModelNotFoundError(f"{name!r} is a file: pass its folder, {str(folder.parent)!r}")
     looks_like_path = isinstance(name_or_path, os.PathLike) or name.startswith((".", "~", "/")) or name.count("/") > 1
@@ -50,19 +52,34 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
     return name
 
 
+def _gguf_message(name: str) -> str:
+    return (
+        f"{name!r} has its weights in GGUF, a format for inference that cannot be trained: pass the model that it was "
+        "converted from, a folder or hub name with a config.json and .safetensors files"
+    )
+
+
 def check_folder(source: str) -> None:
     """Check a model's folder; hub names pass.
 
     Raises:
         ModelNotFoundError: the folder has no config.json. The message names subfolders that have one.
-        ModelError: see `check_files`.
+        ModelError: the folder's weights are in GGUF alone, or are an adapter of PEFT; and see `check_files`.
     """
     folder = Path(source)
     if not folder.is_dir():
         return
     check_files(folder)
+    if any(folder.glob("*.gguf")) and not any(any(folder.glob(f"*.{end}")) for end in ("safetensors", "bin")):
+        raise ModelError(_gguf_message(source))
     if (folder / "config.json").is_file():
         return
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"the folder {source!r} has an adapter of PEFT, not a model: load both by "
+            f"peft.AutoPeftModelForCausalLM.from_pretrained({source!r}, is_trainable=True) and train them with "
+            "offloadkit.OffloadTrainer"
+        )
     inner = sorted(path.parent.name for path in folder.glob("*/config.json"))
     hint = f"; did you mean one of its folders: {', '.join(inner)}?" if inner else ""
     raise ModelNotFoundError(f"the folder {source!r} has no config.json, so save_pretrained did not write it{hint}")
@@ -226,15 +243,41 @@ def hub_answers() -> bool:
 
 
 def no_model_message(name: str, reason: str) -> str:
-    """Message for an unknown model: the attempts, similar presets, and advice."""
-    near = difflib.get_close_matches(name.lower(), sorted(PRESETS), n=3, cutoff=0.6)
-    similar = [preset for preset in near if preset != name]
-    meant = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
-    return (
-        f"no model {name!r}: there is no such folder, no built-in preset of that name, and {reason}.{meant} Give a "
-        "folder that save_pretrained wrote, a preset (t5-small ... t5-11b, flan-t5-xl, llama-3.1-8b, qwen3-4b, "
-        "gemma-2-2b, mistral-7b, phi-4, gpt2, ...), or a hub name such as 'google/flan-t5-base'"
+    """Message for an unknown model: the attempts, and the preset that was meant or what else to pass."""
+    guess = nearest_preset(name)
+    todo = (
+        f"did you mean {guess!r}?"
+        if guess is not None
+        else "pass a folder that save_pretrained wrote, a preset such as 't5-3b' or 'llama-3.1-8b', or a hub name such "
+        "as 'google/flan-t5-base'"
     )
+    return f"no model {name!r}: there is no such folder, no preset of that name, and {reason}; {todo}"
+
+
+_SIZE_WORD = re.compile(r"\d+(?:\.\d+)?[bm]\b|small|base|large")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def nearest_preset(name: str) -> str | None:
+    """The preset that is spelled most like `name`; None if none is near. Numbers count more than letters."""
+
+    def lower(text: str) -> str:
+        return text.lower().replace("xxl", "11b").replace("xl", "3b")  # sizes of T5
+
+    def features(text: str) -> tuple[str, list[str], list[str]]:
+        model = lower(text).rpartition("/")[2]
+        return re.sub(r"[^a-z0-9]", "", lower(text)), _NUMBER.findall(model), _SIZE_WORD.findall(model)
+
+    def score(preset: str) -> tuple[float, int]:
+        letters, *others = features(preset)
+        alike = difflib.SequenceMatcher(None, wanted_letters, letters).ratio()
+        differ = [bool(each) and each != other for each, other in zip(wanted, others, strict=True)]
+        return alike - 0.1 * differ[0] - 0.2 * differ[1], -len(preset)
+
+    wanted_letters, *wanted = features(name)
+    kind = [preset for preset in PRESETS if ("/" in preset) == ("/" in name) and preset != name]
+    best = max(kind, key=score)
+    return best if score(best)[0] >= 0.7 else None
 
 
 def unreachable(name: str, kind: str) -> OffloadkitError:
@@ -254,7 +297,8 @@ def unreachable(name: str, kind: str) -> OffloadkitError:
     if name in PRESETS:
         without = "init='random' with tokenizer='byte' needs no network"
         return ModelNotFoundError(f"the files of {name!r} are on the hub, but {why}. {todo}; {without}")
-    return ModelNotFoundError(f"{no_model_message(name, why)}. {todo}")
+    message = no_model_message(name, why)
+    return ModelNotFoundError(message if message.endswith("?") else f"{message}. {todo}")
 
 
 def _translate(error: BaseException, name: str, kind: str, found: bool, file: str) -> OffloadkitError | None:
@@ -272,7 +316,8 @@ def _translate(error: BaseException, name: str, kind: str, found: bool, file: st
         )
         if kind == "dataset":
             return DataError(f"no dataset {name!r}: there is no such file, and the hub knows none. {private}")
-        return ModelNotFoundError(f"{no_model_message(name, 'the hub knows none')}. {private}")
+        message = no_model_message(name, "the hub knows none")
+        return ModelNotFoundError(f"{message if message.endswith('?') else message + '.'} {private}")
     if status is not None and (status == 429 or status >= 500):
         return DownloadError(f"the hub answered {status} for {name!r}. {_RERUN}")
     if _is_lost(chain) or (

@@ -210,13 +210,18 @@ def infer_task(config: PreTrainedConfig) -> Task:
         return "seq2seq"
     names_causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
     masked = config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if config.is_encoder_decoder:  # Whisper's decoder is in the list below, but it is not the whole model
+        raise ModelError(
+            f"{architecture or config.model_type} does not map text to text, and finetune and plan are for text: train "
+            "it with offloadkit.OffloadSeq2SeqTrainer, which plans for the batches of your own collator"
+        )
     if config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (names_causal or not masked):
         return "causal"
     if config.model_type in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         return "classification"
     raise ModelError(
         f"{architecture or config.model_type!r} is neither an encoder-decoder, a causal language model nor a text "
-        "classifier: load it yourself and train it with offloadkit.OffloadEngine"
+        "classifier: load it yourself and train it with offloadkit.OffloadTrainer or offloadkit.OffloadEngine"
     )
 
 

@@ -79,18 +79,23 @@ class ModelSource:
             read_config = AutoConfig.from_pretrained(self._location, **where_to_look(self._location))
         return cast("PreTrainedConfig", read_config)
 
-    def check_not_quantised(self) -> None:
-        """Raise `ModelError` if the checkpoint's weights stay quantised after reading."""
-        stored = None if self.model is not None or self.init == "random" else self.config
+    def check_trainable(self, *, reads_weights: bool) -> None:
+        """Raise `ModelError` if `finetune` can train no task of the model, or it would read weights that stay
+        quantised.
+        """
+        _ = self.task
+        stored = None if self.model is not None or not reads_weights else self.config
         quantisation = getattr(stored, "quantization_config", None)
         if quantisation is None:
             return
         said = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
         method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
         if not said.get("dequantize") and method not in ("mxfp4", "fp8"):  # transformers can dequantise these
+            bits = said.get("bits") or (4 if said.get("load_in_4bit") else 8 if said.get("load_in_8bit") else None)
+            how = f"{bits}-bit {method}" if bits else method
             raise ModelError(
-                f"the weights of {self.given!r} are quantised (quantization_config in its config.json: {method}), and "
-                "quantised weights cannot be trained: pass a checkpoint that is not quantised"
+                f"the weights of {self.given!r} are quantised (quantization_config in its config.json: {how}), and "
+                "quantised weights cannot be trained: pass the checkpoint that they were made from"
             )
 
     @cached_property
@@ -285,6 +290,11 @@ def resolve(
 
         check_not_wrapped(model)
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        if hasattr(model, "peft_config"):
+            raise ModelError(
+                f"a {type(model).__name__} trains adapters on frozen weights, which finetune and plan do not: train it "
+                "with offloadkit.OffloadTrainer (a T5 with OffloadSeq2SeqTrainer)"
+            )
         engine = "offloadkit.OffloadEngine, which takes any torch.nn.Module"
         raise ModelError(f"a {type(model).__name__} is not a HuggingFace model: train it with {engine}")
     if not isinstance(model, PreTrainedModel):

@@ -140,10 +140,9 @@ def test_name_that_does_not_exist_says_what_was_tried_and_what_is_close(ask: Ask
     assert answer["error"] == "ModelNotFoundError"
     for part in (
         "no such folder",
-        "no built-in preset",
+        "no preset",
         "the hub knows none",
-        "'google/flan-t5-base'",
-        "save_pretrained",
+        "did you mean 'google/flan-t5-base'?",
     ):
         assert part in answer["message"]
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from transformers import AutoConfig, ByT5Tokenizer
+from torch import nn
+from transformers import AutoConfig, ByT5Tokenizer, WhisperConfig
 
 import offloadkit
 from offloadkit.doors.planning import PlanRequest, plan_source
 from offloadkit.errors import ModelError
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf import patches, source
+from offloadkit.hf.hub import nearest_preset, no_model_message
 from offloadkit.hf.patches import Family
 from offloadkit.hf.source import resolve
 from tests.hf import tiny
@@ -123,5 +125,72 @@ def test_finetune_refuses_a_quantised_checkpoint_by_name(tmp_path: Path, method:
         offloadkit.finetune(str(tmp_path / "quantised"), rows, output_dir=str(tmp_path / "out"), tokenizer="byte")
     config.quantization_config = {"quant_method": method, "dequantize": True}
     config.save_pretrained(tmp_path / "dequantised")
-    resolve(tmp_path / "dequantised").check_not_quantised()
-    resolve(tmp_path / "quantised", init="random").check_not_quantised()
+    resolve(tmp_path / "dequantised").check_trainable(reads_weights=True)
+    resolve(tmp_path / "quantised", init="random").check_trainable(reads_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("llama3-8b", "llama-3-8b"),
+        ("Llama3.1-8B", "llama-3.1-8b"),
+        ("t5_3B", "t5-3b"),
+        ("qwen-2.5-7b", "qwen2.5-7b"),
+        ("mistral7b", "mistral-7b"),
+        ("gpt-2", "gpt2"),
+        ("T5-XL", "t5-3b"),
+        ("mistral", "mistral-7b"),
+        ("google/t5-3b", "google-t5/t5-3b"),
+        ("meta-llama/Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
+        ("Qwen/Qwen2.5-7B-Chat", "Qwen/Qwen2.5-7B"),
+        ("myorg/mymodel", None),
+        ("bert-base-uncased", None),
+    ],
+)
+def test_a_name_that_is_nearly_a_presets_gets_one_guess(name: str, meant: str | None) -> None:
+    assert nearest_preset(name) == meant
+    message = no_model_message(name, "the hub knows none")
+    assert len(message.split()) < 45
+    assert message.count("did you mean") == (meant is not None)
+    assert (f"did you mean '{meant}'?" if meant else "a hub name such as") in message
+
+
+def test_whisper_is_refused_by_plan_and_finetune_and_names_the_trainer(tmp_path: Path) -> None:
+    config = WhisperConfig(architectures=["WhisperForConditionalGeneration"], decoder_start_token_id=1)
+    folder = str(tiny.save_config(config, tmp_path / "whisper"))
+    rows = [{"text": "a"}]
+    for refused in (lambda: offloadkit.plan(folder), lambda: offloadkit.finetune(folder, rows, tokenizer="byte")):
+        with pytest.raises(ModelError, match=r"WhisperForConditionalGeneration .*offloadkit\.OffloadSeq2SeqTrainer"):
+            refused()
+
+
+def test_plan_refuses_4_bit_weights_by_name(tmp_path: Path) -> None:
+    config: Any = tiny.t5_config()
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    folder = tiny.save_config(config, tmp_path / "4bit")
+    with pytest.raises(ModelError, match=r"4bit.* quantised \(quantization_config .*4-bit bitsandbytes\).*: pass the "):
+        offloadkit.plan(folder)
+
+
+def test_gguf_is_named_and_the_original_asked_for(tmp_path: Path) -> None:
+    tiny.save_config(tiny.llama_config(), tmp_path / "with config")
+    (tmp_path / "alone").mkdir()
+    for name in ("alone", "with config"):
+        (tmp_path / name / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    given = [tmp_path / "alone", tmp_path / "with config", tmp_path / "alone" / "model-Q4_K_M.gguf"]
+    for model in (*given, "owner/Llama-3-8B-GGUF"):
+        with pytest.raises(ModelError, match=r"in GGUF, .*: pass the model that it was converted from"):
+            offloadkit.plan(model)
+
+
+def test_adapters_of_peft_name_the_trainer(tmp_path: Path) -> None:
+    class PeftModelForCausalLM(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.peft_config: dict[str, Any] = {}
+
+    with pytest.raises(ModelError, match=r"a PeftModelForCausalLM .*: train it with offloadkit\.OffloadTrainer"):
+        offloadkit.plan(cast(Any, PeftModelForCausalLM()))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"adapter of PEFT, .*offloadkit\.OffloadTrainer"):
+        offloadkit.plan(tmp_path)
