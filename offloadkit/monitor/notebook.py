@@ -8,6 +8,7 @@ has the same effect.
 from __future__ import annotations
 
 import sys
+from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
@@ -45,8 +46,7 @@ class NotebookDisplay:
     def close(self, figures: Figures) -> None:
         if self._button is not None:
             self._button.close()
-        summary = {"text/html": page(figures, self._ident), "text/plain": words.summary(figures)}
-        _publish(summary, self._ident, update=True)
+        _publish(last_view(figures, self._ident), self._ident, update=True)
 
     def _draw(self, figures: Figures, *, is_polled: bool, update: bool) -> None:
         stopping = figures.state == "stopping"
@@ -62,6 +62,17 @@ class NotebookDisplay:
         if self._button is None:
             return _INTERRUPT
         return "" if self._button.is_heard else _MAYBE
+
+
+def last_view(figures: Figures, ident: str) -> dict[str, str]:
+    """The MIME bundle that stays in a notebook: a page, a PNG (in base64), and a table in plain text."""
+    from offloadkit.monitor.picture import png
+
+    return {
+        "text/html": page(figures, ident),
+        "image/png": b64encode(png(figures)).decode("ascii"),
+        "text/plain": words.summary(figures),
+    }
 
 
 class _Button:

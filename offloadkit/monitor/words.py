@@ -127,14 +127,18 @@ def line(figures: Figures) -> str:
 
 
 def summary(figures: Figures) -> str:
+    """A heading and a table of names, values and notes; sentences are below it."""
     ended = "closed at " if figures.state == "closed" else f"{STATES[figures.state]}: "
-    lines = [ended + line(figures), slowdown(figures)]
+    rows = [(name, value, note) for name, value, note in tiles(figures) if value != "–"]
+    rows += [(tier.name, memory(tier), "") for tier in figures.memory]
+    width, wide = (max((len(row[column]) for row in rows if row[2]), default=0) for column in (0, 1))
+    lines = [ended + progress(figures)]
+    lines += [f"  {name:{width}}  {value:{wide}}  {note}".rstrip() for name, value, note in rows]
     if figures.split:
         shown = [f"{name} {format_seconds(seconds)}" for name, seconds in figures.split if seconds > 0]
-        lines.append("a step: " + ", ".join(shown))
-    lines += [f"{tier.name}: {memory(tier)}" for tier in figures.memory]
-    lines += map(rank, figures.ranks)
-    lines += filter(None, [received(figures)])
+        lines.append(f"  {'a step':{width}}  {', '.join(shown)}")
+    lines += [f"  {rank(each)}" for each in figures.ranks]
+    lines += filter(None, [slowdown(figures), received(figures)])
     return "\n".join(lines)
 
 

@@ -235,7 +235,7 @@ def test_a_monitor_that_is_closed_before_the_end_says_so(capsys: pytest.CaptureF
         for step in range(1, 16):
             monitor.telemetry.add(record(step))
     assert monitor.figures().state == "closed"
-    assert capsys.readouterr().out.startswith("closed at step 15 of 30  loss 1")
+    assert capsys.readouterr().out.startswith("closed at step 15 of 30\n")
 
 
 def test_two_monitors_of_one_run(watched: Watched) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def test_bars_move_while_the_cell_runs_and_a_summary_stays(kernel: Any) -> None:
     assert "step 60 of 60" in output["data"]["text/html"]
     assert "<svg" in output["data"]["text/html"]
     assert output["data"]["text/plain"].startswith("finished: step 60 of 60")
+    assert b64decode(output["data"]["image/png"]).startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import re
 import time
+from base64 import b64decode
 from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.image import imread
 from rich.console import Console
 
 from offloadkit.monitor import words
 from offloadkit.monitor.figures import Figures, History, Memory, figures
+from offloadkit.monitor.notebook import last_view
 from offloadkit.monitor.page import STYLE, page, ticks
+from offloadkit.monitor.picture import png
 from offloadkit.monitor.terminal import sparks, view
 from offloadkit.monitor.words import COLOURS, ink_on
 from tests.monitor.records import GIB, record
@@ -178,6 +183,23 @@ def rendered(made: Figures, width: int = 80) -> str:
     console = Console(record=True, width=width, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(view(made, width))
     return console.export_text()
+
+
+def test_the_last_view_is_a_table_in_plain_text_and_a_picture() -> None:
+    shown_last = last_view(shown(), "a1")
+    lines = shown_last["text/plain"].splitlines()
+    assert lines[0] == "training: step 60 of 100"
+    (vram,) = (line for line in lines if line.startswith("  VRAM"))
+    (loss,) = (line for line in lines if line.startswith("  loss"))
+    assert vram.index("8 GiB used") == loss.index(loss.split()[1]), "values stand in one column"
+    picture = imread(io.BytesIO(b64decode(shown_last["image/png"])), format="png")
+    assert picture.shape[1] == 1000
+    assert len({tuple(pixel) for pixel in picture[::5, ::5].reshape(-1, 4).tolist()}) > 30
+
+
+@pytest.mark.parametrize("changes", [{"loss_curve": (), "loss_trend": ()}, {"memory": ()}])
+def test_a_picture_can_be_drawn_of_half_the_figures(changes: dict[str, object]) -> None:
+    assert png(shown(**changes)).startswith(b"\x89PNG")
 
 
 def test_a_plan_of_weights_and_states_alone_says_so() -> None:

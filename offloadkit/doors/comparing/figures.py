@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
+from base64 import b64encode
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -58,24 +59,33 @@ class DrawableSweep(Drawable, Protocol):
 
 
 class Chart(Figure):
-    """A figure that notebooks show without pyplot; its size is in inches."""
+    """A figure that notebooks show without pyplot: SVG, a PNG for places that do not trust SVG, and a table in text."""
 
-    def __init__(self, width: float, height: float) -> None:
+    def __init__(self, width: float, height: float, table: str) -> None:
+        """`width`, `height`: in inches. `table`: the drawn figures as plain text."""
         super().__init__(figsize=(width, height), layout="constrained", facecolor="white")
+        self._table = table
         # 0.1 inch between the edge and the title or remarks
         self.get_layout_engine().set(h_pad=0.1)  # type: ignore[union-attr,call-arg]
 
-    def _repr_svg_(self) -> str:
-        text = io.StringIO()
-        self.savefig(text, format="svg")
-        return text.getvalue()
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return {
+            "image/svg+xml": self._written("svg").decode(),
+            "image/png": b64encode(self._written("png")).decode("ascii"),
+            "text/plain": self._table,
+        }
+
+    def _written(self, format: str) -> bytes:
+        written = io.BytesIO()
+        self.savefig(written, format=format, dpi=100)
+        return written.getvalue()
 
 
 def comparison_chart(result: DrawableComparison) -> Chart:
     models = list(dict.fromkeys(row["model"] for row in result.rows))
     engines = list(dict.fromkeys(row["engine"] for row in result.rows))
     by_model = [[result.row(model, engine) for engine in engines] for model in models]
-    figure = Chart(12, 1.3 + len(models) * (0.4 + 0.33 * len(engines)))
+    figure = Chart(12, 1.3 + len(models) * (0.4 + 0.33 * len(engines)), str(result))
     panels: Any = figure.subplots(len(models), 3, squeeze=False, width_ratios=(2.9, 1, 1))
     for line, model, rows in zip(panels, models, by_model, strict=True):
         _times(line[0], model, rows)
@@ -164,7 +174,7 @@ SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#cc79a7", "D")
 def sweep_chart(result: DrawableSweep) -> Chart:
     learns = any("eval_loss" in row for row in result.rows)
     sentences = [line for text in result.explain().splitlines() for line in textwrap.wrap(text, 165 + 55 * learns)]
-    figure = Chart(4 * (3 + learns), 4.1 + 0.19 * len(sentences))
+    figure = Chart(4 * (3 + learns), 4.1 + 0.19 * len(sentences), str(result))
     panels: Any = figure.subplots(1, 3 + learns, squeeze=False)[0]
     for axes in panels:
         _dress(axes, result.sizes)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from matplotlib.text import Text
 
 from offloadkit.doors.comparing import comparison
@@ -271,9 +273,15 @@ def test_the_chart_shows_bars_and_reasons(drawn: Comparison, tmp_path: Path) -> 
     assert "peak VRAM, limit 11 GiB" in texts
     lengths = [patch.get_width() for axes in chart.axes[::3] for patch in axes.patches]
     assert lengths == pytest.approx([6.25, 8.75, 20.0, 71.25])
-    assert "<svg" in chart._repr_svg_()
     chart.savefig(tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 10_000
+
+
+def test_a_chart_in_a_notebook_is_an_svg_a_png_and_a_table(drawn: Comparison) -> None:
+    shown = InteractiveShell.instance().display_formatter.format(drawn.chart())[0]
+    assert "<svg" in shown["image/svg+xml"]
+    assert b64decode(shown["image/png"]).startswith(b"\x89PNG")
+    assert shown["text/plain"] == str(drawn)
 
 
 def test_no_value_lies_on_the_line_of_a_limit_and_the_title_is_off_the_edge(drawn: Comparison) -> None:
