@@ -87,7 +87,7 @@ def measure(
     key = _machine_key(device, num_ranks)
     rates = cached.get(key, {})
     if rates.keys() != RATES:
-        rates = _found(key, lambda: machine_rates(device, meet), num_ranks)
+        rates = _found(key, device, lambda: machine_rates(device, meet), num_ranks)
     disk: dict[str, Any] = {}
     if folder is not None:
         disk_key = f"{key} | {folder}"
@@ -114,13 +114,16 @@ def kept(
     """Figures `names` from the cache under `what`, or the result of `measured`, which is cached unless it is {}."""
     key = f"{_machine_key(device, num_cores=os.cpu_count())} | {what}"  # ranks may be bound to fewer cores for now
     cached: dict[str, float] = _known().get(key, {})
-    return cached if cached.keys() == names else _found(key, measured, num_ranks)
+    return cached if cached.keys() == names else _found(key, device, measured, num_ranks)
 
 
-def _found(key: str, measured: Callable[[], dict[str, Any]], num_ranks: int = 1) -> dict[str, Any]:
+def _found(
+    key: str, device: torch.device, measured: Callable[[], dict[str, Any]], num_ranks: int = 1
+) -> dict[str, Any]:
+    """Measure, and cache the result unless other processes used the cores or the GPU."""
     began = time.perf_counter(), seconds_of_others()
     found = measured()
-    if found and _disturbed(*began, num_ranks):
+    if found and (_disturbed(*began, num_ranks) or hardware.is_gpu_shared(device)):
         own_rates[key] = found
     elif found:
         _store(key, found)

@@ -349,6 +349,11 @@ def vram_context_bytes(device: torch.device) -> int:
     return min(vram_outside_bytes(device) - known, _MAX_CONTEXT_BYTES) + known
 
 
+def is_gpu_shared(device: torch.device) -> bool:
+    """Whether other processes hold VRAM of this GPU, as far as `vram_context_bytes` shows it. False for the CPU."""
+    return vram_outside_bytes(device) - library_bytes[device.index or 0] >= _MAX_CONTEXT_BYTES
+
+
 def supports_bf16(device: torch.device) -> bool:
     """Whether `device` has native bf16; emulation does not count. True for the CPU."""
     return device.type != "cuda" or bool(torch.cuda.is_bf16_supported(including_emulation=False))

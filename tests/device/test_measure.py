@@ -285,6 +285,20 @@ def test_what_others_disturbed_is_not_kept_on_disk(quick: list[torch.device], mo
     assert measuring.cache_file().exists()
 
 
+def test_rates_of_a_gpu_that_other_processes_use_are_not_kept_on_disk(
+    quick: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their VRAM would count as this process's CUDA context in every later plan."""
+    cores_are_busy(monkeypatch, 0)
+    monkeypatch.setattr(hardware, "vram_outside_bytes", lambda device: 20 << 30)
+    measuring.measure("cpu")
+    assert not measuring.cache_file().exists()
+    monkeypatch.setattr(hardware, "vram_outside_bytes", lambda device: 600 << 20)
+    measuring.own_rates.clear()
+    measuring.measure("cpu")
+    assert measuring.cache_file().exists()
+
+
 @pytest.mark.parametrize(
     ("others", "num_ranks", "disturbed"), [(0.02, 1, False), (0.2, 1, False), (0.4, 1, True), (0.4, 2, False)]
 )
