@@ -82,9 +82,7 @@ def test_errors_of_ours_are_one_message_and_exit_with_one(model_folder: Path, tm
     data.write_text(json.dumps({"input": "1", "target": "2"}))
     refused = run("train", str(quantised), str(data), "--output", str(tmp_path / "out"))
     assert refused.exit_code == 1
-    assert "are quantised (quantization_config in its config.json: 4-bit" in " ".join(
-        refused.stderr.split()
-    )
+    assert "are quantised (quantization_config in its config.json: 4-bit" in " ".join(refused.stderr.split())
     zero = run("train", str(model_folder), "data.jsonl", "--batch-size", "0")
     assert zero.exit_code == 1
     assert "batch_size must be a whole number >= 1, got 0" in zero.stderr
