@@ -6,7 +6,9 @@ import atexit
 import functools
 import gc
 import json
+import shlex
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import MISSING, fields, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 
 from offloadkit.errors import ConfigError, OffloadkitError, TrainingStoppedError, shown
+from offloadkit.facts.calls import Options, in_a_command
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.files import why_no_name
 from offloadkit.facts.starting import collector_off, is_loaded, say
@@ -83,7 +86,9 @@ def _command(command: Command) -> Command:
         try:
             if not is_loaded("torch"):
                 say("loading torch and transformers")
-            return command(*args, **kwargs)
+            context = kwargs.get("context")
+            with in_a_command(functools.partial(_again, context)) if context else nullcontext():
+                return command(*args, **kwargs)
         except TrainingStoppedError as error:
             typer.echo(f"\n{error}", err=True)
             raise typer.Exit(128 + error.signal) from error
@@ -95,6 +100,28 @@ def _command(command: Command) -> Command:
             raise typer.Exit(130) from error
 
     return app.command()(run)  # type: ignore[return-value]
+
+
+def _again(context: typer.Context, options: Options) -> str | None:
+    """The present command line with other options; None if the command lacks one of them."""
+    parts = ["offloadkit", str(context.info_name)]
+    known = {each.name: each for each in context.command.params}
+    if not options.keys() <= known.keys():
+        return None
+    for name, each in known.items():
+        value = context.params.get(name or "")
+        if name in options:
+            parts += [each.opts[0], str(options[name])]
+        elif (source := context.get_parameter_source(name or "")) is None or source.name != "COMMANDLINE":
+            continue
+        elif each.param_type_name == "argument":
+            parts += map(str, value if isinstance(value, list | tuple) else [value])
+        elif isinstance(value, bool):
+            parts.append((each.opts if value else each.secondary_opts)[0])
+        else:
+            for one in value if isinstance(value, list | tuple) else [value]:
+                parts += [each.opts[0], str(one)]
+    return shlex.join(parts)
 
 
 def _how_to_go_on(output: Path) -> str:
@@ -135,6 +162,8 @@ def doctor(
 @_command
 @collector_off()
 def plan(
+    *,
+    context: typer.Context,
     model: Model,
     vram: Vram = None,
     ram: Ram = None,

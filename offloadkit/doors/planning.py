@@ -21,6 +21,7 @@ from offloadkit.engine.outline import Outline, held_in_ram, outlined, proposing_
 from offloadkit.engine.tracing import Call
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts import hardware
+from offloadkit.facts.calls import BY_FINETUNE, WrittenCall, call_of
 from offloadkit.facts.config import OffloadConfig, Precision, check_counts, given_size, with_wishes
 from offloadkit.facts.hardware import Hardware, with_disk
 from offloadkit.facts.units import format_bytes, parse_bytes
@@ -123,10 +124,16 @@ def plan(
     if device is not None and not isinstance(device, torch.device):
         device = hardware.device_of(device)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    return plan_source(source, config, PlanRequest(batch_size, **lengths, device=device, gpu=gpu, num_gpus=num_gpus))
+    others: dict[str, Any] = {"vram": vram, "ram": ram, "precision": precision, "task": task, "offload": offload}
+    others |= {"gradient_accumulation": gradient_accumulation, "device": device, "gpu": gpu, "num_gpus": num_gpus}
+    size = None if batch_size == "auto" else batch_size
+    call = call_of("offloadkit.plan", model, batch_size=size, **lengths, **others)
+    request = PlanRequest(batch_size, **lengths, device=device, gpu=gpu, num_gpus=num_gpus, call=call)
+    return plan_source(source, config, request)
 
 
 _MOST_TOKENS = 2**30
+_WELL_KNOWN = ("T4", "RTX 3060", "RTX 4090", "A100")
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,9 @@ class PlanRequest:
     """The batches' attention mask: over padding, over padding that no label reads (`masks.Padding`), or masking
     nothing, or there is none. None: as `finetune` pads on the right, "unread" for causal models and else "padded".
     """
+
+    call: WrittenCall = BY_FINETUNE
+    """For remedies if the plan does not fit."""
 
     def __post_init__(self) -> None:
         names = ("num_gpus", "max_input_length", "max_target_length")
@@ -182,7 +192,7 @@ def plan_source(source: ModelSource, config: OffloadConfig, request: PlanRequest
             if made.fits:
                 return made
             smaller = tuple(outline.smaller(rows))
-            basis = replace(made.basis, chosen=f"batch_size={rows.batch_size}", smaller=smaller)
+            basis = replace(made.basis, chosen=f"batch_size={rows.batch_size}", smaller=smaller, call=request.call)
             return proposing_disk(replace(made, basis=basis))
 
         return ranks.broadcast_from(make)
@@ -261,8 +271,10 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
     """The machine to plan for (this GPU, this CPU, or a card of the given size), and whether its rates are assumed."""
     if _assumes_card(config, device):
         vram, ram = parse_bytes(config.vram or 0), hardware.ram_available_bytes()
-        names = ", ".join(card.name for card in CARDS)
-        assumed = f"There is no GPU here, so a typical card's rates are assumed. Name yours by gpu= or --gpu: {names}."
+        assumed = (
+            "There is no GPU here, so a typical card's rates are assumed. Name yours by gpu= or --gpu, such as "
+            f"{', '.join(_WELL_KNOWN)}: {len(CARDS)} cards are known."
+        )
         card = replace(ASSUMED_CARD, vram_total_bytes=vram, vram_free_bytes=vram, assumed=assumed)
         card = replace(card, assumed_card=f"assumed card of {format_bytes(vram)}")
         card = replace(card, ram_total_bytes=hardware.ram_limit_bytes(), ram_available_bytes=ram)

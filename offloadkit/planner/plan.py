@@ -29,8 +29,8 @@ class Plan(Prediction):
         return words.verdict(self)
 
     def explain(self) -> str:
-        """Sentences with numbers: the bottleneck of the step and remedies, or plans that would fit if this one does
-        not.
+        """Sentences with numbers: the bottleneck of the step and remedies. If the plan does not fit, a numbered list of
+        plans that would, as calls or commands with other options if possible.
         """
         return remedies.explain(self)
 
@@ -84,7 +84,10 @@ class Plan(Prediction):
         return "\n".join([self.verdict, *(f"  {line}" for line in words.about(self))])
 
     def _repr_html_(self) -> str:
-        return words.html(self, self.explain())
+        if self.fits:
+            return words.card(self, self.explain().splitlines(), [])
+        found = [(each.call, each.words, each.takes) for each in remedies.remedies(self)]
+        return words.card(self, remedies.notes(self), found)
 
 
 def make_plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from offloadkit.facts.calls import BY_CONFIG, WrittenCall
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.hardware import Hardware
 from offloadkit.planner.bound import Bound, bound_of
@@ -39,6 +40,8 @@ class Basis:
     """RAM of a model in memory, until the engine has taken over all of it."""
     eager: bool = False
     """Blocks do not run as CUDA graphs, because these did not fit."""
+    call: WrittenCall = BY_CONFIG
+    """The call that asked for the plan. Remedies are written as this call with other options."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from offloadkit.facts.config import Precision
-from offloadkit.facts.units import format_bytes, format_range, format_seconds, rounded_up
+from offloadkit.facts.units import format_bytes, format_range, format_seconds, parse_bytes, rounded_up
 from offloadkit.optim.table import optimizer_named
 from offloadkit.planner.layout import TIERS
 from offloadkit.planner.make import P, budget_options, is_short_of_ram, replanned, with_other_exchange
 from offloadkit.planner.prediction import Prediction
 from offloadkit.planner.ranks import GPUS_PER_HOST
 from offloadkit.planner.seconds import FEW_CORES, cpu_step_rate
-from offloadkit.planner.words import TO_GPU, TO_RAM, host_totals, misfit_message, of_tiers, speed, takes
+from offloadkit.planner.words import TO_GPU, TO_RAM, host_totals, misfit_message, of_tiers, speed
+from offloadkit.planner.words import takes as takes_of
 
 _LIMITS = {
     "GPU": "the GPU's computing",
@@ -147,18 +148,83 @@ def _larger(plan: P) -> Iterator[tuple[str, P]]:
         yield of_tiers(lacking), replanned(plan, hardware=hardware, **budgets)
 
 
-def _would_fit(plan: Prediction) -> Iterator[str]:
-    by_name = {phase.name: phase for phase in plan.phases}
-    if "vram" in plan.lacking() and by_name["evaluation"].vram > by_name["training"].vram:
-        yield "evaluation takes the most VRAM: a smaller per_device_eval_batch_size takes less"
+@dataclass(frozen=True)
+class Remedy:
+    """Another plan, which fits.
+
+    Attributes:
+        words: the changes.
+        call: the user's call or command with these changes, which can be copied; None if it has no such options, or
+            this machine is too small.
+        takes: the memory that was not named in `words`, and the speed.
+    """
+
+    words: str
+    call: str | None
+    takes: str
+
+    def __str__(self) -> str:
+        fits = f"{self.call}  # would fit" if self.call else f"{self.words} would fit"
+        return fits + (f": {self.takes}" if self.takes else "")
+
+
+def remedies(plan: Prediction) -> list[Remedy]:
+    """Plans that fit, for a plan that does not, as in `nearest_fits`."""
+    found = []
     for words, other in nearest_fits(plan):
-        needs = host_totals(other, other.needs())
+        needs, options = host_totals(other, other.needs()), _options(plan, other)
         memory = of_tiers({tier: needs[tier] for tier in _tiers_to_name(plan, other)})
-        said = [*([memory] if memory else []), *speed(other)]
-        yield f"{words} would fit" + (f": {', '.join(said)}" if said else "")
+        takes = ", ".join([*([memory] if memory else []), *speed(other)])
+        found.append(Remedy(words, plan.basis.call.changed(options) if options else None, takes))
     more = _with_another_gpu(plan)
     if more is not None and more.fits:
-        yield f"{more.num_gpus} such GPUs would fit: {', '.join(takes(more))}"
+        found.append(Remedy(f"{more.num_gpus} such GPUs", None, ", ".join(takes_of(more))))
+    return found
+
+
+def notes(plan: Prediction) -> list[str]:
+    """Further sentences about a plan that does not fit."""
+    by_name = {phase.name: phase for phase in plan.phases}
+    if "vram" in plan.lacking() and by_name["evaluation"].vram > by_name["training"].vram:
+        return ["evaluation takes the most VRAM: a smaller per_device_eval_batch_size takes less"]
+    return []
+
+
+def _would_fit(plan: Prediction) -> Iterator[str]:
+    yield from notes(plan)
+    yield from (f"{number}. {remedy}" for number, remedy in enumerate(remedies(plan), start=1))
+
+
+def _options(plan: Prediction, other: Prediction) -> dict[str, str | int] | None:
+    """The options that turn `plan` into `other`; None if some change is no option on this machine."""
+    basis, now, then = plan.basis, plan.basis.config, other.basis.config
+    found: dict[str, str | int] = {}
+    if other.basis.work is not basis.work:
+        options = next(options for options, work in basis.smaller if work is other.basis.work)
+        found |= {name: int(value) for name, _, value in (each.partition("=") for each in options)}
+    found |= {name: getattr(then, name) for name in ("precision", "disk") if getattr(then, name) != getattr(now, name)}
+    for tier in ("vram", "ram"):
+        if (budget := getattr(then, tier)) != getattr(now, tier):
+            if not _has(plan, tier, parse_bytes(budget)):
+                return None
+            found[tier] = format_bytes(parse_bytes(budget)).replace(" ", "")
+    if "vram" in found and basis.chosen and "batch_size" not in found:
+        name, _, value = basis.chosen.partition("=")
+        found[name] = int(value)
+    machine = basis.with_disk if then.disk != now.disk else basis.hardware
+    assert machine is not None
+    assert other.basis.hardware is not None
+    return found if other.basis.hardware.disk_free_bytes <= machine.disk_free_bytes else None
+
+
+def _has(plan: Prediction, tier: str, num_bytes: int) -> bool:
+    """Whether a budget of `num_bytes` can be given: the machine has them and the user's own budget is what lacks."""
+    machine = plan.basis.hardware
+    assert machine is not None
+    if plan.basis.assumed and (tier == "ram" or machine.assumed_card):
+        return True  # planned for another machine
+    total = machine.vram_total_bytes if tier == "vram" and not plan.on_cpu else machine.ram_total_bytes
+    return getattr(plan.basis.config, tier) is not None and num_bytes <= total
 
 
 def _tiers_to_name(plan: Prediction, other: Prediction) -> list[str]:
@@ -267,7 +333,7 @@ def _help_of_gpus(plan: Prediction) -> Iterator[str]:
     speedup = (other.tokens_per_second or 0.0) / plan.tokens_per_second if other else 0.0
     if other is not None and other.fits and speedup >= _MIN_SPEEDUP:
         faster = _faster(other, speedup)
-        memory_and_seconds = ", ".join(takes(other)[:-1])
+        memory_and_seconds = ", ".join(takes_of(other)[:-1])
         yield f"{other.num_gpus} such GPUs would train {faster} ({memory_and_seconds})"
     if not plan.communicated:
         return

@@ -67,7 +67,51 @@ def details(plan: Prediction) -> str:
     return "\n".join(f"  {line}" for line in [*_placed(plan), *table, *_times(plan), *_by_phase(plan)])
 
 
-def html(plan: Prediction, explanation: str) -> str:
+def card(plan: Prediction, sentences: list[str], remedies: list[tuple[str | None, str, str]]) -> str:
+    """HTML of the plan: the verdict, a bar for each memory, seconds, and the rest in words.
+
+    Args:
+        remedies: (call to copy, words if there is none, what it takes) of each plan that would fit.
+    """
+    parts = [f'<div style="font-weight:bold;margin-bottom:6px">{escape(_headline(plan))}</div>']
+    if bars := "".join(_bar(plan, tier) for tier in _tiers_to_say(plan)):
+        parts.append(f"<table>{bars}</table>")
+    if plan.fits and plan.seconds is not None:
+        facts = [f"<b>{escape(step_seconds(plan, digits=2))}</b> a step, predicted", *map(escape, speed(plan))]
+        parts.append(f'<div style="margin:6px 0">{", ".join(facts)}</div>')
+    if remedies:
+        items = "".join(f"<li>{_remedy(*each)}</li>" for each in remedies)
+        parts.append(f'<div style="margin-top:6px">These would fit:</div><ol>{items}</ol>')
+    parts += [f"<div>{escape(each)}</div>" for each in _about(plan)]
+    parts.append(f"<ul>{''.join(f'<li>{escape(each)}</li>' for each in sentences)}</ul>" if sentences else "")
+    parts.append(f"<details><summary>where everything lives</summary>{_details_html(plan)}</details>")
+    return f'<div style="max-width:760px;padding:10px 14px;border:1px solid {_FAINT}">{"".join(parts)}</div>'
+
+
+_FAINT, _GOOD, _BAD = "rgba(128,128,128,0.35)", "#2f9e6e", "#d0503f"
+_BAR_PIXELS = 240
+
+
+def _headline(plan: Prediction) -> str:
+    return verdict(plan).split(": ", 1)[0] if plan.fits else verdict(plan)
+
+
+def _bar(plan: Prediction, tier: str) -> str:
+    """A table row: the name of the memory, a bar of the part of the budget that is needed, and the numbers."""
+    need, budget = plan.needs()[tier], plan.budgets.get(tier)
+    share = 1.0 if not budget else min(1.0, need / budget)
+    full = f"height:12px;background:{_FAINT};width:{_BAR_PIXELS}px"
+    part = f"height:12px;background:{_BAD if tier in plan.lacking() else _GOOD};width:{round(_BAR_PIXELS * share)}px"
+    drawn = "" if budget is None else f'<div style="{full}"><div style="{part}"></div></div>'
+    return f"<tr><td>{TIERS[tier]}</td><td>{drawn}</td><td>{escape(_of_budget(plan, tier, need))}</td></tr>"
+
+
+def _remedy(call: str | None, words: str, takes: str) -> str:
+    first = f'<code style="user-select:all">{escape(call)}</code>' if call else escape(words)
+    return f"{first}<br>{escape(takes)}" if takes else first
+
+
+def _details_html(plan: Prediction) -> str:
     header, *rows = _rows(plan)
     right = ' style="text-align:right"'
     cells = ["".join(f"<th{right}>{escape(cell)}</th>" for cell in header)]
@@ -75,16 +119,8 @@ def html(plan: Prediction, explanation: str) -> str:
         f"<td>{escape(name)}</td>" + "".join(f"<td{right}>{escape(c)}</td>" for c in rest) for name, *rest in rows
     ]
     table = "".join(f"<tr>{row}</tr>" for row in cells)
-    said, placed, below = (
-        "<br>".join(map(escape, lines))
-        for lines in (
-            [*about(plan), *explanation.splitlines()],
-            _placed(plan),
-            [*_times(plan), *_by_phase(plan)],
-        )
-    )
-    folded = f"<summary>where everything lives</summary><p>{placed}</p><table>{table}</table><p>{below}</p>"
-    return f"<div><p><b>{escape(verdict(plan))}</b><br>{said}</p><details>{folded}</details></div>"
+    placed, below = ("<br>".join(map(escape, lines)) for lines in (_placed(plan), [*_times(plan), *_by_phase(plan)]))
+    return f"<p>{placed}</p><table>{table}</table><p>{below}</p>"
 
 
 def misfit_message(plan: Prediction) -> str:
@@ -146,13 +182,17 @@ def speed(plan: Prediction) -> list[str]:
 
 
 def about(plan: Prediction) -> list[str]:
-    lines = [*(line for sentence in assumed(plan) for line in _wrapped(sentence)), trained(plan)]
-    lines += [line for sentence in _by_optimizer(plan) for line in _wrapped(sentence)]
+    """Lines of at most 74 columns: assumptions, the model and a step's tokens."""
+    return [line for sentence in _about(plan) for line in _wrapped(sentence)]
+
+
+def _about(plan: Prediction) -> list[str]:
+    sentences = [*assumed(plan), trained(plan), *_by_optimizer(plan)]
     if plan.num_tokens is None:
-        lines.append("(activations and the framework's own memory come on top)")
+        sentences.append("(activations and the framework's own memory come on top)")
     if plan.on_cpu:
-        lines.append('(VRAM is RAM there. For another machine: offloadkit plan ... --gpu "RTX 4090")')
-    return lines
+        sentences.append('(VRAM is RAM there. For another machine: offloadkit plan ... --gpu "RTX 4090")')
+    return sentences
 
 
 def assumed(plan: Prediction) -> list[str]:

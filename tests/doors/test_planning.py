@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import tempfile
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,8 +39,10 @@ from offloadkit.errors import ConfigError, DoesNotFitError
 from offloadkit.hf.data import num_positions
 from offloadkit.hf.presets import PRESETS
 from offloadkit.hf.source import resolve
+from offloadkit.planner import Plan
 from offloadkit.planner.remedies import nearest_fits
 from tests.hf.tiny import llama_config
+from tests.messages import has_facts
 from tests.planner.machines import GIB, H200
 
 README = Path(__file__).parents[2] / "README.md"
@@ -93,11 +97,14 @@ def test_what_does_not_fit_says_so_and_what_would() -> None:
     assert set(made.lacking()) <= {"vram", "ram"}
     assert re.search("\n  missing .* GiB", made.details())
     assert made.verdict.startswith("DOES NOT FIT (assumed card of 8 GiB): needs ")
-    (lean,) = [line for line in made.explain().splitlines() if line.startswith("precision='compact' would fit: ")]
+    (lean,) = [line for line in made.explain().splitlines() if line.startswith('1. offloadkit.plan("t5-3b", ')]
+    assert has_facts(lean, 'precision="compact")', " would fit: ")
     assert lean.endswith(" tokens/s")
     for words, other in nearest_fits(made):
         assert other.fits, words
-    with pytest.raises(DoesNotFitError, match=r"needs .* GiB of (V?RAM), has .*\n(.*\n)*precision='compact' would fit"):
+    with pytest.raises(
+        DoesNotFitError, match=r"needs .* GiB of (V?RAM), has .*\n(.*\n)*1\. .*precision=\"compact\".* would fit"
+    ):
         planning.check_fits(made)
 
 
@@ -107,11 +114,10 @@ def test_what_is_missing_and_what_would_fit_are_said_once() -> None:
     assert set(made.lacking()) == {"vram", "ram"}
     assert said.lower().count("does not fit") == 1
     larger, *leaner = [line for line in said.splitlines() if " would fit: " in line]
-    assert all("precision='tiny'" in line for line in leaner)
-    asked, takes = larger.split(" would fit: ")
-    assert re.fullmatch(r"batch_size=1 with \S+ GiB of VRAM and \S+ GiB of RAM", asked)
-    vram, ram = re.findall(r"\S+ GiB", asked)
-    assert offloadkit.plan("t5-base", vram=vram, ram=ram, batch_size=1).fits, "the proposed budgets must fit as printed"
+    assert all('precision="tiny"' in line for line in leaner)
+    asked, takes = larger.removeprefix("1. ").split("  # would fit: ")
+    assert re.fullmatch(r'offloadkit\.plan\("t5-base", batch_size=1, vram="\S+GiB", ram="\S+GiB"\)', asked)
+    assert eval(asked, {"offloadkit": offloadkit}).fits, "the call must fit as it is written"
     assert re.fullmatch(r"[\d,]+ tokens/s", takes)
 
 
@@ -272,7 +278,7 @@ def test_finetune_refuses_what_does_not_fit_before_anything_is_loaded(
 def test_without_a_gpu_a_budget_of_vram_holds_too(tmp_path: Path) -> None:
     """Without a GPU, data planned for VRAM is in RAM, whose budget is not exceeded here."""
     run: dict[str, Any] = {"init": "random", "use_cpu": True, "batch_size": 1, "output_dir": tmp_path}
-    with pytest.raises(DoesNotFitError, match=r"needs .* MiB of VRAM, has 100 MiB\n.* of VRAM would fit: ") as refused:
+    with pytest.raises(DoesNotFitError, match=r"needs .* MiB of VRAM, has 100 MiB\n.*vram=.* would fit: ") as refused:
         offloadkit.finetune("t5-small", PAIRS, vram="100MiB", **run)
     assert "of RAM, has" not in str(refused.value)
     cpu = torch.device("cpu")
@@ -303,7 +309,9 @@ def test_a_refusal_proposes_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     small: dict[str, Any] = {"vram": "1.5GiB", "ram": "2.8GiB", "batch_size": 1}
     made = offloadkit.plan("t5-base", **small)
-    assert f"optimizer states on disk (OffloadConfig(disk={str(tmp_path)!r})" in made.explain()
+    (call,) = re.findall(r"offloadkit\.plan\(.*disk=.*\)(?=  # would)", made.explain())[:1]
+    assert f'disk="{tmp_path}"' in call
+    assert eval(call, {"offloadkit": offloadkit}).fits
     on_disk = offloadkit.plan("t5-base", **small, offload=OffloadConfig(disk=str(tmp_path)))
     assert on_disk.fits
     assert on_disk.total_bytes("disk") > 0
@@ -369,8 +377,41 @@ def test_several_gpus_are_planned_for_without_any() -> None:
     assert "NVLink" in facts["assumed"]
 
 
-def test_notebooks_get_a_table() -> None:
-    html = offloadkit.plan("t5-small", vram="8GiB", ram="16GiB", batch_size=2)._repr_html_()
+@pytest.fixture(scope="module")
+def too_small() -> Plan:
+    return offloadkit.plan("t5-small", vram="200MiB", ram="2GiB", batch_size=2)
+
+
+def test_notebooks_get_a_card() -> None:
+    made = offloadkit.plan("t5-small", vram="8GiB", ram="16GiB", batch_size=2)
+    html = made._repr_html_()
     assert html.count("<tr>") >= 6
-    assert "color" not in html
-    assert "GPU" in html
+    assert re.search(r"(?<!-)color:", html) is None, "text has the page's colour, light or dark"
+    verdict, seconds = html.index("FITS"), html.index(" a step, predicted")
+    assert verdict < html.index(">VRAM<") < html.index(">RAM<") < seconds < html.index("<details>")
+    need, width = made.needs()["vram"] / made.budgets["vram"], re.findall(r"(?<!max-)width:(\d+)px", html)
+    assert int(width[1]) / int(width[0]) == pytest.approx(need, abs=0.01)
+
+
+def test_a_card_of_what_does_not_fit_has_calls_to_copy(too_small: Plan) -> None:
+    html = too_small._repr_html_()
+    calls = [unescape(each) for each in re.findall(r"<ol>.*</ol>", html)[0].split("<code")[1:]]
+    assert len(calls) >= 1
+    for each in calls:
+        call = each.split(">", 1)[1].split("</code>")[0]
+        assert eval(call, {"offloadkit": offloadkit}).fits
+
+
+def test_commands_are_written_as_commands() -> None:
+    refused = run("t5-small", "--vram", "200MiB", "--ram=2GiB", "--batch-size", "2", "--verbose")
+    first = next(line for line in refused.stdout.splitlines() if line.startswith("1. "))
+    command = shlex.split(first.removeprefix("1. "), comments=True)
+    assert command[:3] == ["offloadkit", "plan", "t5-small"]
+    assert "--verbose" in command
+    assert run(*command[2:]).exit_code == 0, "the command must fit as it is written"
+    assert "offloadkit.plan" not in refused.stdout
+
+
+def test_a_refused_finetune_is_written_as_a_call(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError, match=r'1\. offloadkit\.finetune\(\.\.\., .*vram="'):
+        offloadkit.finetune("t5-small", PAIRS, vram="100MiB", init="random", use_cpu=True, output_dir=tmp_path)
