@@ -28,8 +28,8 @@ ROWS = [
     {"deepspeed"},
 ]
 DOORS = [
-    {"doors.planning"},
-    {"doors.engines", "doors.several_gpus"},
+    {"doors.planning", "doors.recipes"},
+    {"doors.engines", "doors.several_gpus", "doors.model_card"},
     {"doors.finetuning"},
     {"doors.comparing"},
     {"doors.demo", "doors.doctor"},

@@ -21,7 +21,9 @@ import torch
 
 from offloadkit.checkpoint.earlier_run import EarlierRun, earlier_run
 from offloadkit.checkpoint.folder import (
+    atomic_write,
     colab_disk_warning,
+    explained_write_errors,
     newest_checkpoint,
     replace_folder,
     skipped_checkpoints,
@@ -34,6 +36,7 @@ from offloadkit.device.process_memory import VramCap, phase
 from offloadkit.distributed import world
 from offloadkit.distributed.launch import is_launched
 from offloadkit.doors.engines.baseline import measured_baseline
+from offloadkit.doors.model_card import CARD, model_card
 from offloadkit.doors.planning import (
     PlanRequest,
     auto_batch_size,
@@ -41,6 +44,7 @@ from offloadkit.doors.planning import (
     plan_source,
     shown_plan,
 )
+from offloadkit.doors.recipes import RECIPE_FILE, as_yaml
 from offloadkit.doors.several_gpus import RankMonitor, check_num_gpus, on_several_gpus
 from offloadkit.errors import ConfigError, errors_hold_nothing, shown
 from offloadkit.facts import hardware
@@ -280,7 +284,7 @@ def finetune(
         return found
     if baseline == "measure" and world.size() > 1:
         raise ConfigError("baseline='measure' runs one process: leave it out where several processes train together")
-    trained_by = _engine(engine)
+    trained_by, given = _engine(engine), options
     options = replace(options, offload=_with_working_dtype(options))
     check_there(train_dataset)
     check_there(eval_dataset, "eval_dataset: ")
@@ -296,10 +300,11 @@ def finetune(
         assumed = None if at_once or not trained_by.is_planned else setup.shown_plan()
         setup, rows = _read_rows(setup)
         plan = setup.shown_plan(assumed) if trained_by.is_planned else setup.plan()
+        recipe = as_yaml(given, batch_size=setup.args.per_device_train_batch_size, num_gpus=_num_started())
         if setup.checkpoint is not None:
             _say_resuming(setup, setup.checkpoint, is_planned=trained_by.is_planned)
         watch = _monitor(setup, rows, plan, is_planned=trained_by.is_planned)
-        return trained_by.train(TrainingRun(setup, rows, plan, watch, earlier))
+        return trained_by.train(TrainingRun(setup, rows, plan, watch, earlier, recipe))
 
 
 finetune.__doc__ = inspect.cleandoc(finetune.__doc__ or "").replace(
@@ -414,9 +419,6 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
     source = resolve(options.model, init=options.init)
     if source.model is None:
         _say(f"reading the config of {source.given}")
-    source.check_trainable(reads_weights=options.init == "pretrained")
-    if source.model is None:
-        source.read_ahead()
     newest = functools.partial(engine.newest_checkpoint, Path(options.output_dir), source, config)
     checkpoint = world.run_on_rank_0("looking for a checkpoint", newest) if options.resume else None
     request = PlanRequest(options.batch_size, options.max_input_length, options.max_target_length, _device(given))
@@ -426,6 +428,8 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
         options = replace(options, batch_size=world.run_on_rank_0("choosing batch_size", chosen))
     args = arguments_of_finetune(options)
     check_arguments(args)
+    source.check_trainable(reads_weights=options.init == "pretrained")
+    source.read_ahead()
     offload = engine_config(config, args)
     engine.check_options(offload)
     evaluates = options.eval_dataset is not None and "per_device_eval_batch_size" in given
@@ -484,6 +488,27 @@ class TrainingRun:
     """Shows the training from its first step on and holds its `telemetry`."""
     earlier: EarlierRun
     """Run whose checkpoints are removed once this run has done a step or written a checkpoint."""
+    recipe: str
+    """The arguments in YAML."""
+
+    def write_card(self, plan: Plan, trainer: Any, metrics: Mapping[str, float], peaks: Peaks) -> None:
+        """Write the model card into the saved model's folder."""
+        options, rows, folder = self.setup.options, self.rows, self.setup.output / "model"
+        model = options.model
+        text = model_card(
+            folder,
+            os.fspath(model) if isinstance(model, str | os.PathLike) else None,
+            plan,
+            {
+                "training": (options.train_dataset, rows.training),
+                "evaluation": (options.eval_dataset, rows.evaluation),
+            },
+            recipe=self.recipe,
+            num_steps=trainer.state.global_step,
+            metrics=metrics,
+            peaks=peaks,
+        )
+        world.run_on_rank_0("writing the card", functools.partial(_write, folder / CARD, text))
 
     def train(self) -> tuple[OffloadSeq2SeqTrainer, Plan, dict[str, float]]:
         """Returns the trainer, the last plan and the metrics."""
@@ -556,6 +581,8 @@ class TrainingRun:
 
         if trainer.is_world_process_zero():
             trainer.add_callback(StepEndCallback(self.earlier.remove_checkpoints))
+            path, text = self.setup.output / RECIPE_FILE, _HEAD + self.recipe
+            trainer.add_callback(StepEndCallback(functools.cache(lambda: _write(path, text))))
         trainer.add_callback(asks := MonitorCallback(self.monitor, trainer.any_flag, **stopping))
         checkpoint = self.setup.checkpoint
         with closing(asks), ExitStack() as opened:
@@ -614,8 +641,10 @@ def _by_offloadkit(run: TrainingRun) -> FinetuneResult:
         with phase("saving", peaks, setup.args.device):
             save = functools.partial(_save, trained, rows.tokenizer, setup.output / "model")
             world.run_on_rank_0("saving the model", save)  # before the evaluation, which may fail
+        run.write_card(plan, trainer, metrics, peaks)  # again after the evaluation
         samples = _evaluate(trainer, rows, metrics)
         plan = plan if trainer.engine is None else trainer.engine.plan  # the evaluation may have changed the plan
+        run.write_card(plan, trainer, metrics, peaks)
         steps, state = list(trainer.telemetry.records), trainer.state
         moves = trainer.telemetry.moves
         stopped = trainer.any_rank(run.monitor.stop_requested) and state.global_step < state.max_steps
@@ -636,6 +665,19 @@ def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 
     replace_folder(folder, write)
     print(f"the model is in {folder}", flush=True)
+
+
+_HEAD = "# The arguments of a run. To repeat it: offloadkit train FILE output_dir=FOLDER\n"
+
+
+def _write(path: Path, text: str) -> None:
+    with explained_write_errors(path.parent), atomic_write(path) as file:
+        file.write(text.encode())
+
+
+def _num_started() -> int:
+    """Number of processes that `finetune` started; 1 if a launcher did."""
+    return world.size() if is_launched() else 1
 
 
 def _not_as_planned(plan: Plan, peaks: Peaks, moves: Sequence[Move]) -> list[str]:
@@ -714,6 +756,7 @@ def _by_deepspeed(run: TrainingRun) -> FinetuneResult:
     if setup.source.model is not None:
         trained = give_weights(trained, setup.source.model)
     samples = _predicted(trained, rows, metrics, setup.args, {})
+    run.write_card(plan, trainer, metrics, peaks)
     return FinetuneResult(
         trained, rows.tokenizer, plan, metrics, history, samples, [], setup.output, stopped=stopped, peaks=peaks
     )

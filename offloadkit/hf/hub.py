@@ -205,13 +205,13 @@ def readable_hub_errors(name: str, *, kind: str = "model", found: bool = False, 
 
 @contextmanager
 def readable_push_errors() -> Iterator[None]:
-    """Translate errors of creating a hub repository into offloadkit's errors.
+    """Translate errors of creating a hub repository, before training, into offloadkit's errors.
 
     Raises:
         ModelAccessError: the token is missing or may not write.
         DownloadError: the hub cannot be reached.
     """
-    without = "or leave push_to_hub out: the model is saved in output_dir in any case"
+    without = "or leave push_to_hub out; nothing was trained or saved yet, and output_dir is as it was"
     try:
         yield
     except Exception as error:

@@ -201,7 +201,8 @@ class FinetuneOptions:
     training_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Any other argument of `transformers.Seq2SeqTrainingArguments`.
 
-    `save_steps` and `eval_steps` save and evaluate every so many steps instead of after each epoch."""
+    `save_steps` and `eval_steps` save and evaluate every so many steps instead of after each epoch. `report_to` names
+    trackers, such as "trackio", "wandb" or "tensorboard", which get memory, speed and slowdown too."""
 
     def __post_init__(self) -> None:
         counts = {"max_steps": self.max_steps, "gradient_accumulation": self.gradient_accumulation}

@@ -175,7 +175,7 @@ def with_validation(train_dataset: object, eval_dataset: object) -> object:
 
 def check_there(data: object, prefix: str = "") -> None:
     """Raise `DataError`, beginning with `prefix`, if a path has no file. Possible hub names pass."""
-    if _are_paths(data):
+    if are_paths(data):
         for each in data:
             check_there(each, prefix)
     if not isinstance(data, str | os.PathLike):
@@ -205,7 +205,7 @@ def _is_pattern(path: Path) -> bool:
     return glob.has_magic(str(path)) and not path.exists()
 
 
-def _are_paths(data: object) -> TypeGuard[Sequence[str | os.PathLike[str]]]:
+def are_paths(data: object) -> TypeGuard[Sequence[str | os.PathLike[str]]]:
     """Whether `data` is a list of file names: paths, or texts that all end as files of rows do."""
     if not isinstance(data, list | tuple) or not data:
         return False
@@ -234,7 +234,7 @@ def _load(data: object, split: str, columns: Collection[str]) -> Dataset:
             if str(frame[name].dtype) in ("object", "str", "string"):
                 _check_cells(name, frame[name])
         return _as_table(lambda: datasets.Dataset.from_pandas(frame, preserve_index=False))
-    if _are_paths(data):
+    if are_paths(data):
         return _joined([(os.fspath(each), _from_name(each, split, columns)) for each in data])
     if isinstance(data, Mapping):
         return _from_columns(data)

@@ -77,6 +77,28 @@ def other_rows(checkpoint: Path, batch_size: int, accumulation: int, num_ranks: 
     )
 
 
+def other_length(checkpoint: Path, max_steps: int) -> bool:
+    """Whether the run of the checkpoint was to end after another number of steps."""
+    path = checkpoint / "trainer_state.json"
+    return path.is_file() and _saved_count(path, "max_steps") not in (None, max_steps)
+
+
+def follow_own_schedule(scheduler: Any) -> None:
+    """Set the learning rates to the scheduler's own at its step.
+
+    The rates of a checkpoint follow the schedule of its run: at the end of that run they are 0, and a longer run would
+    begin with a step that does nothing. Schedulers that are no functions of the step keep the checkpoint's rates.
+    """
+    functions = getattr(scheduler, "lr_lambdas", None)
+    if functions is None:
+        return
+    groups = scheduler.optimizer.param_groups
+    rates = [rate * at(scheduler.last_epoch) for rate, at in zip(scheduler.base_lrs, functions, strict=True)]
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
 def _saved_count(path: Path, name: str) -> int | None:
     """A whole number >= 1 from a JSON file, or None. Raises `ModelError` for another value."""
     count = read_object(path).get(name)

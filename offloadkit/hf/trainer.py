@@ -52,8 +52,10 @@ from offloadkit.hf.longest import evaluation_rows
 from offloadkit.hf.loss import shifts_labels, targets_in
 from offloadkit.hf.masks import PaddingCollator
 from offloadkit.hf.ragged import OrderOfSeed, ResumableOrder
+from offloadkit.hf.resumed import follow_own_schedule, other_length
 from offloadkit.hf.saving import arguments_as_data
 from offloadkit.hf.sharding import Counted, ShardedBatches, shard_batches
+from offloadkit.hf.tracking import memory_and_speed
 from offloadkit.hf.trained import WrappedModel, called_through_engine, ranks_of, trained_module
 from offloadkit.hf.trainer_plan import TrainerPlan
 from offloadkit.hf.trainer_run import TrainerRun
@@ -324,7 +326,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """Does nothing: reading the norm in each step would wait for the device. `log` adds it."""
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Like the Trainer's, with the gradient norm.
+        """Like the Trainer's, with the gradient norm; for trackers such as wandb also memory, speed and slowdown.
 
         Raises:
             DataError: the loss is NaN or Inf although the gradients are finite.
@@ -333,6 +335,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             self._tr_loss.zero_()  # the Trainer subtracts the sum from itself, which would keep a NaN
             if (grad_norm := self.engine.grad_norm()) is not None:
                 logs["grad_norm"] = grad_norm
+            if self.args.report_to:
+                logs.update(memory_and_speed(self.telemetry))
             if not isfinite(logs["loss"]) and self.offload.on_nonfinite != "skip":
                 _explain_loss(self, logs["loss"])
         super().log(logs, *args, **kwargs)
@@ -369,6 +373,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         values = self._checkpoints.load_states(self, Path(checkpoint), theirs)
         self._evaluations.load(values)
         self.widths.compare(self, values)
+        if other_length(Path(checkpoint), self.state.max_steps):
+            follow_own_schedule(self.lr_scheduler)
         if self.lr_scheduler is self._own_scheduler:
             groups = self.lr_scheduler.optimizer.param_groups
             for group, rate in zip(groups, self.lr_scheduler.get_last_lr(), strict=True):

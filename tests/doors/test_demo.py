@@ -73,6 +73,8 @@ def test_a_short_demo_shows_itself_and_leaves_a_model_and_a_summary(
     assert summary["mean_step_seconds"]["cpu_step"] > 0
     assert {"torch", "transformers", "cpu"} <= set(summary["machine"])
     shown = capsys.readouterr().out
+    for command in ("offloadkit plan", "offloadkit train", "offloadkit doctor"):
+        assert command in shown.partition("what next:")[2]
     for part in ("FITS (on the CPU): ", "loss", "peak RAM", "AdamW in RAM", "before", "after", "demo/model"):
         assert part in shown, part
     assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "demo" / "model").num_parameters() == 968_704

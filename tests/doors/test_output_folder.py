@@ -86,7 +86,7 @@ def test_overwriting_replaces_what_finetune_writes_and_nothing_else(used: Path) 
     (used / ".checkpoint-4-old").mkdir()
     result = finetune(t5(), overwrite=True, max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=3)
     assert sorted(path.name for path in used.iterdir()) == [
-        *("checkpoint-1", "checkpoint-2", "checkpoint-x", "mine.txt", "model", "steps.jsonl")
+        *("checkpoint-1", "checkpoint-2", "checkpoint-x", "mine.txt", "model", "recipe.yaml", "steps.jsonl")
     ]
     assert not (used / "checkpoint-1" / "old.bin").exists()
     assert json.loads((result.model_dir / "config.json").read_text())["model_type"] == "t5"

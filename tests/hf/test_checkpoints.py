@@ -347,3 +347,19 @@ def digests(checkpoint: Path) -> dict[str, Any]:
     check_readable(checkpoint)
     files: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text())["files"]
     return files
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_finished_run_that_is_extended_follows_the_longer_schedule_at_once(tmp_path: Path, schedule: str) -> None:
+    options: dict[str, Any] = {"lr_scheduler_type": schedule, "warmup_steps": 1, "logging_steps": 1}
+
+    def rates(trained: Any) -> list[float]:
+        return [log["learning_rate"] for log in trained.state.log_history if "loss" in log][3:]
+
+    whole = trainer(tmp_path / "whole", max_steps=6, **options)
+    whole.train()
+    trainer(tmp_path / "parts", **options).train()
+    longer = trainer(tmp_path / "parts", max_steps=6, **options)
+    longer.train(resume_from_checkpoint=True)
+    assert rates(longer) == rates(whole)
+    assert min(rates(longer)) > 0

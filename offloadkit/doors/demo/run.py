@@ -144,4 +144,12 @@ def _show(summary: dict[str, Any], result: FinetuneResult) -> None:
         f"exact match on held-out dates: {summary['exact_match_before']:.1%} before, "
         f"{summary['exact_match_after']:.1%} after {summary['steps']} steps, {summary['seconds']:.0f} s in total"
     )
-    print(f"the model is in {result.model_dir}, the numbers in {Path(result.output_dir) / 'summary.json'}", flush=True)
+    print(f"the model is in {result.model_dir}, the numbers in {Path(result.output_dir) / 'summary.json'}")
+    print(_NEXT, flush=True)
+
+
+_NEXT = """
+what next:
+  offloadkit plan t5-3b --vram 24GiB              what a model takes; --gpu "RTX 4090" for a card by name
+  offloadkit train t5-small rows.jsonl            your rows, one {"input": "...", "target": "..."} a line
+  offloadkit doctor                               what this machine has, and what would make it faster"""

@@ -1,0 +1,86 @@
+"""The README.md beside a saved model: how it was trained, from what, and what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offloadkit.facts.units import format_bytes
+from offloadkit.facts.version import __version__
+from offloadkit.hf.presets import PRESETS
+
+if TYPE_CHECKING:
+    from offloadkit.facts.telemetry import Peaks
+    from offloadkit.hf.data import PreparedData
+    from offloadkit.planner import Plan
+
+CARD = "README.md"
+_AUTO_CLASSES = {
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "causal": "AutoModelForCausalLM",
+    "classification": "AutoModelForSequenceClassification",
+}
+
+
+def model_card(
+    folder: Path,
+    given: str | None,
+    plan: Plan,
+    sets: Mapping[str, tuple[object, PreparedData | None]],
+    *,
+    recipe: str,
+    num_steps: int,
+    metrics: Mapping[str, float],
+    peaks: Peaks,
+) -> str:
+    """The card as Markdown, with the header that the hub reads.
+
+    Args:
+        folder: of the saved model.
+        given: the model's name or folder; None: it was in memory.
+        sets: by "training" and "evaluation": what the user passed, and the prepared rows.
+        recipe: the run's arguments in YAML.
+        metrics: as in `FinetuneResult`; numbers that are not known yet are left out.
+    """
+    task = next(data.task for _, data in sets.values() if data is not None)
+    base = PRESETS[given].hub_name if given in PRESETS else given
+    header = ["---", "library_name: transformers", "tags: [offloadkit]"]
+    if base is not None and base.count("/") == 1 and not base.startswith((".", "/", "~")):
+        header.append(f"base_model: {base}")
+    figures = {"steps": f"{num_steps:,}", **{key: f"{value:.4g}" for key, value in metrics.items()}}
+    for tier, words in (("vram", "peak VRAM"), ("ram", "peak RAM")):
+        if peak := max((each.get(tier, 0) for each in peaks.values()), default=0):
+            figures[words] = format_bytes(peak)
+    start = f"{given} was" if given is not None else "A model in memory was"
+    trained = f"{plan.num_trainable_parameters:,} of its {plan.num_parameters:,} parameters"
+    if plan.num_trainable_parameters == plan.num_parameters:
+        trained = f"all {plan.num_parameters:,} parameters"
+    auto_class = _AUTO_CLASSES[task]
+    classes = {"model": auto_class, "tokenizer": "AutoTokenizer"}
+    load = [f"{name} = {cls}.from_pretrained({str(folder)!r})" for name, cls in classes.items()]
+    lines = [
+        "\n".join([*header, "---"]),
+        f"# {folder.resolve().parent.name}",
+        f"{start} fine-tuned by offloadkit {__version__}: {trained}.",
+        "\n".join(["```python", f"from transformers import {auto_class}, AutoTokenizer", "", *load, "```"]),
+        "## Figures",
+        "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in figures.items())]),
+        "## Data",
+        "\n".join(f"- {key}: {_described(rows, data)}" for key, (rows, data) in sets.items() if data is not None),
+        "## Plan",
+        f"{plan.verdict}",
+        "## Arguments",
+        "The arguments of `offloadkit.finetune`; saved as recipe.yaml, `offloadkit train recipe.yaml` repeats the run.",
+        f"```yaml\n{recipe.strip()}\n```",
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def _described(rows: Any, data: PreparedData) -> str:
+    if isinstance(rows, float):
+        source = f"{rows:.0%} of the training rows, held out"
+    else:
+        source = str(rows) if isinstance(rows, str) or hasattr(rows, "__fspath__") else f"a {type(rows).__name__}"
+    tokens = f"{data.longest_input:,}" + (f" + {data.longest_target:,}" if data.task == "seq2seq" else "")
+    return f"{source}: {len(data.dataset):,} rows of at most {tokens} tokens"

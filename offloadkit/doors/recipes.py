@@ -1,0 +1,136 @@
+"""Recipes: YAML files of arguments of `finetune`. Some come with the package, and each run writes its own."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml  # type: ignore[import-untyped, unused-ignore]
+
+from offloadkit.errors import ConfigError, shown
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.hf.options import FinetuneOptions
+from offloadkit.hf.read import are_paths
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+RECIPE_FILE = "recipe.yaml"
+"""Name of the recipe that a run writes into its output folder."""
+_LEFT_OUT = ("output_dir", "resume", "overwrite", "monitor", "verbose", "num_gpus", "training_arguments")
+"""Options that do not change what is trained, or are written otherwise."""
+
+
+def names() -> list[str]:
+    """Names of the package's recipes."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def is_recipe(name: str) -> bool:
+    """Whether `name` is a recipe of the package, unless there is a folder of that name, or a YAML file."""
+    return name.endswith((".yaml", ".yml")) or (name in names() and not Path(name).is_dir())
+
+
+def find(name: str) -> Path:
+    """The file of a recipe, by the package's name or a path. Raises `ConfigError` with the nearest name."""
+    if name in names():
+        return FOLDER / f"{name}.yaml"
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    near = difflib.get_close_matches(name.removesuffix(".yaml"), names(), n=1)
+    meant = f"did you mean {near[0]!r}?" if near else "`offloadkit recipes ls` lists the package's"
+    raise ConfigError(f"there is no recipe {name!r}, neither a file nor one of the package; {meant}")
+
+
+def about(name: str) -> str:
+    """The first line of the comment on top of a recipe, without its name."""
+    return find(name).read_text().splitlines()[0].removeprefix("# ")
+
+
+def read(name: str) -> dict[str, Any]:
+    """The arguments in a recipe. Its section "offload" holds fields of `OffloadConfig`.
+
+    Raises:
+        ConfigError: there is no such recipe, or it is no mapping of names to values.
+    """
+    file = find(name)
+    try:
+        found = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the recipe {file} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(f"the recipe {file} must map arguments of finetune to values, got {shown(found)}")
+    if not isinstance(found.get("offload", {}), dict):
+        raise ConfigError(f"the section offload of the recipe {file} holds fields of OffloadConfig by name")
+    return found
+
+
+def as_yaml(options: FinetuneOptions, *, batch_size: int, num_gpus: int = 1) -> str:
+    """A run's arguments as a recipe. Values that YAML cannot hold, such as a model in memory, become comments.
+
+    Args:
+        batch_size: the size that "auto" has become.
+        num_gpus: processes that `finetune` started.
+    """
+    given = {name: value for name, value in _changed(options).items() if name not in _LEFT_OUT}
+    given |= {"batch_size": batch_size} | ({"num_gpus": num_gpus} if num_gpus > 1 else {})
+    given |= {name: value for name, value in options.training_arguments.items() if name != "hub_token"}
+    config = given.pop("offload", None)
+    values: dict[str, Any] = {}
+    others: list[str] = []
+    for name, value in given.items():
+        in_memory = name in ("train_dataset", "eval_dataset") and not isinstance(value, str | float | os.PathLike)
+        _put(values, others, name, value, in_memory=in_memory and not are_paths(value))
+    within: dict[str, Any] = {}
+    for name, value in (_changed(config) if isinstance(config, OffloadConfig) else {}).items():
+        _put(within, others, name, value)
+    text: str = yaml.safe_dump(
+        values | ({"offload": within} if within else {}), sort_keys=False, allow_unicode=True, width=120
+    )
+    return "\n".join([*others, text])
+
+
+def _put(values: dict[str, Any], others: list[str], name: str, value: Any, *, in_memory: bool = False) -> None:
+    """Add a value, or a comment in its place."""
+    try:
+        if in_memory:
+            raise TypeError
+        values[name] = _plain(value)
+    except TypeError:
+        others.append(f"# {name}: a {type(value).__name__} in memory, which is passed in Python")
+
+
+def _changed(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass whose values are not the default, by name."""
+    found = {each.name: (getattr(record, each.name), each.default) for each in fields(record)}
+    found = {
+        name: (tuple(value) if isinstance(value, list) else value, usual) for name, (value, usual) in found.items()
+    }
+    comparable = str, bool, int, float, tuple
+    return {
+        name: value
+        for name, (value, usual) in found.items()
+        if value is not usual and not (isinstance(value, comparable) and value == usual)
+    }
+
+
+def _plain(value: Any) -> Any:
+    """`value` in types of YAML. Raises `TypeError` for others."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError

@@ -1,0 +1,103 @@
+"""What a run leaves: a model card, a recipe that repeats it, and words about what was saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from transformers import ByT5Tokenizer, T5ForConditionalGeneration, TrainerCallback
+
+import offloadkit
+from offloadkit import OffloadConfig
+from offloadkit.doors import recipes
+from offloadkit.doors.recipes import as_yaml
+from offloadkit.hf.options import FinetuneOptions
+from tests.hf.tiny import t5_config
+
+PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(20)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[offloadkit.FinetuneResult, Path]:
+    """A finished run of a model and rows in files, and their folder."""
+    folder = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    T5ForConditionalGeneration(t5_config()).save_pretrained(folder / "start")
+    ByT5Tokenizer().save_pretrained(folder / "start")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    result = offloadkit.finetune(
+        folder / "start",
+        folder / "rows.jsonl",
+        eval_dataset=0.1,
+        output_dir=folder / "out",
+        max_steps=3,
+        learning_rate=1e-3,
+        warmup_steps=1,
+        use_cpu=True,
+        save_strategy="no",
+        hub_token="secret",
+        offload=OffloadConfig(on_nonfinite="skip"),
+    )
+    return result, folder
+
+
+def test_the_model_card_has_plan_figures_data_and_arguments(run: Any) -> None:
+    result, folder = run
+    card = ModelCard.load(folder / "out" / "model" / "README.md")
+    assert card.data.library_name == "transformers"
+    assert f"{result.plan.num_parameters:,} parameters" in card.text
+    for name, value in result.metrics.items():
+        assert f"| {name} | {value:.4g} |" in card.text
+    assert "| steps | 3 |" in card.text
+    assert "peak RAM" in card.text
+    assert "rows.jsonl: 18 rows" in card.text
+    assert "held out: 2 rows" in card.text
+    assert result.plan.verdict in card.text
+    assert "learning_rate: 0.001" in card.text
+    assert f"AutoModelForSeq2SeqLM.from_pretrained('{result.model_dir}')" in card.text
+    assert "secret" not in card.text
+
+
+def test_the_recipe_of_a_run_repeats_it_bit_for_bit(run: Any) -> None:
+    result, folder = run
+    arguments = recipes.read(str(folder / "out" / "recipe.yaml"))
+    assert arguments["batch_size"] == 8, "the size that auto has become"
+    assert arguments["offload"] == {"on_nonfinite": "skip"}
+    assert "hub_token" not in arguments
+    arguments["offload"] = OffloadConfig(**arguments["offload"])
+    again = offloadkit.finetune(**arguments, output_dir=folder / "again")
+    weights, others = result.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_what_yaml_cannot_hold_is_named_in_a_comment() -> None:
+    model = T5ForConditionalGeneration(t5_config())
+    frame = pd.DataFrame(PAIRS)
+    options = FinetuneOptions(
+        model, frame, eval_dataset=PAIRS, tokenizer=ByT5Tokenizer(), callbacks=[TrainerCallback], epochs=np.float64(2)
+    )
+    text = as_yaml(options, batch_size=4)
+    for name in (
+        "model: a T5ForConditionalGeneration",
+        "train_dataset: a DataFrame",
+        "eval_dataset: a",
+        "callbacks: a",
+    ):
+        assert f"# {name}" in text
+    assert yaml.safe_load(text) == {"epochs": 2.0, "batch_size": 4}
+
+
+def test_arguments_that_are_the_defaults_are_left_out() -> None:
+    options = FinetuneOptions("t5-3b", Path("rows.jsonl"), callbacks=[], resume=True, offload=OffloadConfig())
+    assert yaml.safe_load(as_yaml(options, batch_size=8)) == {
+        "model": "t5-3b",
+        "train_dataset": "rows.jsonl",
+        "batch_size": 8,
+    }
