@@ -1,7 +1,7 @@
 """The Triton kernels compiled for the supported capabilities, without such GPUs: shared memory, registers, stack.
 
-They are compiled like a launch would compile them, and never launched. A T4 (7.5) has only the kernels of the step and
-the norm: T5's attention runs in the model's own code there, because the attention kernels need bf16 tensor cores.
+They are compiled like a launch would compile them, and never launched. A T4 (7.5) has only the kernels of the step, of
+the norm and of matrices: the other kernels need bf16, so models run their own code there.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from offloadkit.kernels import attention, decoder, gpu
-from offloadkit.optim.table import FlatState, Segment, optimizer_named, state_table
+from offloadkit.kernels import attention, decoder, gpu, linear_cross_entropy, muon
+from offloadkit.optim.muon import MuonScalars
+from offloadkit.optim.table import FlatState, Matrix, Segment, optimizer_named, state_table
 
 triton: Any = pytest.importorskip("triton", reason="Triton is not installed, so there is no compiler for its kernels")
 
@@ -27,10 +28,9 @@ REGISTERS = 255
 """Limit of registers per thread, for all capabilities."""
 STACK_BYTES = 16
 """Limit of a thread's local memory: a register or a few more, in some versions of Triton."""
-OF_ATTENTION = [number for number in SHARED_KIB if divmod(number, 10) >= attention.LEAST_CAPABILITY and number != 89]
-"""8.9 has the tensor cores and the shared memory of 8.6."""
-ONE_OF_EACH = [75, 80, 90, 120]
-"""For kernels that need little shared memory."""
+CAPABILITIES = [75, 86, 89, 90, 120]
+"""T4; RTX 30 and A10; RTX 40, L4 and L40S; H100 and H200; RTX 50 and RTX PRO 6000."""
+WITH_BF16 = [number for number in CAPABILITIES if divmod(number, 10) >= attention.LEAST_CAPABILITY]
 
 
 class AbsentGpu:
@@ -81,7 +81,7 @@ class _Launches:
 
 @pytest.fixture
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """The kernels of `gpu`, `attention` and `decoder`, compiled for the capability of the test."""
+    """The modules of kernels, compiled for the capability of the test."""
     from triton.runtime import driver
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
@@ -89,6 +89,10 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     found = SimpleNamespace(capability=request.param, gpu=Compiled(gpu.gpu_triton))
     found.attention = Compiled(attention.attention_triton)
     found.decoder = Compiled(decoder.decoder_triton)
+    found.loss = Compiled(linear_cross_entropy.linear_cross_entropy_triton)
+    found.muon = Compiled(muon.muon_triton)
+    monkeypatch.setattr(linear_cross_entropy, "KERNELS", found.loss)
+    monkeypatch.setattr(muon, "muon_triton", found.muon)
     monkeypatch.setattr(decoder, "KERNELS", found.decoder)
     monkeypatch.setattr(gpu, "gpu_triton", found.gpu)
     monkeypatch.setattr(attention, "KERNELS", found.attention)
@@ -115,7 +119,7 @@ def check(kernels: dict[str, Any], capability: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", ONE_OF_EACH, indirect=True)
+@pytest.mark.parametrize("compiled", CAPABILITIES, indirect=True)
 def test_steps_and_norms_compile(compiled: SimpleNamespace, tmp_path: Path) -> None:
     """The largest step (8-bit moments) and Lion's, with bf16 weights if the capability supports bf16, otherwise fp16.
     `gpu.available` tries the norm of bf16 gradients on every GPU."""
@@ -133,7 +137,7 @@ def test_steps_and_norms_compile(compiled: SimpleNamespace, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", OF_ATTENTION, indirect=True)
+@pytest.mark.parametrize("compiled", [80, *WITH_BF16, 100], indirect=True)
 def test_attention_compiles(compiled: SimpleNamespace, tmp_path: Path) -> None:
     """The widest heads, with a mask and dropout: the largest kernels."""
     width = attention.WIDTHS[-1]
@@ -147,7 +151,7 @@ def test_attention_compiles(compiled: SimpleNamespace, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", ONE_OF_EACH[1:], indirect=True)
+@pytest.mark.parametrize("compiled", WITH_BF16, indirect=True)
 def test_decoder_blocks_compile(compiled: SimpleNamespace, tmp_path: Path) -> None:
     """The widest heads, with a rest that is not rotated, and the widest norm."""
     gate, heads = torch.zeros((64, 4096), dtype=torch.bfloat16), torch.zeros((2, 32, 8, 256), dtype=torch.bfloat16)
@@ -164,3 +168,40 @@ def test_decoder_blocks_compile(compiled: SimpleNamespace, tmp_path: Path) -> No
         output, scales = decoder.norm_op(x, weight, 1e-6, 1.0)
         decoder.norm_backward_op(output, x, weight, scales, 1.0)
         check(compiled.decoder.kernels, compiled.capability, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", WITH_BF16, indirect=True)
+def test_losses_compile(compiled: SimpleNamespace, tmp_path: Path) -> None:
+    """A first and a further chunk of the vocabulary, and the gradient."""
+    logits, target = torch.zeros((4, 32000), dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+    row = torch.zeros(4)
+    for is_first in (True, False):
+        linear_cross_entropy._statistics(logits, target, row, row, 0, is_first)
+        check(compiled.loss.kernels, compiled.capability, tmp_path)
+    linear_cross_entropy._gradient_of_logits(logits, target, row, row, logits, 0)
+    assert set(compiled.loss.kernels) == {"statistics", "gradient"}
+    check(compiled.loss.kernels, compiled.capability, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", CAPABILITIES, indirect=True)
+def test_steps_of_matrices_compile(compiled: SimpleNamespace, tmp_path: Path) -> None:
+    """Momentum and weights of a matrix, in rows and in columns, and the copy of a transpose."""
+    dtype = torch.bfloat16 if compiled.capability >= 80 else torch.float16
+    state = FlatState.cut(state_table("muon", "exact", dtype), zeros(4096, dtype), zeros)
+    scalars = MuonScalars(0.0, 1.0, 0.5, True, False, 1e-7, 5, 1.0, 1.0, 1.0)
+    segment, update = Segment(0, 4096, scalars, matrix=Matrix(64, 64)), torch.zeros((64, 64), dtype=torch.bfloat16)
+    for into in (update, update.T):
+        muon.launch_write(state, zeros(4096, dtype), segment, 1.0, into)
+        muon.launch_apply(state, into, segment)
+        check(compiled.muon.kernels, compiled.capability, tmp_path)
+    muon.launch_transpose(update, torch.empty_like(update))
+    assert set(compiled.muon.kernels) == {"write", "apply", "transpose"}
+    check(compiled.muon.kernels, compiled.capability, tmp_path)
+
+
+def test_every_kernel_is_compiled_here() -> None:
+    """A new module of kernels needs a test in this file."""
+    modules = {path.stem for path in Path(gpu.__file__).parent.glob("*_triton.py")}
+    assert modules == {f"{name}_triton" for name in ("attention", "decoder", "gpu", "linear_cross_entropy", "muon")}
