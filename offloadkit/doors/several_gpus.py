@@ -109,6 +109,16 @@ class RankMonitor(Monitor):
         self.telemetry.subscribe(self._tell)
         return self
 
+    def evaluated(self, step: int, loss: float) -> None:
+        super().evaluated(step, loss)
+        if world.rank() == 0:
+            send_to_parent(("evaluated", step, loss))
+
+    def reached(self, epoch: float, num_epochs: int | None = None) -> None:
+        super().reached(epoch, num_epochs)
+        if world.rank() == 0:
+            send_to_parent(("reached", epoch, num_epochs))
+
     def _tell(self, record: StepRecord) -> None:
         if world.rank() == 0 and self.telemetry.plan is not self._sent_plan:
             self._sent_plan = self.telemetry.plan  # the plan has changed
@@ -143,6 +153,9 @@ class SharedMonitor:
             self.monitor.start()
         elif kind == "plans" and self.monitor is not None:
             self.monitor.plan = what[0]
+        elif kind in ("evaluated", "reached"):
+            if self.monitor is not None:
+                getattr(self.monitor, kind)(*what)
         elif kind == "ends":
             self.close(what[0])
         else:

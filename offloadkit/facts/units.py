@@ -62,8 +62,12 @@ def rounded_up(num_bytes: int) -> int:
 
 
 def rounded(number: float, digits: int = 3) -> str:
-    """Format with at least this many digits and without an exponent: 1.23, 12.3, 123, 1234."""
-    return f"{number:.{digits}g}" if number < 10**digits - 0.5 else f"{number:.0f}"
+    """Format with at least this many digits: 1.23, 12.3, 123, 1234, 0.000123, 1.23e-6. Whole numbers have no exponent,
+    up to 10^9.
+    """
+    if 10**digits - 0.5 <= abs(number) < 1e9:
+        return f"{number:.0f}"
+    return re.sub(r"e([+-])0*", lambda sign: "e" + sign[1].strip("+"), f"{number:.{digits}g}")
 
 
 def format_range(least: float, most: float, digits: int = 3) -> str:

@@ -230,6 +230,14 @@ class MonitorCallback(StopCallback):
             self._quiet.enter_context(progress_bars(False))
         self._monitor.start()
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._monitor.reached(state.epoch, None if args.max_steps > 0 else state.num_train_epochs)
+        super().on_step_end(args, state, control, **more)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if logs is not None and "eval_loss" in logs:
+            self._monitor.evaluated(state.global_step, logs["eval_loss"])
+
 
 def _numbers(logs: dict[str, Any]) -> str:
     return "  ".join(f"{short} {logs[name]:.3g}" for name, short in _SHOWN.items() if name in logs)

@@ -91,13 +91,14 @@ class History:
         self.num_steps = self.num_skipped = 0
         self.elapsed_seconds = 0.0
         self.loss = LossCurve()
-        self._first_seconds = 0.0
+        self.paused_seconds = 0.0
         self._recent: deque[StepRecord] = deque(maxlen=NUM_RECENT)
 
     def add(self, record: StepRecord) -> None:
         seconds = record.seconds.get("step", 0.0)
-        if not self.num_steps:
-            self._first_seconds = seconds
+        if self.num_steps > _MAX_WARM_UP:
+            usual = statistics.median(each.seconds.get("step", 0.0) for each in self._recent)
+            self.paused_seconds += seconds - usual if seconds > _PAUSE * usual else 0.0
         self.newest = record
         self.num_steps += 1
         self.num_skipped += record.skipped
@@ -105,11 +106,13 @@ class History:
         self.loss.add(record.step, record.loss)
         self._recent.append(record)
 
-    def mean_step_seconds(self) -> float | None:
-        """Mean seconds per step without the first, which warms up; None for fewer than two steps."""
-        if self.num_steps < 2:
+    def left(self, num_steps: int, step_seconds: float | None) -> float | None:
+        """Seconds of the next `num_steps` steps of `step_seconds`, and of as many pauses per step as before. None for
+        fewer than two steps.
+        """
+        if self.num_steps < 2 or step_seconds is None:
             return None
-        return (self.elapsed_seconds - self._first_seconds) / (self.num_steps - 1)
+        return num_steps * (step_seconds + self.paused_seconds / self.num_steps)
 
     def typical(self) -> list[StepRecord]:
         """The newest records, without warm-up steps and steps that contain a pause."""
@@ -238,8 +241,12 @@ class Figures:
         split: seconds of a typical step by phase; the sum is the step.
         beside: busy seconds of each processor's step and each bus direction, in parallel to `split`.
         loss: the end of the running mean, or the newest loss in a short run.
+        evaluations: (step, evaluation loss), in order.
+        epoch: epochs done, of `num_epochs`; None if unknown, as the gradient norm and the learning rate.
         loss_curve: at most 300 points that keep the extremes. `loss_trend` is the running mean of a longer run.
-        eta_seconds: remaining time by the mean of all steps, including evaluations and checkpoints.
+        eta_seconds: remaining time at `step_seconds` a step, and the pauses (evaluations, checkpoints) at their rate so
+            far.
+        is_offloaded: whether something is kept outside VRAM; without a GPU nothing is. True if unknown.
         why_no_slowdown: reason why the slowdown is unknown; "" if it is known.
         num_skipped: steps with non-finite gradients.
         received: bytes from other ranks in the newest step, by kind; empty with one rank.
@@ -264,6 +271,18 @@ class Figures:
     ranks: tuple[RankFigures, ...] = ()
     received: Mapping[str, int] = field(default_factory=dict)
     padding_share: float | None = None
+    evaluations: tuple[Point, ...] = ()
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    epoch: float | None = None
+    num_epochs: int | None = None
+    is_offloaded: bool = True
+
+    @property
+    def shown_slowdown(self) -> Slowdown | None:
+        """The slowdown where something is offloaded or the time without offloading was measured."""
+        slow = self.slowdown
+        return slow if self.is_offloaded or (slow is not None and slow.baseline == "measured") else None
 
 
 def figures(
@@ -276,9 +295,12 @@ def figures(
     state: State = "running",
     ranks: Mapping[int, StepRecord] | None = None,
     padding_share: float | None = None,
+    evaluations: Sequence[Point] = (),
+    epoch: float | None = None,
+    num_epochs: int | None = None,
 ) -> Figures:
     """Compute the figures. `ranks`: the newest record of each rank, with several ranks. `machine`: if the plan was made
-    without one. `baseline_seconds`: a measured step with everything in VRAM.
+    without one. `baseline_seconds`: a measured step with everything in VRAM. Other arguments: see `Figures`.
     """
     typical = history.typical()
     seconds = mean(typical)
@@ -291,21 +313,21 @@ def figures(
     slow, why = slowdown(seconds, plan, rated, baseline_seconds)
     tokens = [record.num_tokens or 0 for record in typical]
     trend = history.loss.trend()
-    mean_step = history.mean_step_seconds()
-    left = None if total_steps is None or mean_step is None else max(0, total_steps - done) * mean_step
+    step = seconds.get("step")
+    on_gpu = _on_gpu(measured) if measured else machine is None or machine.on_gpu
     return Figures(
         state=state,
         steps_done=done,
         total_steps=total_steps,
         elapsed_seconds=history.elapsed_seconds,
-        eta_seconds=left,
+        eta_seconds=None if total_steps is None else history.left(max(0, total_steps - done), step),
         loss=trend[-1][1] if trend else history.loss.newest(),
         loss_curve=history.loss.points(),
         loss_trend=trend,
-        step_seconds=seconds.get("step"),
+        step_seconds=step,
         split=split(seconds),
-        beside=beside(seconds),
-        tokens_per_second=sum(tokens) / (len(typical) * seconds["step"]) if any(tokens) and seconds["step"] else None,
+        beside=beside(seconds, on_gpu=on_gpu),
+        tokens_per_second=sum(tokens) / (len(typical) * step) if any(tokens) and step else None,
         memory=memory(measured, plan, machine),
         slowdown=slow,
         why_no_slowdown=why,
@@ -313,6 +335,20 @@ def figures(
         ranks=tuple(RankFigures.of(number, record) for number, record in sorted((ranks or {}).items())),
         received=newest.received if newest else {},
         padding_share=padding_share,
+        evaluations=tuple(evaluations),
+        learning_rate=newest.learning_rate if newest else None,
+        grad_norm=newest.grad_norm if newest else None,
+        epoch=epoch,
+        num_epochs=num_epochs,
+        is_offloaded=on_gpu and is_offloaded(plan),
+    )
+
+
+def is_offloaded(plan: Plan | None) -> bool:
+    """Whether the plan keeps or recomputes something outside VRAM; True without a plan."""
+    return plan is None or any(
+        {where.weights, where.gradients, where.states} != {"vram"} or where.activations != "keep"
+        for where in plan.placements
     )
 
 
@@ -343,9 +379,11 @@ def split(seconds: Mapping[str, float]) -> Parts:
     return tuple((name, max(0.0, number)) for name, number in parts.items())
 
 
-def beside(seconds: Mapping[str, float]) -> Parts:
+def beside(seconds: Mapping[str, float], *, on_gpu: bool = True) -> Parts:
     """Busy seconds of the processors' steps and the bus directions, in parallel to the device."""
-    names = {"CPU step": "cpu_step", "GPU step": "gpu_step", "RAM -> GPU": "h2d", "GPU -> RAM": "d2h"}
+    names = {"CPU step": "cpu_step"}
+    if on_gpu:
+        names |= {"GPU step": "gpu_step", "RAM -> GPU": "h2d", "GPU -> RAM": "d2h"}
     return tuple((name, seconds[phase]) for name, phase in names.items() if phase in seconds)
 
 

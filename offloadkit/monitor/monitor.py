@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -84,6 +85,8 @@ class Monitor:
         self.total_steps, self.baseline_seconds = total_steps, baseline_seconds
         self.steps_before = 0
         self.ranks: dict[int, StepRecord] = {}
+        self._evaluations: list[tuple[int, float]] = []
+        self._epoch: tuple[float | None, int | None] = None, None
         self._wanted = display
         self._display: Display | None = None
         self.stop = Stop()
@@ -114,6 +117,14 @@ class Monitor:
     def request_stop(self) -> None:
         """Request a stop, as the button does. Thread-safe."""
         self.stop.request()
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Show the evaluation loss after this step beside the training loss."""
+        self._evaluations.append((step, loss))
+
+    def reached(self, epoch: float, num_epochs: int | None = None) -> None:
+        """Show that this many epochs are done, of `num_epochs`."""
+        self._epoch = epoch, num_epochs
 
     def start(self) -> Self:
         """Start showing the run. Call this on the training thread."""
@@ -177,6 +188,9 @@ class Monitor:
                 state=self._present_state(),
                 ranks=dict(self.ranks),
                 padding_share=self.telemetry.padding_share,
+                evaluations=[each for each in self._evaluations if math.isfinite(each[1])],
+                epoch=self._epoch[0],
+                num_epochs=self._epoch[1],
             )
 
     def _present_state(self) -> State:

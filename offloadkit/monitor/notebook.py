@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from offloadkit.monitor import words
 from offloadkit.monitor.figures import Figures
-from offloadkit.monitor.page import page
+from offloadkit.monitor.page import page, switches
 
 _VIEW = "application/vnd.jupyter.widget-view+json"
 _INTERRUPT = "To stop, interrupt the kernel (■): it finishes the step and saves, a second interrupt breaks off."
@@ -39,6 +39,7 @@ class NotebookDisplay:
         if self._button is not None:
             self._button.open()
         self._draw(figures, is_polled=True, update=False)
+        _publish({"text/html": switches(self._ident), "text/plain": ""}, f"{self._ident}s")
 
     def update(self, figures: Figures, *, is_polled: bool) -> None:
         self._draw(figures, is_polled=is_polled, update=True)
@@ -46,6 +47,7 @@ class NotebookDisplay:
     def close(self, figures: Figures) -> None:
         if self._button is not None:
             self._button.close()
+        _publish({"text/html": "", "text/plain": ""}, f"{self._ident}s", update=True)
         _publish(last_view(figures, self._ident), self._ident, update=True)
 
     def _draw(self, figures: Figures, *, is_polled: bool, update: bool) -> None:
@@ -69,7 +71,7 @@ def last_view(figures: Figures, ident: str) -> dict[str, str]:
     from offloadkit.monitor.picture import png
 
     return {
-        "text/html": page(figures, ident),
+        "text/html": page(figures, ident, is_last=True),
         "image/png": b64encode(png(figures)).decode("ascii"),
         "text/plain": words.summary(figures),
     }

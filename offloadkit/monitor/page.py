@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
-from offloadkit.facts.units import format_bytes, format_seconds
+from offloadkit.facts.units import format_bytes, format_seconds, rounded
 from offloadkit.monitor import words
 from offloadkit.monitor.figures import OTHER, Figures, Memory, Parts
-from offloadkit.monitor.words import BLUE, colour, ink_on
+from offloadkit.monitor.words import colour, ink_on
 
-WIDTH = 600
+WIDTH = 480
+"""Width of a chart in units of its view box; half of a wide page."""
 _LEFT = 84
 """x of the step's bars, right of their names."""
 _FAR = 3.0
@@ -26,6 +29,15 @@ def chart(height: int, title: str, description: str, content: str, ident: str) -
         f'font-family="system-ui,sans-serif" fill="currentColor"><title id="{ident}-t">{escape(title)}</title>'
         f'<desc id="{ident}-d">{escape(description)}</desc>{content}</svg>'
     )
+
+
+def as_image(svg: str) -> str:
+    """The SVG as an `img` in its own colours, light or dark: pages that are not trusted lose SVG, but keep images."""
+    alternative = ": ".join(re.findall(r"<(?:title id|desc)[^>]*>(.*?)</(?:title|desc)>", svg)[:2])
+    alone = svg.replace("<svg ", f'<svg class="okm" width="{WIDTH}" ', 1).replace(' width="100%"', "", 1)
+    alone = alone.replace("<title", f"<style>{_PICTURE_STYLE}</style><title", 1)
+    data = b64encode(alone.encode()).decode("ascii")
+    return f'<img class="okm-image" width="{WIDTH}" alt="{alternative}" src="data:image/svg+xml;base64,{data}"/>'
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", extra: str = "") -> str:
@@ -109,40 +121,55 @@ def step_chart(split: Parts, beside: Parts, ident: str) -> str:
     return chart(y, "Where a step's time went", f"{said}{meanwhile}", "".join(drawn), ident)
 
 
-def loss_chart(figures: Figures, ident: str, height: int = 150) -> str:
-    points = figures.loss_curve
-    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
+def loss_chart(figures: Figures, ident: str, *, logarithmic: bool = False, height: int = 225) -> str:
+    """Training loss and its running mean, and the evaluation losses, by step."""
+    points, trend, evaluations = figures.loss_curve, figures.loss_trend, figures.evaluations
+    losses = [loss for _, loss in (*points, *evaluations)]
+    low, high = min(losses), max(losses)
+    if logarithmic:
+        low, high = math.log10(low), math.log10(high)
     room = (high - low or abs(high) or 1.0) * 0.06
     low, high = low - room, high + room
-    first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
-    left, top, right, bottom = 44, 6, WIDTH - 6, height - 20
+    first, last = points[0][0], max(points[-1][0], points[0][0] + 1, *(step for step, _ in evaluations))
+    left, top, right, bottom = 58, 8, WIDTH - 8, height - 36
     across, down = (right - left) / (last - first), (bottom - top) / (high - low)
 
     def x_of(step: float) -> float:
         return left + (step - first) * across
 
     def y_of(loss: float) -> float:
-        return bottom - (loss - low) * down
+        return bottom - ((math.log10(loss) if logarithmic else loss) - low) * down
 
     drawn = []
-    for tick in ticks(low, high, 4):
+    for tick in log_ticks(low, high) if logarithmic else ticks(low, high, 4):
         drawn.append(f'<path d="M{left} {y_of(tick):.1f}H{right}" stroke="currentColor" opacity="0.15"/>')
-        drawn.append(text(left - 6, y_of(tick) + 4, f"{tick:.4g}", anchor="end"))
+        drawn.append(text(left - 6, y_of(tick) + 4, rounded(tick, 4), anchor="end"))
     drawn += [
-        text(x_of(tick), height - 5, f"{int(tick):,}", anchor="middle" if tick > first else "start")
+        text(x_of(tick), height - 20, f"{int(tick):,}", anchor="middle" if tick > first else "start")
         for tick in ticks(first, last, 6)
         if tick == int(tick)
     ]
-    trend = figures.loss_trend
-    for line, style in ((points, ' opacity="0.45" stroke-width="1"' if trend else ' stroke-width="2"'), (trend, "")):
-        path = " ".join([f"{left + (s - first) * across:.1f},{bottom - (y - low) * down:.1f}" for s, y in line])
-        width = style or ' stroke-width="2.5"'
-        drawn.append(f'<polyline points="{path}" fill="none" stroke="{BLUE}" class="okm-line"{width}/>' if path else "")
+    middle = (top + bottom) / 2
+    scale = "loss, logarithmic" if logarithmic else "loss"
+    drawn.append(text((left + right) / 2, height - 4, "step", anchor="middle"))
+    drawn.append(text(12, middle, scale, anchor="middle", extra=f' transform="rotate(-90 12 {middle:.1f})"'))
+    for line, style, kind in (
+        (points, ' opacity="0.45" stroke-width="1"' if trend else ' stroke-width="2"', "line"),
+        (trend, ' stroke-width="2.5"', "line"),
+        (evaluations, ' stroke-width="1.5"', "evaluation"),
+    ):
+        path = " ".join([f"{x_of(step):.1f},{y_of(loss):.1f}" for step, loss in line])
+        drawn.append(f'<polyline points="{path}" fill="none" class="okm-{kind}"{style}/>' if path else "")
     at, newest = (trend or points)[-1]
-    drawn.append(f'<circle cx="{x_of(at):.1f}" cy="{y_of(newest):.1f}" r="4" fill="{BLUE}" class="okm-dot"/>')
-    lowest = min(loss for _, loss in points)
-    described = f"from {points[0][1]:.4g} at step {first:,} to {newest:.4g} at step {at:,}; lowest {lowest:.4g}"
-    return chart(height, "Training loss by step", described, "".join(drawn), ident)
+    for kind, marked in (("dot", [(at, newest)]), ("mark", evaluations)):
+        drawn += [f'<circle cx="{x_of(s):.1f}" cy="{y_of(y):.1f}" r="3.5" class="okm-{kind}"/>' for s, y in marked]
+    lowest = rounded(min(loss for _, loss in points), 4)
+    described = (
+        f"from {rounded(points[0][1], 4)} at step {first:,} to {rounded(newest, 4)} at step {at:,}; lowest {lowest}"
+    )
+    if evaluations:
+        described += f"; evaluation {rounded(evaluations[-1][1], 4)} after step {evaluations[-1][0]:,}"
+    return chart(height, "Loss by step", described, "".join(drawn), ident)
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
@@ -153,8 +180,27 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-_LIGHT = "{--okm-ink:#1f2328;--okm-faint:#57606a;--okm-page:#ffffff;--okm-edge:#d0d7de;--okm-line:#0072B2}"
-_DARK = "{--okm-ink:#e6e8eb;--okm-faint:#a9b1ba;--okm-page:#1b1f24;--okm-edge:#3d444d;--okm-line:#56B4E9}"
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers between 10^`low` and 10^`high`: powers of ten if there are three, else 1, 2, 5, ...; in a narrow
+    range evenly spaced ones.
+    """
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    for digits in ((1,), (1, 2, 5)):
+        found = [digit * 10.0**power for power in decades for digit in digits]
+        found = [tick for tick in found if low <= math.log10(tick) <= high]
+        if len(found) > 2:
+            return found[:: -(-len(found) // 6)]
+    return [tick for tick in ticks(10.0**low, 10.0**high, 4) if tick > 0]
+
+
+_LIGHT = (
+    "{color-scheme:light;--okm-ink:#1f2328;--okm-faint:#57606a;--okm-page:#ffffff;--okm-edge:#d0d7de;"
+    "--okm-line:#0072B2;--okm-evaluation:#D55E00}"
+)
+_DARK = (
+    "{color-scheme:dark;--okm-ink:#e6e8eb;--okm-faint:#a9b1ba;--okm-page:#1b1f24;--okm-edge:#3d444d;"
+    "--okm-line:#56B4E9;--okm-evaluation:#E69F00}"
+)
 _IS_LIGHT = ('[data-jp-theme-light="true"]', "body.vscode-light", 'html[theme="light"]')
 _IS_DARK = ('[data-jp-theme-light="false"]', "body.vscode-dark", "body.vscode-high-contrast", 'html[theme="dark"]')
 
@@ -163,55 +209,111 @@ def _themed(themes: Iterable[str], colours: str) -> str:
     return ",".join(f"{theme} .okm" for theme in themes) + colours
 
 
+_COLOURS = f".okm{_LIGHT}@media(prefers-color-scheme:dark){{.okm{_DARK}}}"
+_LINES = (
+    ".okm-line{stroke:var(--okm-line)}.okm-dot{fill:var(--okm-line)}"
+    ".okm-evaluation{stroke:var(--okm-evaluation)}.okm-mark{fill:var(--okm-evaluation)}"
+)
+_PICTURE_STYLE = f"{_COLOURS}.okm{{color:var(--okm-ink);background:var(--okm-page)}}{_LINES}"
+
 # JupyterLab, VS Code and Colab name their theme; elsewhere the system's theme applies.
 STYLE = (
-    f".okm{_LIGHT}@media(prefers-color-scheme:dark){{.okm{_DARK}}}"
-    f"{_themed(_IS_LIGHT, _LIGHT)}{_themed(_IS_DARK, _DARK)}"
+    f"{_COLOURS}{_themed(_IS_LIGHT, _LIGHT)}{_themed(_IS_DARK, _DARK)}{_LINES}"
     ".okm{color:var(--okm-ink);background:var(--okm-page);border:1px solid var(--okm-edge);border-radius:8px;"
-    "box-sizing:border-box;max-width:760px;padding:12px 16px 14px;font:13px/1.45 system-ui,sans-serif}"
+    "box-sizing:border-box;max-width:1080px;padding:10px 16px 12px;font:13px/1.4 system-ui,sans-serif;"
+    "container-type:inline-size}"
     ".okm *{box-sizing:border-box}"
-    ".okm svg{margin:5px 0 0;overflow:visible}"
-    ".okm .okm-line{stroke:var(--okm-line)}"
-    ".okm .okm-dot{fill:var(--okm-line)}"
+    ".okm svg{margin:3px 0 0;overflow:visible}"
+    ".okm .okm-image{display:block;width:100%;height:auto;margin:3px 0 0}"
     ".okm .okm-head{display:flex;flex-wrap:wrap;gap:2px 14px;align-items:baseline}"
     ".okm .okm-head b{font-size:15px}"
     ".okm .okm-faint{color:var(--okm-faint)}"
-    ".okm .okm-way{height:6px;border-radius:3px;background:var(--okm-edge);margin:6px 0 10px;overflow:hidden}"
+    ".okm .okm-way{height:6px;border-radius:3px;background:var(--okm-edge);margin:5px 0 8px;overflow:hidden}"
     ".okm .okm-done{height:100%;background:var(--okm-line)}"
-    ".okm .okm-tiles{display:flex;flex-wrap:wrap;gap:8px 0;border-bottom:1px solid var(--okm-edge);"
-    "padding-bottom:10px}"
-    ".okm .okm-tile{flex:1 1 105px;min-width:105px;padding-right:8px}"
-    ".okm .okm-tile b{display:block;font-size:20px;line-height:1.3;font-variant-numeric:tabular-nums}"
-    ".okm .okm-tile span{display:block;font-size:12px;color:var(--okm-faint)}"
-    ".okm .okm-title{margin:14px 0 2px}"
+    ".okm table.okm-tiles{display:block;width:100%;margin:0;border:0;border-bottom:1px solid var(--okm-edge);"
+    "padding:0 0 8px;font:inherit;color:inherit;background:none}"
+    ".okm .okm-tiles tbody{display:grid;gap:8px 10px;grid-template-columns:repeat(var(--okm-wide),1fr)}"
+    ".okm .okm-tiles tr{display:block;background:none;border:0}"
+    ".okm .okm-tiles td{display:block;padding:0;border:0;text-align:left;font-size:12px;line-height:1.35;"
+    "color:var(--okm-faint);background:none;white-space:nowrap;max-width:none}"
+    ".okm .okm-tiles td:nth-child(2){font-size:19px;font-weight:600;color:var(--okm-ink);"
+    "font-variant-numeric:tabular-nums}"
+    "@container(max-width:880px){.okm .okm-tiles tbody{grid-template-columns:repeat(var(--okm-half),1fr)}}"
+    ".okm .okm-tiles td:nth-child(3){white-space:normal}"
+    "@container(max-width:370px){.okm .okm-tiles tbody{grid-template-columns:repeat(2,1fr)}}"
+    ".okm .okm-panels{display:grid;gap:2px 28px;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr))}"
+    ".okm .okm-panel{min-width:0;margin-top:8px}"
+    ".okm .okm-title{margin:0 0 2px}"
+    ".okm .okm-panel .okm-legend+.okm-title{margin-top:12px}"
     ".okm .okm-title b{margin-right:8px}"
-    ".okm .okm-legend{display:flex;flex-wrap:wrap;gap:3px 14px;font-size:12px;margin-top:4px}"
+    ".okm .okm-legend{display:flex;flex-wrap:wrap;gap:3px 14px;font-size:12px;margin-top:3px}"
     ".okm .okm-legend span{white-space:nowrap}"
     ".okm .okm-key{display:inline-block;min-width:16px;height:16px;line-height:16px;border-radius:3px;"
     "margin-right:5px;text-align:center;font-size:11px;font-weight:600}"
+    ".okm .okm-stroke{display:inline-block;width:16px;height:3px;margin-right:5px;vertical-align:middle;"
+    "background:var(--okm-line)}"
+    ".okm .okm-stroke.okm-other{background:var(--okm-evaluation)}"
     ".okm .okm-words{margin:4px 0 0}"
+    ".okm .okm-step{max-width:680px;margin-top:8px}"
+    ".okm-fold summary{cursor:pointer;color:var(--okm-faint);font-size:12px}"
+    ".okm .okm-fold{margin-top:8px}"
+    ".okm-switches{border:0;display:flex;gap:20px;padding:0 16px;background:none}"
+    ".okm-switches .okm-fold{margin:0}"
+    ".okm .okm-panel .okm-fold{margin-top:3px}"
+    ".okm .okm-log{display:none}"
+    ".okm .okm-panel:has(.okm-fold[open])>.okm-linear{display:none}"
 )
+_SWITCHES = (("log", "log scale of the loss"), ("phases", "phases of a step"))
 
 
-def page(figures: Figures, ident: str, note: str = "") -> str:
-    """All figures as one HTML element that contains its style. `ident`: letters and digits, unique among the monitors
-    on the page; `note`: plain text at the end.
+def switches(ident: str) -> str:
+    """Unfold parts of a page that is redrawn: an element of its own that is not redrawn, so that it keeps its state."""
+    folds = (
+        f'<details class="okm-fold" id="{ident}-{name}"><summary>{words}</summary></details>'
+        for name, words in _SWITCHES
+    )
+    return f'<div class="okm okm-switches">{"".join(folds)}</div>'
+
+
+def _switched(ident: str) -> str:
+    """The rules by which `switches(ident)` unfold the page's parts."""
+    log, phases = (f"body:has(#{ident}-{name}[open]) #{ident}" for name, _ in _SWITCHES)
+    return (
+        f"{log} .okm-log{{display:block}}{log} .okm-linear{{display:none}}"
+        f"#{ident} .okm-phases{{display:none}}{phases} .okm-phases{{display:block}}"
+    )
+
+
+def page(figures: Figures, ident: str, note: str = "", *, is_last: bool = False) -> str:
+    """All figures as one HTML element that contains its style.
+
+    Args:
+        ident: letters and digits, unique among the monitors on the page.
+        note: plain text at the end.
+        is_last: the page is not redrawn. It folds parts itself, instead of by `switches`, and its charts are images, so
+            that it can also be read where neither styles nor SVG are trusted.
     """
+    drawn = as_image if is_last else str
+    panels = [_loss(figures, f"{ident}-l", drawn, is_last=is_last)] if len(figures.loss_curve) > 1 else []
+    tiers = [_memory(tier, f"{ident}-m{number}", drawn) for number, tier in enumerate(figures.memory)]
+    tiers += [f'<div class="okm-words">{escape(words.unbroken(words.rank(each)))}</div>' for each in figures.ranks]
+    panels += ["".join(tiers)] if tiers else []
     sections = [_head(figures), _tiles(figures)]
-    sections += [_memory(tier, f"{ident}-m{number}") for number, tier in enumerate(figures.memory)]
-    sections += [f'<div class="okm-words">{escape(words.unbroken(words.rank(each)))}</div>' for each in figures.ranks]
-    if figures.split:
-        sections.append(_step(figures, f"{ident}-s"))
-    for said in filter(None, (words.slowdown(figures), words.received(figures))):
-        sections.append(f'<div class="okm-words">{escape(words.unbroken(said))}</div>')
-    if len(figures.loss_curve) > 1:
-        newest = "" if figures.loss is None else f"{figures.loss:.4g}"
-        what = ", running mean in bold" if figures.loss_trend else " by step"
-        sections += [_title("Loss", newest + what), loss_chart(figures, f"{ident}-l")]
+    inner = "".join(f'<div class="okm-panel">{panel}</div>' for panel in panels)
+    sections.append(f'<div class="okm-panels">{inner}</div>' if inner else "")
+    phases = _phases(figures, f"{ident}-s", drawn)
+    if phases and is_last:
+        sections.append(f'<details class="okm-fold"><summary>{escape(_SWITCHES[1][1])}</summary>{phases}</details>')
+    elif phases:
+        sections.append(f'<div class="okm-phases">{phases}</div>')
     if note:
         sections.append(f'<div class="okm-words okm-faint">{escape(note)}</div>')
     label = f"offloadkit monitor: {words.STATES[figures.state]}, {words.progress(figures)}"
-    return f'<div class="okm" role="group" aria-label="{escape(label)}"><style>{STYLE}</style>{"".join(sections)}</div>'
+    style = STYLE if is_last else STYLE + _switched(ident)
+    return (
+        f'<div class="okm" id="{ident}" role="group" aria-label="{escape(label)}"><style>{style}</style>'
+        f"{''.join(sections)}</div>"
+    )
 
 
 def _head(figures: Figures) -> str:
@@ -229,16 +331,18 @@ def _head(figures: Figures) -> str:
 
 
 def _tiles(figures: Figures) -> str:
-    tiles = [
-        f'<div class="okm-tile"><span>{escape(name)}</span><b>{escape(value)}</b><span>{escape(note)}</span></div>'
-        for name, value, note in words.tiles(figures)
+    tiles = words.tiles(figures)
+    rows = [
+        f"<tr><td>{escape(name)}</td><td>{escape(value)}</td><td>{escape(note)}</td></tr>"
+        for name, value, note in tiles
     ]
-    return f'<div class="okm-tiles">{"".join(tiles)}</div>'
+    columns = f"--okm-wide:{len(tiles)};--okm-half:{-(-len(tiles) // 2)}"
+    return f'<table class="okm-tiles" style="{columns}"><tbody>{"".join(rows)}</tbody></table>'
 
 
 def _title(name: str, value: str) -> str:
     said = escape(words.unbroken(value))
-    return f'<div class="okm-title"><b>{escape(name)}</b><span class="okm-faint">{said}</span></div>'
+    return f'<div class="okm-title"><b>{escape(name)}</b> <span class="okm-faint">{said}</span></div>'
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> str:
@@ -246,21 +350,37 @@ def _legend(entries: Iterable[tuple[str, str]]) -> str:
     for number, (name, value) in enumerate(entries, 1):
         back = colour(name)
         swatch = f'<i class="okm-key" style="font-style:normal;background:{back};color:{ink_on(back)}">{number}</i>'
-        keys.append(f"<span>{swatch}{escape(name)} <b>{escape(value)}</b></span>")
-    return f'<div class="okm-legend">{"".join(keys)}</div>'
+        keys.append(f"<span>{swatch} {escape(name)} <b>{escape(value)}</b></span>")
+    return f'<div class="okm-legend">{" ".join(keys)}</div>'
 
 
-def _memory(tier: Memory, ident: str) -> str:
+def _loss(figures: Figures, ident: str, drawn: Callable[[str], str], *, is_last: bool) -> str:
+    names = [("", "training, running mean in bold" if figures.loss_trend else "training")]
+    names += [(" okm-other", "evaluation")] if figures.evaluations else []
+    keys = (f'<span><i class="okm-stroke{kind}"></i>{name}</span>' for kind, name in names)
+    legend = f'<div class="okm-legend">{" ".join(keys)}</div>'
+    linear = f'<div class="okm-linear">{drawn(loss_chart(figures, ident))}</div>'
+    title = _title("Loss", "by step")
+    if min(loss for _, loss in (*figures.loss_curve, *figures.evaluations)) <= 0:
+        return title + legend + linear
+    other = drawn(loss_chart(figures, f"{ident}g", logarithmic=True))
+    if is_last:
+        return f'{title}{legend}{linear}<details class="okm-fold"><summary>{_SWITCHES[0][1]}</summary>{other}</details>'
+    return f'{title}{legend}{linear}<div class="okm-log">{other}</div>'
+
+
+def _memory(tier: Memory, ident: str, drawn: Callable[[str], str]) -> str:
     legend = _legend((name, format_bytes(size)) for name, size in tier.parts)
-    return _title(tier.name, words.memory(tier)) + memory_chart(tier, ident) + legend
+    return _title(tier.name, words.memory(tier)) + drawn(memory_chart(tier, ident)) + legend
 
 
-def _step(figures: Figures, ident: str) -> str:
+def _phases(figures: Figures, ident: str, drawn: Callable[[str], str]) -> str:
+    said = filter(None, (words.slowdown(figures), words.received(figures)))
+    sentences = "".join(f'<div class="okm-words">{escape(words.unbroken(sentence))}</div>' for sentence in said)
+    if not figures.split:
+        return sentences
     step = "" if figures.step_seconds is None else format_seconds(figures.step_seconds)
     shown = tuple(part for part in figures.split if part[1] > 0)
     legend = _legend((name, format_seconds(seconds)) for name, seconds in shown)
-    return (
-        _title("Step", f"{step}: computing, waiting, and what was busy meanwhile")
-        + legend
-        + step_chart(shown, figures.beside, ident)
-    )
+    title = _title("Step", f"{step}: computing, waiting, and what was busy meanwhile")
+    return f'<div class="okm-step">{title}{legend}{drawn(step_chart(shown, figures.beside, ident))}</div>{sentences}'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from offloadkit.facts.units import format_bytes, format_range, format_seconds
+from offloadkit.facts.units import format_bytes, format_range, format_seconds, rounded
 from offloadkit.monitor.figures import Figures, Memory, RankFigures
 
 STATES = {
@@ -40,30 +40,48 @@ def progress(figures: Figures) -> str:
 
 
 def tiles(figures: Figures) -> list[tuple[str, str, str]]:
-    slow = figures.slowdown
-    skipped = f"{figures.num_skipped} skipped" if figures.num_skipped else ""
-    basis = "" if slow is None else "as planned" if slow.is_planned else f"{slow.baseline} baseline"
-    rate = figures.tokens_per_second
+    """(name, value, note) of the key figures, the most wanted first; unknown values are "–"."""
     ended = figures.state in ("finished", "closed", "stopped", "failed")
-    left = figures.eta_seconds
-    return [
-        ("slowdown", "–" if slow is None else f"{slow.factor:.2f}×", basis or "not known"),
-        ("step", "–" if figures.step_seconds is None else format_seconds(figures.step_seconds), "wall time"),
-        ("tokens/s", "–" if rate is None else f"{rate:,.0f}", _padding(figures)),
+    rate, left, norm = figures.tokens_per_second, figures.eta_seconds, figures.grad_norm
+    skipped = f"{figures.num_skipped} skipped" if figures.num_skipped else ""
+    found = [
+        (
+            "loss",
+            _number(figures.loss, 4),
+            _evaluation(figures) or ("running mean" if figures.loss_trend else "newest"),
+        ),
         ("took", duration(figures.elapsed_seconds), "wall time")
         if ended
         else ("time left", "–" if left is None else duration(left), f"{duration(figures.elapsed_seconds)} so far"),
-        (
-            "loss",
-            "–" if figures.loss is None else f"{figures.loss:.4g}",
-            skipped or ("running mean" if figures.loss_trend else "newest"),
-        ),
+        ("step", "–" if figures.step_seconds is None else format_seconds(figures.step_seconds), "wall time"),
+        ("tokens/s", "–" if rate is None else f"{rate:,.0f}", _padding(figures)),
+        ("learning rate", _number(figures.learning_rate), "newest"),
+        ("gradient norm", _number(norm), skipped or "before clipping"),
     ]
+    if figures.epoch is not None:
+        of = f"of {figures.num_epochs}" if figures.num_epochs else "of the data"
+        found.append(("epoch", f"{figures.epoch:.2f}", of))
+    slow = figures.shown_slowdown
+    if slow is not None:
+        found.append(
+            ("slowdown", f"{slow.factor:.2f}×", "as planned" if slow.is_planned else f"{slow.baseline} baseline")
+        )
+    return found
+
+
+def _number(number: float | None, digits: int = 3) -> str:
+    return "–" if number is None else rounded(number, digits)
+
+
+def _evaluation(figures: Figures) -> str:
+    return f"evaluation {rounded(figures.evaluations[-1][1], 4)}" if figures.evaluations else ""
 
 
 def slowdown(figures: Figures) -> str:
-    """The slowdown against a step without offloading, its basis and its causes."""
-    slow = figures.slowdown
+    """The slowdown against a step without offloading, its basis and its causes; "" where nothing is offloaded."""
+    slow = figures.shown_slowdown
+    if slow is None and not figures.is_offloaded:
+        return ""
     if slow is None:
         return f"Slowdown not known: {figures.why_no_slowdown}."
     here, there = format_seconds(slow.step_seconds), format_seconds(slow.baseline_seconds)
@@ -112,14 +130,15 @@ def rank(of: RankFigures) -> str:
 def line(figures: Figures) -> str:
     words = [progress(figures)]
     if figures.loss is not None:
-        words.append(f"loss {figures.loss:.4g}")
+        words.append(f"loss {rounded(figures.loss, 4)}")
     if figures.step_seconds is not None:
         words.append(f"{format_seconds(figures.step_seconds)} a step")
     if figures.tokens_per_second is not None:
         padding = f" ({_padding(figures)})" if figures.padding_share else ""
         words.append(f"{figures.tokens_per_second:,.0f} tokens/s{padding}")
-    if figures.slowdown is not None and not figures.slowdown.is_planned:
-        words.append(f"slowdown {figures.slowdown.factor:.2f}× ({figures.slowdown.baseline} baseline)")
+    slow = figures.shown_slowdown
+    if slow is not None and not slow.is_planned:
+        words.append(f"slowdown {slow.factor:.2f}× ({slow.baseline} baseline)")
     words += [f"{tier.name} {format_bytes(tier.used)}" for tier in figures.memory if tier.used is not None]
     if figures.eta_seconds is not None and figures.state == "running":
         words.append(f"{duration(figures.eta_seconds)} left")

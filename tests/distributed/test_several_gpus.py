@@ -133,7 +133,7 @@ def test_a_row_for_each_gpu() -> None:
     rows = ["GPU 0: 4 GiB VRAM, 9 GiB RAM, 500 ms a step", "GPU 1: 5 GiB VRAM, 9 GiB RAM, 1.5 s a step"]
     figures = monitor.figures()
     assert [words.rank(each) for each in figures.ranks] == rows
-    assert words.summary(figures).splitlines()[-2:] == rows
+    assert set(rows) <= {line.strip() for line in words.summary(figures).splitlines()}
     drawn = page(figures, "x").replace("\N{NO-BREAK SPACE}", " ")
     assert all(row in drawn for row in rows)
 

@@ -105,6 +105,8 @@ def test_the_monitor_takes_the_place_of_bar_and_lines(
     (end,) = watched.ends
     assert (end.state, end.steps_done, end.total_steps) == ("finished", 8, 8)
     assert end.slowdown is not None
+    assert [step for step, _ in end.evaluations] == [3, 6, 8]
+    assert end.epoch == pytest.approx(2.8), "4 of the third epoch's 5 micro-batches are done"
     shown = capsys.readouterr()
     assert "training:" not in shown.err
     assert "  step " not in shown.out

@@ -77,6 +77,17 @@ def test_what_worked_meanwhile_is_beside_the_step() -> None:
     assert beside({"step": 1.0}) == ()
 
 
+def test_without_a_gpu_there_is_no_bus_and_nothing_is_offloaded() -> None:
+    on_cpu = record(1, bytes={"ram": {"process": GIB}})
+    shown = figures(history(on_cpu, on_cpu), engines_plan())
+    assert dict(shown.beside) == {"CPU step": 0.6}
+    assert not shown.is_offloaded
+    assert figures(history(record(1)), plan(Placement())).is_offloaded
+    resident = Placement(weights="vram", gradients="vram", states="vram", step="gpu")
+    assert not figures(history(record(1)), plan(resident)).is_offloaded
+    assert figures(history(record(1)), plan(replace(resident, activations="checkpoint"))).is_offloaded
+
+
 def test_measured_memory_is_divided_among_what_is_allocated_then_the_estimates_and_the_rest_is_other() -> None:
     vram, ram = memory(BYTES, None)
     assert dict(vram.parts) == {
@@ -233,11 +244,13 @@ def test_a_plan_for_a_gpu_that_is_trained_without_one_says_so() -> None:
     assert shown.why_no_slowdown.startswith("the plan was made for another device than the engine computes on; ")
 
 
-def test_time_left_is_the_mean_of_all_steps_but_the_first() -> None:
-    steps = [record(1, step=50.0), *(record(step, step=2.0) for step in range(2, 6)), record(6, step=12.0)]
-    shown = figures(history(*steps), total_steps=26)
-    assert shown.eta_seconds == pytest.approx(20 * 4.0)
-    assert shown.elapsed_seconds == pytest.approx(70)
+def test_time_left_agrees_with_the_step_and_counts_pauses_at_their_rate() -> None:
+    steps = [record(1, step=50.0), *(record(step, step=2.0) for step in range(2, 10))]
+    shown = figures(history(*steps), total_steps=29)
+    assert shown.eta_seconds == pytest.approx(20 * 2.0), "a slow first step says nothing about the rest"
+    shown = figures(history(*steps, record(10, step=12.0)), total_steps=30)
+    assert shown.eta_seconds == pytest.approx(20 * (2.0 + 10 / 10))
+    assert shown.elapsed_seconds == pytest.approx(78)
     assert shown.step_seconds == pytest.approx(2.0), "neither the warm-up nor the evaluation is a typical step"
     assert shown.tokens_per_second == pytest.approx(320)
 

@@ -199,7 +199,7 @@ def test_a_loop_of_ones_own_has_a_predicted_slowdown_and_a_budget(watched: Watch
     assert last.memory[0].planned_whole  # since the first window
     assert last.slowdown is not None
     assert (last.slowdown.baseline, last.slowdown.is_planned) == ("predicted", False)
-    assert "predicted: the computing measured here, and AdamW in VRAM" in words.slowdown(last)
+    assert words.slowdown(last) == "", "without a GPU nothing is offloaded"
 
 
 def test_without_a_wish_the_budget_is_what_the_process_has_and_what_is_free(watched: Watched) -> None:
@@ -394,12 +394,14 @@ def test_without_ipywidgets_html_is_redrawn_in_place_and_says_how_to_stop(
     shown: list[tuple[str, str, bool]] = []
 
     def publish(bundle: dict[str, str], *, raw: bool, display_id: str, update: bool = False) -> None:
-        shown.append((bundle["text/html"], display_id, update))
+        if display_id != switches:
+            shown.append((bundle["text/html"], display_id, update))
 
     monkeypatch.setattr("IPython.display.display", publish)
     monkeypatch.setitem(__import__("sys").modules, "ipywidgets", None)
     monitor = Monitor(total_steps=2)
     display = NotebookDisplay(SimpleNamespace(kernel=kernel), monitor.request_stop)
+    switches = f"{display._ident}s"
     display.open(monitor.figures())
     display.update(monitor.figures(), is_polled=True)
     display.update(monitor.figures(), is_polled=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import time
 from base64 import b64decode
@@ -16,7 +17,7 @@ from rich.console import Console
 from offloadkit.monitor import words
 from offloadkit.monitor.figures import Figures, History, Memory, figures
 from offloadkit.monitor.notebook import last_view
-from offloadkit.monitor.page import STYLE, page, ticks
+from offloadkit.monitor.page import STYLE, WIDTH, log_ticks, page, switches, ticks
 from offloadkit.monitor.picture import png
 from offloadkit.monitor.terminal import sparks, view
 from offloadkit.monitor.words import COLOURS, ink_on
@@ -52,6 +53,8 @@ def test_the_page_is_well_formed_and_has_every_figure() -> None:
         "measured baseline",
         "640",
         "time left",
+        "learning rate",
+        "gradient norm",
         "VRAM",
         "8 GiB used, 7 GiB planned, budget 11 GiB",
         "working weights",
@@ -75,7 +78,7 @@ def test_the_page_is_well_formed_and_has_every_figure() -> None:
 
 def test_every_chart_has_a_role_a_title_and_a_description() -> None:
     charts = parsed(page(shown(), "a1")).findall(f".//{SVG}svg")
-    assert len(charts) == 4
+    assert len(charts) == 5, "loss, its logarithm, VRAM, RAM, a step"
     for chart in charts:
         assert chart.get("role") == "img"
         title, description = chart.find(f"{SVG}title"), chart.find(f"{SVG}desc")
@@ -90,7 +93,7 @@ def test_two_monitors_share_no_id() -> None:
     def ids(ident: str) -> set[str]:
         return set(re.findall(r' id="([^"]+)"', page(shown(), ident)))
 
-    assert len(ids("a1")) == 4 * 2 + 2
+    assert len(ids("a1")) == 1 + 5 * 2 + 2
     assert not ids("a1") & ids("b2")
 
 
@@ -111,10 +114,10 @@ def test_nothing_is_fetched_and_nothing_runs() -> None:
 
 def test_segments_and_legend_have_the_same_numbers() -> None:
     root = parsed(page(shown(), "a1"))
-    vram = root.findall(f".//{SVG}svg")[0]
+    vram = root.findall(f".//{SVG}svg")[2]
     numbers = [text.text for text in vram.findall(f"{SVG}text") if (text.text or "").isdigit()]
     assert numbers == ["1", "2", "3", "4"]
-    legend = root.findall(".//div[@class='okm-legend']")[0]
+    legend = root.findall(".//div[@class='okm-legend']")[1]
     assert [key.text for key in legend.iter("i")] == numbers
 
 
@@ -122,8 +125,8 @@ def test_marks_lie_where_their_sizes_are() -> None:
     vram, far = (replace(tier, used=5 * GIB) for tier in shown().memory)
     drawn = page(shown(memory=(vram,)), "a1")
     full = 11 * 1.02
-    assert f"M{600 * 11 / full:.1f} 5" in drawn
-    assert f"M{600 * 7 / full:.1f} 16" in drawn
+    assert f"M{WIDTH * 11 / full:.1f} 5" in drawn
+    assert f"M{WIDTH * 7 / full:.1f} 16" in drawn
     assert 'stroke-dasharray="4 3"' not in page(shown(memory=(far,)), "a1"), "a budget far away is named at the edge"
 
 
@@ -147,6 +150,59 @@ def test_ticks_are_few_and_round() -> None:
     assert ticks(0.13, 2.9, 4) == [1.0, 2.0]
     assert ticks(1, 420, 6) == [100, 200, 300, 400]
     assert len(ticks(0, 1, 5)) == 6
+
+
+def test_logarithmic_ticks_are_round_and_neither_one_nor_many() -> None:
+    assert log_ticks(-2, 1) == pytest.approx([0.01, 0.1, 1, 10])
+    assert log_ticks(math.log10(0.4), math.log10(7)) == pytest.approx([0.5, 1, 2, 5])
+    for low, high in ((-0.1, 0.1), (0, 12), (2.3, 2.31), (-3, -2.5)):
+        assert 2 <= len(log_ticks(low, high)) <= 7, (low, high)
+
+
+def test_evaluations_are_a_line_of_their_own_and_the_epoch_a_figure() -> None:
+    made = shown(evaluations=((20, 0.4), (60, 3.4)), epoch=1.25, num_epochs=3)
+    text = words_in(parsed(page(made, "a1")))
+    for wanted in ("evaluation 3.4", "1.25", "of 3", "evaluation"):
+        assert wanted in text, wanted
+    linear = parsed(page(made, "a1")).findall(f".//{SVG}svg")[0]
+    (line,) = (each for each in linear.iter(f"{SVG}polyline") if each.get("class") == "okm-evaluation")
+    assert len((line.get("points") or "").split()) == 2
+    heights = [float(point.split(",")[1]) for point in (line.get("points") or "").split()]
+    assert min(heights) >= 8, "an evaluation above all training losses is inside the chart"
+
+
+def test_the_slowdown_is_hidden_where_nothing_is_offloaded() -> None:
+    made = shown()
+    assert made.slowdown is not None
+    predicted = replace(made.slowdown, baseline="predicted")
+    resident = shown(is_offloaded=False, slowdown=predicted)
+    for drawn in (words_in(parsed(page(resident, "a1"))), rendered(resident), words.line(resident)):
+        assert "slowdown" not in drawn.lower()
+        assert "offloading" not in drawn
+    assert "2.00×" in words_in(parsed(page(shown(slowdown=predicted), "a1")))
+    assert "2.00×" in words_in(parsed(page(shown(is_offloaded=False), "a1"))), "a measured baseline was asked for"
+
+
+def test_switches_unfold_parts_of_a_page_that_is_redrawn() -> None:
+    html = page(shown(), "a1")
+    for ident in re.findall(r' id="([^"]+)"', switches("a1")):
+        assert f"body:has(#{ident}[open]) #a1 " in html
+    assert not parsed(html).findall(".//details"), "a redrawn page would close them"
+
+
+def test_the_last_page_reads_well_where_styles_and_svg_are_not_trusted() -> None:
+    root = parsed(page(shown(), "a1", is_last=True))
+    assert not root.findall(f".//{SVG}svg")
+    images = root.findall(".//img")
+    assert len(images) == 5
+    for image in images:
+        assert len(image.get("alt") or "") > 20
+        drawn = b64decode((image.get("src") or "").removeprefix("data:image/svg+xml;base64,")).decode()
+        assert "prefers-color-scheme:dark" in drawn
+        parsed(drawn)
+    rows = [[cell.text for cell in row] for row in root.iter("tr")]
+    assert ["step", "1 s", "wall time"] in rows
+    assert len(root.findall(".//details")) == 2, "the logarithm and the phases can be unfolded"
 
 
 def luminance(colour: str) -> float:

@@ -86,7 +86,7 @@ def plain(output: Any) -> str:
 
 def shown_losses(values: list[str]) -> list[float]:
     """The successive values of the monitor's loss tile."""
-    found = [re.search(r"<span>loss</span><b>([\d.]+)</b>", value) for value in values]
+    found = [re.search(r"<td>loss</td><td>([\d.]+)</td>", value) for value in values]
     return [float(match[1]) for match in found if match]
 
 
