@@ -14,6 +14,7 @@ from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.units import parse_bytes
 from offloadkit.planner.graphs import GraphBytes, Graphs
 from offloadkit.planner.layout import (
+    GRAPHS,
     LayerShape,
     activations,
     check_matrices,
@@ -31,6 +32,10 @@ from offloadkit.planner.seconds import StepModel
 from offloadkit.planner.work import MicroBatch
 
 P = TypeVar("P", bound=Prediction)
+GAINS_BY_GRAPHS = 0.7
+"""A step may gain by CUDA graphs if Python takes more than this fraction of the GPU's time with eager blocks."""
+AS_FAST = 1.02
+"""A plan with graphs may take so many times the seconds of one with eager blocks, because Python's time varies."""
 
 
 def make(kind: type[P], layers: Sequence[LayerShape], basis: Basis) -> P:
@@ -112,8 +117,8 @@ def is_short_of_ram(plan: Prediction) -> bool:
     assert hardware is not None
     if plan.basis.config.placement is not None:
         return False
-    search = _search(plan.layers, plan.basis, work, hardware, graphed=plan.is_graphed)
-    return search.is_short_of_ram(*_room(plan.basis.config, plan.budgets, hardware))
+    room = _room(plan.basis.config, plan.budgets, hardware)
+    return _whole_search(plan.layers, plan.basis, work, hardware, room).is_short_of_ram(*room)
 
 
 def _plan(
@@ -123,14 +128,48 @@ def _plan(
     budgets: dict[str, int],
     placements: tuple[Placement, ...],
 ) -> P:
+    config, work, hardware, frozen_bytes = basis.config, basis.work, basis.hardware, basis.frozen_bytes
     placements = tuple(of_kind(where, layer) for where, layer in zip(placements, layers, strict=True))
+    held = activations(work, choices(layers, placements, work)) if work else None
     graphs = _graphs(layers, basis, placements)
-    made = _counted(kind, layers, basis, budgets, placements, graphs)
-    if graphs is None or basis.hardware is None or "vram" not in budgets:
+    tiers = run_bytes(
+        layers,
+        placements,
+        config.gradient_accumulation,
+        frozen_bytes=frozen_bytes,
+        held=held,
+        graph_bytes=graphs.num_bytes if graphs else 0,
+        context_bytes=outside_bytes(layers, hardware) if hardware else 0,
+        device_type="cpu" if hardware and hardware.device == "cpu" else "cuda",
+    )
+    weights = frozen_bytes + sum(layer.weight_bytes() for layer in layers)
+    unsaved = basis.unsaved_bytes + sum(layer.weight_bytes() for layer in layers if not layer.kind.is_trained)
+    checkpoint = weights - unsaved + sum(sum(layer.state_bytes().values()) for layer in layers)
+    num_trainable = sum(layer.num_parameters for layer in layers if layer.kind.is_trained)
+    made = kind(
+        layers,
+        placements,
+        config.gradient_accumulation,
+        basis.frozen + sum(layer.num_parameters for layer in layers),
+        num_trainable,
+        tiers,
+        checkpoint,
+        2 * checkpoint + weights,
+        budgets,
+        None,
+        None,
+        layers[0].num_ranks * config.gradient_accumulation * work.num_tokens if work else None,
+        basis,
+        graphs,
+    )
+    if work is None or hardware is None:
         return made
-    if made.needs()["vram"] <= _room(basis.config, budgets, basis.hardware)[0]:
-        return made
-    return _counted(kind, layers, basis, budgets, placements, replace(graphs, fit=False))
+    if graphs is not None and "vram" in budgets and made.needs()["vram"] > _room(config, budgets, hardware)[0]:
+        eager = {category: size for category, size in tiers["vram"].items() if category != GRAPHS}
+        made = replace(made, tiers=tiers | {"vram": eager}, graphs=replace(graphs, fit=False))
+    how = {"compiled": config.compile_blocks, "graphed": made.is_graphed}
+    model = StepModel(layers, work, hardware, config.gradient_accumulation, **how)
+    return replace(made, seconds=model.seconds(placements), large_gpu_seconds=model.on_large_gpu())
 
 
 def _graphs(layers: Sequence[LayerShape], basis: Basis, placements: Sequence[Placement]) -> Graphs | None:
@@ -144,52 +183,6 @@ def _may_capture(basis: Basis) -> bool:
     if basis.hardware is None or basis.eager:
         return False
     return may_capture(basis.hardware.device, compiled=basis.config.compile_blocks)
-
-
-def _counted(
-    kind: type[P],
-    layers: tuple[LayerShape, ...],
-    basis: Basis,
-    budgets: dict[str, int],
-    placements: tuple[Placement, ...],
-    graphs: Graphs | None,
-) -> P:
-    config, work, hardware, frozen_bytes = basis.config, basis.work, basis.hardware, basis.frozen_bytes
-    held = activations(work, choices(layers, placements, work)) if work else None
-    tiers = run_bytes(
-        layers,
-        placements,
-        config.gradient_accumulation,
-        frozen_bytes=frozen_bytes,
-        held=held,
-        graph_bytes=graphs.num_bytes if graphs and graphs.fit else 0,
-        context_bytes=outside_bytes(layers, hardware) if hardware else 0,
-        device_type="cpu" if hardware and hardware.device == "cpu" else "cuda",
-    )
-    model = None
-    if work and hardware:
-        how = {"compiled": config.compile_blocks, "graphed": graphs is not None and graphs.fit}
-        model = StepModel(layers, work, hardware, config.gradient_accumulation, **how)
-    weights = frozen_bytes + sum(layer.weight_bytes() for layer in layers)
-    unsaved = basis.unsaved_bytes + sum(layer.weight_bytes() for layer in layers if not layer.kind.is_trained)
-    checkpoint = weights - unsaved + sum(sum(layer.state_bytes().values()) for layer in layers)
-    num_trainable = sum(layer.num_parameters for layer in layers if layer.kind.is_trained)
-    return kind(
-        layers,
-        placements,
-        config.gradient_accumulation,
-        basis.frozen + sum(layer.num_parameters for layer in layers),
-        num_trainable,
-        tiers,
-        checkpoint,
-        2 * checkpoint + weights,
-        budgets,
-        model.seconds(placements) if model else None,
-        model.on_large_gpu() if model else None,
-        layers[0].num_ranks * config.gradient_accumulation * work.num_tokens if work else None,
-        basis,
-        graphs,
-    )
 
 
 def _budgets(config: OffloadConfig, hardware: Hardware | None, num_ranks: int) -> dict[str, int]:
@@ -227,13 +220,30 @@ def _placements(layers: Sequence[LayerShape], basis: Basis, budgets: dict[str, i
 def _searched(
     layers: tuple[LayerShape, ...], basis: Basis, work: MicroBatch, hardware: Hardware, room: tuple[int, int, int]
 ) -> tuple[Placement, ...]:
-    """The fastest placements. Leaves VRAM for graphs if a step gains by them and something then fits."""
+    """The fastest placements. They leave VRAM for graphs where Python bounds forward and backward, or nearly, and the
+    step is then not slower.
+    """
+    search = _whole_search(layers, basis, work, hardware, room)
+    if search.graphed or not _may_capture(basis) or search.model.python_share() <= GAINS_BY_GRAPHS:
+        return search.best(*room)
+    graphed = _search(layers, basis, work, hardware, graphed=True)
+    eager = search.counts(*room)
+    found = graphed.adapted(eager, *room)
+    if found is None or graphed.phases(found).step > AS_FAST * search.phases(eager).step:
+        return search.placements(eager)
+    return graphed.placements(found)
+
+
+def _whole_search(
+    layers: tuple[LayerShape, ...], basis: Basis, work: MicroBatch, hardware: Hardware, room: tuple[int, int, int]
+) -> Search:
+    """The search of all placements: with graphs if Python is the busiest with eager blocks, and if graphs fit."""
     eager = _search(layers, basis, work, hardware)
-    if _may_capture(basis) and eager.model.gains_by_graphs():
+    if _may_capture(basis) and eager.model.python_share() > 1:
         graphed = _search(layers, basis, work, hardware, graphed=True)
         if graphed.fits(*room):
-            return graphed.best(*room)
-    return eager.best(*room)
+            return graphed
+    return eager
 
 
 def _search(

@@ -69,9 +69,6 @@ from offloadkit.planner.work import MicroBatch, Pass, Stage
 FEW_CORES = 2
 """With at most this many cores, the CPU step and Python share the cores and do not run at the same time."""
 
-GAINS_BY_GRAPHS = 0.7
-"""A step gains by CUDA graphs if Python takes more than this fraction of the GPU's time with eager blocks."""
-
 IN_VRAM = Placement(weights="vram", gradients="vram", states="vram", activations="keep", step="gpu")
 RESOURCES = ("forward", "backward", "GPU step", "CPU step", "H2D", "D2H", "disk", "launches")
 
@@ -220,11 +217,11 @@ class StepModel:
         python = sum(unit.forward_launches + unit.backward_launches for unit in self.stages)
         return max(gpu + cheap[0], python + cheap[1]) < max(gpu + recomputed[0], python + recomputed[1])
 
-    def gains_by_graphs(self) -> bool:
-        """Whether Python bounds forward and backward of eager blocks, or nearly, if nothing is recomputed."""
+    def python_share(self) -> float:
+        """Python's time in forward and backward of eager blocks by the GPU's, if nothing is recomputed."""
         gpu = sum(unit.forward + unit.backward for unit in self.stages)
         python = sum(unit.forward_launches + unit.backward_launches for unit in self.stages)
-        return python > GAINS_BY_GRAPHS * gpu
+        return python / max(gpu, 1e-9)
 
     def on_large_gpu(self) -> float:
         """Seconds of a step with everything in VRAM and nothing recomputed."""

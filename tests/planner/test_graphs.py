@@ -21,7 +21,7 @@ from offloadkit.facts.fitted import (
 from offloadkit.planner import MicroBatch, Pass, Plan, make_plan
 from offloadkit.planner.graphs import GraphBytes
 from offloadkit.planner.layout import GRAPHS, choices
-from offloadkit.planner.make import replanned, without_graphs
+from offloadkit.planner.make import AS_FAST, GAINS_BY_GRAPHS, replanned, without_graphs
 from offloadkit.planner.search import Search
 from offloadkit.planner.seconds import StepModel
 from tests.planner.machines import GIB, H200, shape, stage
@@ -134,10 +134,33 @@ def test_a_graph_takes_less_of_pythons_time() -> None:
     assert launches(cheap) == launches(cheap, graphed=False) > 2 * own
 
 
-def test_only_steps_that_python_bounds_gain_by_graphs() -> None:
-    def gains(flops: int) -> bool:
+def test_python_takes_a_share_of_the_gpus_time() -> None:
+    def share(flops: int) -> float:
         block = stage("block.0", forward=Pass(num_operations=100, flops=flops), backward=Pass(num_operations=100))
-        return StepModel(LAYERS, MicroBatch((block,), 640), H200, 1, graphed=True).gains_by_graphs()
+        return StepModel(LAYERS, MicroBatch((block,), 640), H200, 1, graphed=True).python_share()
 
-    assert gains(0)
-    assert not gains(10**14)
+    assert share(0) > 1
+    assert share(10**14) < GAINS_BY_GRAPHS
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.7, 2])
+def test_graphs_take_no_vram_that_gains_more_elsewhere(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes 0.85 of the GPU's time."""
+    layers = [shape("first", 2**24, in_block=False), *(shape(f"block.{index}", 2**26) for index in range(12))]
+    passes = {"forward": Pass(num_operations=60, flops=10**12), "backward": Pass(num_operations=120, flops=2 * 10**12)}
+    blocks = (stage(each.name, kept=64 * MIB, input_bytes=8 * MIB, **passes) for each in layers[1:])
+    work = MicroBatch((stage("", kept=MIB), *blocks, stage("", kept=0, backward_peak_bytes=256 * MIB)), 2048)
+    share = StepModel(layers, work, H200, 1).python_share()
+    machine = replace(H200, launch_seconds=0.85 / share * H200.launch_seconds)
+
+    def made(vram: float) -> Plan:
+        return make_plan(layers, OffloadConfig(vram=int(vram)), work=work, hardware=machine)
+
+    bytes_of_all = made(64 * GIB).total_bytes("vram")
+    found = made(budget * bytes_of_all)
+    monkeypatch.setattr(facts_graphs, "device_types", set())
+    eager = made(budget * bytes_of_all)
+    assert found.seconds is not None
+    assert eager.seconds is not None
+    assert found.seconds.step <= AS_FAST * eager.seconds.step
+    assert found.is_graphed == (budget > 1)
