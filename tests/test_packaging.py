@@ -108,7 +108,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(tree),
     ]
     subprocess.run(build, check=True, env=os.environ | {"CC": str(quick_compiler(tree))})
-    (wheel,) = tree.glob("*.whl")
+    (wheel,) = tree.glob("*-py3-none-linux_*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = environment / "bin" / "python"
     (packages,) = environment.glob("lib/python*/site-packages")
@@ -168,6 +168,16 @@ def test_an_installed_wheel_trains_by_deepspeed(installed: Path, tmp_path: Path)
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     outside_the_checkout(installed, tmp_path, "python", "-c", DEEPSPEED)
     assert (tmp_path / "out" / "model" / "config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_wheel_of_one_python_has_the_kernels_of_every_python(installed: Path, tmp_path: Path) -> None:
+    """The name of the library has no tag of a Python version, and it uses nothing of Python."""
+    asks = "import offloadkit.kernels.cpu as cpu; print(cpu.c_library()._name)"
+    library = Path(outside_the_checkout(installed, tmp_path, "python", "-c", asks).strip())
+    assert library == next(installed.parent.rglob("offloadkit/kernels")) / f"{KERNEL}.so"
+    assert b"PyInit" not in library.read_bytes()
 
 
 def test_building_needs_nothing_but_setuptools() -> None:

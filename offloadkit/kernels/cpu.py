@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -69,18 +68,12 @@ class _PlanModel(ctypes.Structure):
     ]
 
 
-def _find_library() -> Path | None:
-    folder = Path(__file__).parent
-    own = folder / f"_cpu_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if own.exists():
-        return own
-    return max(folder.glob("_cpu_kernels*.so"), key=lambda path: path.stat().st_mtime, default=None)
+_LIBRARY = Path(__file__).with_name("_cpu_kernels.so")
 
 
 @cache
 def c_library() -> ctypes.CDLL | None:
-    path = _find_library()
-    return None if path is None else load(path)
+    return load(_LIBRARY) if _LIBRARY.exists() else None
 
 
 def load(path: Path) -> ctypes.CDLL | None:

@@ -22,6 +22,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <xmmintrin.h>
 #endif
 #include "cpu_adamw.h"
@@ -172,14 +173,19 @@ static const struct level *const levels[NUM_LEVELS] = {&level_baseline, NULL, NU
 
 static atomic_int forced_level = -1;
 
+/* By the instruction itself: __builtin_cpu_supports() finds nothing in libraries that zig builds. */
 EXPORT int offloadkit_level_usable(int level) {
     if (level == BASELINE) return 1;
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (level == AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (level == AVX512)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const unsigned fma = 1u << 12, saves_registers = 1u << 27, avx2 = 1u << 5;
+    const unsigned avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* F, DQ, BW, VL */
+    const unsigned needed = level == AVX512 ? avx512 : avx2;
+    const unsigned registers = level == AVX512 ? 0xe6 : 0x06; /* that the system saves: XMM, YMM, and masks and ZMM */
+    unsigned eax, ebx, ecx, edx, saved, saved_high;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & fma) || !(ecx & saves_registers)) return 0;
+    __asm__("xgetbv" : "=a"(saved), "=d"(saved_high) : "c"(0));
+    if ((saved & registers) != registers) return 0;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ebx & needed) == needed;
 #endif
     return 0;
 }

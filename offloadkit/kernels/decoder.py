@@ -289,7 +289,12 @@ def _empty_norm_gradients(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 gated_op = torch.library.custom_op("offloadkit::gated", _gated, mutates_args=())
-gated_backward_op = torch.library.custom_op("offloadkit::gated_backward", _gated_backward, mutates_args=())
+gated_backward_op = torch.library.custom_op(
+    "offloadkit::gated_backward",
+    _gated_backward,
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor gate, Tensor? up, str activation) -> Tensor[]",  # torch 2.6 infers no list
+)
 rotary_op = torch.library.custom_op("offloadkit::rotary", _rotary, mutates_args=())
 norm_op = torch.library.custom_op("offloadkit::norm", _norm, mutates_args=())
 norm_backward_op = torch.library.custom_op("offloadkit::norm_backward", _norm_backward, mutates_args=())
