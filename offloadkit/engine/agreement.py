@@ -21,11 +21,13 @@ class RankFlags:
 
     Attributes:
         is_full: the rank's GPU is out of memory, so it cannot finish the window.
+        has_unlike: `PlacedModel.unlike` has layers.
     """
 
     is_full: bool = False
     ram_is_scarce: bool = False
     rates_are_due: bool = False
+    has_unlike: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,14 @@ class Agreement:
     """The result of the collective, equal on all ranks.
 
     Attributes:
-        full, scarce, due: the flags of all ranks, [ranks].
+        full, scarce, due, unlike: the flags of all ranks, [ranks].
         order: the layers in rank 0's stepping order; meaningless if a rank is full.
     """
 
     full: NDArray[np.bool_]
     scarce: NDArray[np.bool_]
     due: NDArray[np.bool_]
+    unlike: NDArray[np.bool_]
     order: Sequence[LayerState]
 
 
@@ -62,12 +65,12 @@ def agree(placed: PlacedModel, ranks: Ranks, window: tuple[int, int], flags: Ran
     for start, state in zip(starts, states, strict=False):
         got[[start + index for index in state.gradient.window]] = 1
     written = [isinstance(state.weights, StreamedWeights) and state.weights.has_private_copy for state in placed.states]
-    own = [*window, flags.is_full, flags.ram_is_scarce, flags.rates_are_due]
+    own = [*window, flags.is_full, flags.ram_is_scarce, flags.rates_are_due, flags.has_unlike]
     own += [*(at[state] for state in order), *reduction.completed, *got.tolist(), *written]
     told = ranks.agree(np.array(own, dtype=np.int64))
-    windows, (full, scarce, due), told = told[:, :2].tolist(), told[:, 2:5].astype(bool).T, told[:, 5:]
+    windows, (full, scarce, due, unlike), told = told[:, :2].tolist(), told[:, 2:6].astype(bool).T, told[:, 6:]
     if full.any():
-        return Agreement(full, scarce, due, order)
+        return Agreement(full, scarce, due, unlike, order)
     if len({*map(tuple, windows)}) > 1:
         listed = ", ".join(f"rank {rank}: {m} in step {n}" for rank, (n, m) in enumerate(windows))
         raise EngineStateError(
@@ -82,7 +85,7 @@ def agree(placed: PlacedModel, ranks: Ranks, window: tuple[int, int], flags: Ran
         state.gradient.missing = by_ranks - state.gradient.window
         state.gradient.window = by_ranks
     reduction.order = told[0, num : 2 * num].tolist()
-    return Agreement(full, scarce, due, [states[index] for index in told[0, :num].tolist()])
+    return Agreement(full, scarce, due, unlike, [states[index] for index in told[0, :num].tolist()])
 
 
 def _share_writes(placed: PlacedModel, ranks: Ranks, parted: NDArray[np.int64]) -> None:

@@ -52,7 +52,7 @@ from offloadkit.offload.shortage import (
 from offloadkit.offload.states import LayerState
 from offloadkit.optim.torch_optimizer import OffloadOptimizer
 from offloadkit.planner import Plan, placed
-from offloadkit.planner.make import without_graphs
+from offloadkit.planner.make import never_cheap, without_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +107,14 @@ class Boundary:
         shortage: of RAM on this rank, or None.
         scarce_on: the ranks whose RAM is running out; empty at world size 1.
         rates_are_due: all ranks have measured enough steps.
+        has_unlike: a rank has "cheap" blocks whose second run had other matmuls.
     """
 
     order: Sequence[LayerState] | None
     shortage: RamShortage | None
     scarce_on: Sequence[int]
     rates_are_due: bool
+    has_unlike: bool
 
 
 class Replanner:
@@ -206,12 +208,16 @@ class Replanner:
             EngineStateError: the ranks are at different steps.
         """
         if self._ranks.size == 1:
-            return Boundary(None, shortage, (), self._rates_are_due)
+            return Boundary(None, shortage, (), self._rates_are_due, bool(self._loop.placed.unlike))
         if self._exchanges_last and not self._loop.in_last:
             self._check_whole()
         window = self._loop.num_updates, self._loop.num_backwards
         try:
-            flags = RankFlags(ram_is_scarce=shortage is not None, rates_are_due=self._rates_are_due)
+            flags = RankFlags(
+                ram_is_scarce=shortage is not None,
+                rates_are_due=self._rates_are_due,
+                has_unlike=bool(self._loop.placed.unlike),
+            )
             agreed = agree(self._loop.placed, self._ranks, window, flags)
         except BaseException:
             self._loop.drop_gradients()
@@ -219,7 +225,7 @@ class Replanner:
         if agreed.full.any():
             raise self._repeat_together(agreed.full)
         scarce_on = np.flatnonzero(agreed.scarce).tolist()
-        return Boundary(agreed.order, shortage, scarce_on, bool(agreed.due.all()))
+        return Boundary(agreed.order, shortage, scarce_on, bool(agreed.due.all()), bool(agreed.unlike.any()))
 
     def recover_at_boundary(self) -> AbstractContextManager[None]:
         """`recover_from_oom` for the start of an update, but several ranks cannot recover, because other ranks are
@@ -230,8 +236,8 @@ class Replanner:
         return explained_shortage(self.plan, self._device, self._loop.drop_gradients)
 
     def after_update(self, boundary: Boundary) -> None:
-        """After the start of an update: move if RAM is scarce, after the first window, or if measured rates say so. The
-        plan of one rank that gave up graphs has eager blocks from then on.
+        """After the start of an update: move if RAM is scarce, if blocks cannot be recomputed cheaply, after the first
+        window, or if measured rates say so. The plan of one rank that gave up graphs has eager blocks from then on.
 
         Raises:
             OutOfRamError: RAM is scarce, and the move failed, or several ranks have no leaner plan.
@@ -241,6 +247,8 @@ class Replanner:
             self._leave_ram_together(boundary.scarce_on, boundary.shortage)
         elif boundary.shortage is not None and boundary.shortage.leaner is not None:
             self._leave_ram(boundary.shortage.leaner, boundary.shortage.warning)
+        elif boundary.has_unlike:
+            self._leave_cheap()
         elif self.first_window is not None:
             self._move_after(self.first_window)
         elif self._ranks.size == 1 and self.plan.is_graphed and self._loop.placed.gave_up_graphs:
@@ -413,6 +421,24 @@ class Replanner:
             self._move_with_a_warning(plan, "RAM was running out", stacklevel=5)
         except OffloadkitError as error:
             raise OutOfRamError(f"{scarce}. The move to a plan with less RAM failed: {error}") from error
+
+    def _leave_cheap(self) -> None:
+        """Recompute as a whole the blocks whose second run had other matmuls on a rank; no later plan chooses "cheap"
+        for them. If the move fails, training goes on with a warning, because backward runs them as a whole anyway.
+        """
+        self._loop.settle()  # see _repeat_together
+        own = np.zeros(len(self.plan.layers), dtype=np.int64)
+        own[self._loop.placed.unlike] = 1
+        unlike = np.flatnonzero(self._ranks.agree(own).any(axis=0)).tolist()
+        plan = never_cheap(self.plan, unlike)
+        name = self.plan.layers[unlike[0]].name
+        why = f"{name!r} and {len(unlike) - 1} other layers" if len(unlike) > 1 else f"{name!r}"
+        try:
+            self._move_with_a_warning(plan, f"{why} ran other matmuls in backward than in forward", stacklevel=5)
+        except OffloadkitError as error:
+            if self.is_lost:
+                raise
+            logger.warning(f"{why} are recomputed as a whole, but the move to a plan that says so failed: {error}")
 
     def _move_after(self, first: FirstWindow) -> None:
         """Move to the plan for the first window's micro-batches. If the move fails, training goes on with a warning.

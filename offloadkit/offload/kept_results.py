@@ -172,15 +172,17 @@ class KeptResults:
         """The next output; None if it must be computed. It is dropped, unless the graph is retained.
 
         Raises:
-            ModelError: the first run had another operation here.
+            OtherMatmulsError: the first run had another operation here.
+            ModelError: the first run had this operation with another parameter here.
         """
         at, self.position = self.position, self.position + 1
         if at >= len(self._results):
-            raise changed(f"ran {call} as number {at + 1} of its matmuls and attention", f"only {at}")
+            raise others(f"ran {call} as number {at + 1} of its matmuls and attention", f"only {at}")
         result = self._results[at]
         if not call.is_like(result.call):
-            same = " with another parameter" if str(call) == str(result.call) else ""
-            raise changed(f"ran {call}", f"{result.call}{same}")
+            if str(call) == str(result.call):
+                raise changed(f"ran {call}", f"{result.call} with another parameter")
+            raise others(f"ran {call}", str(result.call))
         if result.output is None:
             return None
         output, is_unchanged = result.output, result.is_unchanged()
@@ -233,6 +235,10 @@ class _Reusing(_Mode):
         return operation(*args, **(kwargs or {}))
 
 
+class OtherMatmulsError(ModelError):
+    """The second run has other matmuls or attention than the first. All of it may be run again nevertheless."""
+
+
 def described(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
@@ -243,6 +249,11 @@ def changed(found: str, expected: str) -> ModelError:
         f"a recomputed block {found}, but in its forward {expected}: its result depends on something that changed in "
         "between (a cache, a counter). Train it with Placement(activations='keep')"
     )
+
+
+def others(found: str, expected: str) -> OtherMatmulsError:
+    """`changed` for a second run with other matmuls."""
+    return OtherMatmulsError(str(changed(found, expected)))
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

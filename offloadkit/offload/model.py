@@ -108,6 +108,7 @@ class PlacedModel:
             self.graphs,
             always=config.activation_checkpointing,
             compiled=config.compile_blocks,
+            chosen_by_plan=config.placement is None,
         )
         undo.callback(self.recomputation.end)
         self.external_writes = ExternalWrites(
@@ -179,6 +180,16 @@ class PlacedModel:
     @property
     def trained(self) -> list[LayerState]:
         return self.layers.trained
+
+    @property
+    def unlike(self) -> list[int]:
+        """Layers of "cheap" blocks whose second run had other matmuls, and which are recomputed as a whole."""
+        blocks = self.recomputation.unlike or ()
+        return [
+            at
+            for at, state in enumerate(self.states)
+            if state.layer.block in blocks and state.placement.activations == "cheap"
+        ]
 
     @property
     def is_busy(self) -> bool:

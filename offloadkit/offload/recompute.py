@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from offloadkit.device.host_memory import HostSlab
 from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.offload.graphs import BlockGraphs, Recomputed
-from offloadkit.offload.kept_results import KeptResults, changed, described
+from offloadkit.offload.kept_results import KeptResults, OtherMatmulsError, changed, described, others
 from offloadkit.offload.layers import repeated_blocks, replace_forwards
 from offloadkit.offload.weights import LayerWeights
 
@@ -37,6 +37,7 @@ def checkpoint_activations(
     *,
     compiled: bool = False,
     graphs: BlockGraphs | None = None,
+    unlike: set[nn.Module] | None = None,
 ) -> Callable[[], None]:
     """Make backward recompute the activations of the blocks in `choices`; returns a function that undoes this.
 
@@ -48,6 +49,8 @@ def checkpoint_activations(
         compiled: the blocks are compiled. Then HuggingFace's switch is not used, because with it compiled T5 blocks
             have other gradients.
         graphs: runs the blocks, and recomputes those that run eagerly.
+        unlike: receives the "cheap" blocks whose second run had other matmuls; the block is then recomputed as a whole.
+            None: such a block is an error in backward.
 
     Raises:
         ConfigError: the model has no repeated blocks to recompute.
@@ -59,12 +62,21 @@ def checkpoint_activations(
             "layers in an nn.ModuleList, or leave the option off"
         )
 
+    def cheaply(block: nn.Module) -> Callable[..., Any]:
+        def recomputed(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if unlike is not None and block in unlike:
+                return recomputed_in_backward(device, function, *args, **kwargs)
+            otherwise = None if unlike is None else partial(unlike.add, block)
+            return _cheaply_recomputed(device, otherwise, function, *args, **kwargs)
+
+        return recomputed
+
     def recompute(block: nn.Module) -> Callable[..., Any]:
         run = partial(_checkpoint, offloaded.device, recomputed_in_backward)
         if choices[block] == "offload":
             run = partial(offloaded.checkpoint, f"{names[block]} input")
         elif choices[block] == "cheap":
-            run = partial(_checkpoint, offloaded.device, cheaply_recomputed_in_backward)
+            run = partial(_checkpoint, offloaded.device, cheaply(block))
         buffers = _ChangingBuffers(block)
 
         def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +219,11 @@ def _checkpoint(
 
 
 class Recomputation:
-    """Makes backward recompute the blocks that the present placements choose."""
+    """Makes backward recompute the blocks that the present placements choose.
+
+    Attributes:
+        unlike: as for `checkpoint_activations`.
+    """
 
     def __init__(
         self,
@@ -217,12 +233,15 @@ class Recomputation:
         *,
         always: bool,
         compiled: bool,
+        chosen_by_plan: bool,
     ) -> None:
         """
         Args:
             always: use HuggingFace's switch even if no block is recomputed.
             graphs, compiled: as for `checkpoint_activations`.
+            chosen_by_plan: no user has chosen the level "cheap".
         """
+        self.unlike = set[nn.Module]() if chosen_by_plan else None
         self._model, self._offloaded, self._graphs = model, offloaded, graphs
         self._always, self._compiled = always, compiled
         self._choices: Mapping[nn.Module, Checkpoint] | None = None
@@ -253,6 +272,7 @@ class Recomputation:
                 self._offloaded,
                 compiled=self._compiled,
                 graphs=self._graphs,
+                unlike=self.unlike,
             )
         self._choices = choices
 
@@ -454,9 +474,15 @@ def cheaply_recomputed_in_backward(
     device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """`recomputed_in_backward`, with the results of matmuls and attention kept until backward too (`KeptResults`)."""
+    return _cheaply_recomputed(device, None, function, *args, **kwargs)
+
+
+def _cheaply_recomputed(
+    device: torch.device, otherwise: Callable[[], None] | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    again = _Recomputation(device, function, args, kwargs)
+    again = _Recomputation(device, function, args, kwargs, otherwise)
     with saved_tensors_hooks(again.pack, again.unpack), again.keeping_results():
         return function(*args, **kwargs)
 
@@ -465,9 +491,15 @@ class _Recomputation:
     """Inputs of the second run, and the tensors it has found. Autograd's nodes keep it until backward is done."""
 
     def __init__(
-        self, device: torch.device, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        device: torch.device,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        otherwise: Callable[[], None] | None = None,
     ) -> None:
-        self._function, self._kwargs = function, kwargs
+        """`otherwise`: called if the second run had other matmuls, and all of it was run again. None: an error."""
+        self._function, self._kwargs, self._otherwise = function, kwargs, otherwise
         self._results: KeptResults | None = None
         self._versions = [(tensor, tensor._version) for tensor in _tensors_in(kwargs.values())]
         # Tensors among the positional arguments are saved like an operation's inputs, so that hooks on saved tensors
@@ -493,11 +525,20 @@ class _Recomputation:
     def unpack(self, index: int) -> torch.Tensor:
         """The tensor with this index. It is not kept; unpacking it again takes another run."""
         if index not in self._found:
-            self._found = self._run_again()
+            self._found = self._run_again() if self._otherwise is None else self._run_again_or_otherwise()
         tensor, version = self._found.pop(index)
         if tensor._version != version:
             raise changed_in_place(tensor)
         return tensor
+
+    def _run_again_or_otherwise(self) -> dict[int, tuple[torch.Tensor, int]]:
+        with suppress(OtherMatmulsError):
+            return self._run_again()
+        self._results = None
+        found = self._run_again()
+        if self._otherwise is not None:
+            self._otherwise()
+        return found
 
     def _run_again(self) -> dict[int, tuple[torch.Tensor, int]]:
         """{index: (tensor, version counter)} of the tensors that the second run saves."""
@@ -511,7 +552,7 @@ class _Recomputation:
                 raise changed(f"saved tensor {index} {described(tensor.shape, tensor.dtype)}", described(shape, dtype))
             if results is not None and results.position != position:
                 ran = f"{results.position} of its matmuls and attention before it saved tensor {index}"
-                raise changed(f"ran {ran}", str(position))
+                raise others(f"ran {ran}", str(position))
             if tensor.requires_grad:
                 tensor = tensor.detach()  # an operation's output saved by its own node would keep itself alive
             found[index] = tensor, tensor._version

@@ -101,6 +101,18 @@ def without_graphs(plan: P) -> P:
     return placed(eager, plan.placements)
 
 
+def never_cheap(plan: P, layers: Sequence[int]) -> P:
+    """`plan` with these layers' blocks recomputed as a whole if they were "cheap". No plan made from it has them so."""
+    names, work, placements = {plan.layers[at].name for at in layers}, plan.basis.work, list(plan.placements)
+    if work is not None:
+        stages = (replace(each, cheap=None) if each.block in names else each for each in work.stages)
+        work = replace(work, stages=tuple(stages))
+    for at in layers:
+        if placements[at].activations == "cheap":
+            placements[at] = replace(placements[at], activations="checkpoint")
+    return placed(replace(plan, basis=replace(plan.basis, work=work)), placements)
+
+
 def with_other_exchange(plan: P) -> P:
     """The plan made again with the other order of gradient exchange between GPUs (`OffloadConfig.exchange`)."""
     return replanned(plan, exchange="micro_batch" if plan.basis.config.exchange == "step" else "step")

@@ -15,10 +15,13 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ModelError
+from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.kernels import attention as attention_op
 from offloadkit.offload import kept_results
 from offloadkit.offload.recompute import cheaply_recomputed_in_backward, recomputed_in_backward
+from offloadkit.planner import Plan, placed
 from tests.hf import emulated_attention
 from tests.models import Cube
 
@@ -296,3 +299,59 @@ def test_a_decoder_block_on_a_gpu_has_equal_gradients(dropout: float) -> None:
         run(x.device, block, x, position_embeddings=positions).float().pow(2).sum().backward()
         found.append([x.grad, *(each.grad for each in block.parameters()), torch.rand(1, device="cuda")])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+class Caches(nn.Module):
+    """Its second run uses the result of a matmul of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.cache = nn.Linear(8, 8), None
+        self.register_buffer("table", torch.eye(8), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cache is None:
+            self.cache = x.detach() @ self.table
+        return x + self.up(x).tanh() * self.cache
+
+
+class CachingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Caches() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.cache = None
+            x = block(x)
+        return x.square().mean()
+
+
+def trained(*, activations: Any, by_plan: bool) -> tuple[dict[str, torch.Tensor], Plan]:
+    where, model = Placement(activations=activations), CachingModel()
+    config = OffloadConfig(learning_rate=1e-2, working_dtype="fp32", placement=None if by_plan else where)
+    with OffloadEngine(model, config, device="cpu") as engine:
+        if by_plan:
+            engine.move(placed(engine.plan, [where] * len(engine.plan.placements)))
+        for _ in range(3):
+            engine.backward(engine(torch.linspace(-1, 1, 16).view(2, 8)))
+            engine.step()
+        engine.synchronize()
+        return {name: each.detach().clone() for name, each in model.state_dict().items()}, engine.plan
+
+
+@pytest.mark.usefixtures("all_kept")
+def test_a_block_with_other_matmuls_in_backward_leaves_the_level_that_a_plan_chose() -> None:
+    expected, _ = trained(activations="keep", by_plan=False)
+    with pytest.warns(RuntimeWarning, match="ran other matmuls in backward than in forward after step 1") as warned:
+        found, plan = trained(activations="cheap", by_plan=True)
+    assert len(warned) == 1
+    assert {where.activations for where in plan.placements} == {"checkpoint"}
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.usefixtures("all_kept")
+def test_a_block_with_other_matmuls_in_backward_is_an_error_at_the_level_that_a_user_chose() -> None:
+    with pytest.raises(ModelError, match="matmuls and attention"):
+        trained(activations="cheap", by_plan=False)

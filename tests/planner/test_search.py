@@ -14,6 +14,7 @@ from benchmarks.plans import layers_and_work
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.fitted import LOADED_LATER_BYTES
 from offloadkit.planner import LayerShape, MicroBatch, Pass, Plan, make_plan
+from offloadkit.planner.make import never_cheap, replanned
 from offloadkit.planner.search import Counts, Search
 from offloadkit.planner.seconds import StepModel
 from offloadkit.planner.work import Cheap
@@ -68,6 +69,16 @@ def test_matmuls_are_kept_if_that_is_faster(options: dict[str, Any]) -> None:
         assert {where.activations for where in made.placements} == {"cheap", "keep"}
         assert 1.1 * made.seconds.step < recomputed.seconds.step
         assert f"element-wise results of {cheap} of 12 layers recomputed in backward" in made.details()
+
+
+def test_a_block_that_cannot_keep_its_matmuls_is_never_planned_so_again() -> None:
+    made = plan(large_activations(), vram="10GiB", ram="64GiB")
+    at = next(at for at, where in enumerate(made.placements) if where.activations == "cheap")
+    moved = never_cheap(made, [at])
+    assert moved.placements[at].activations == "checkpoint"
+    assert moved.placements[at + 1 :] == made.placements[at + 1 :]
+    assert moved.total_bytes("vram") < made.total_bytes("vram")
+    assert "cheap" not in {where.activations for where in replanned(moved).placements}
 
 
 @pytest.mark.slow
