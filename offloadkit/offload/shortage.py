@@ -233,7 +233,8 @@ def move_summary(before: Plan, after: Plan) -> str:
     both = {name: [format_bytes(plan.total_bytes(tier)) for plan in (before, after)] for tier, name in TIERS.items()}
     changed = [f"{name} {old} -> {new}" for name, (old, new) in both.items() if old != new]
     others: dict[str, Callable[[Placement], bool]] = {
-        "layers with recomputed activations": lambda where: where.activations != "keep",
+        "layers with recomputed activations": lambda where: where.activations in ("checkpoint", "offload"),
+        "layers with recomputed element-wise results": lambda where: where.activations == "cheap",
         "layers that the GPU steps": lambda where: where.step == "gpu",
     }
     for name, counts in others.items():
