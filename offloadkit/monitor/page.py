@@ -11,7 +11,7 @@ from html import escape
 from offloadkit.facts.units import format_bytes, format_seconds, rounded
 from offloadkit.monitor import words
 from offloadkit.monitor.figures import OTHER, Figures, Memory, Parts
-from offloadkit.monitor.words import colour, ink_on
+from offloadkit.monitor.words import BLUE, VERMILION, colour, ink_on
 
 WIDTH = 480
 """Width of a chart in units of its view box; half of a wide page."""
@@ -250,9 +250,8 @@ STYLE = (
     ".okm .okm-legend span{white-space:nowrap}"
     ".okm .okm-key{display:inline-block;min-width:16px;height:16px;line-height:16px;border-radius:3px;"
     "margin-right:5px;text-align:center;font-size:11px;font-weight:600}"
-    ".okm .okm-stroke{display:inline-block;width:16px;height:3px;margin-right:5px;vertical-align:middle;"
-    "background:var(--okm-line)}"
-    ".okm .okm-stroke.okm-other{background:var(--okm-evaluation)}"
+    ".okm .okm-stroke{color:var(--okm-line)!important}"
+    ".okm .okm-stroke.okm-other{color:var(--okm-evaluation)!important}"
     ".okm .okm-words{margin:4px 0 0}"
     ".okm .okm-step{max-width:680px;margin-top:8px}"
     ".okm-fold summary{cursor:pointer;color:var(--okm-faint);font-size:12px}"
@@ -325,7 +324,7 @@ def _head(figures: Figures) -> str:
             f'aria-valuenow="{share:.0f}"><div class="okm-done" style="width:{share:.1f}%"></div></div>'
         )
     return (
-        f'<div class="okm-head"><b>{escape(words.progress(figures))}</b>'
+        f'<div class="okm-head"><b>{escape(words.progress(figures))}</b> '
         f'<span class="okm-faint">{escape(words.STATES[figures.state])}</span></div>{way}'
     )
 
@@ -355,9 +354,9 @@ def _legend(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def _loss(figures: Figures, ident: str, drawn: Callable[[str], str], *, is_last: bool) -> str:
-    names = [("", "training, running mean in bold" if figures.loss_trend else "training")]
-    names += [(" okm-other", "evaluation")] if figures.evaluations else []
-    keys = (f'<span><i class="okm-stroke{kind}"></i>{name}</span>' for kind, name in names)
+    names = [("", BLUE, "training, running mean in bold" if figures.loss_trend else "training")]
+    names += [(" okm-other", VERMILION, "evaluation")] if figures.evaluations else []
+    keys = (f'<span><b class="okm-stroke{kind}" style="color:{ink}">━</b> {name}</span>' for kind, ink, name in names)
     legend = f'<div class="okm-legend">{" ".join(keys)}</div>'
     linear = f'<div class="okm-linear">{drawn(loss_chart(figures, ident))}</div>'
     title = _title("Loss", "by step")

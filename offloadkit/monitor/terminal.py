@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from offloadkit.facts.units import format_bytes, format_seconds
+from offloadkit.facts.units import format_bytes, format_seconds, rounded
 from offloadkit.monitor import words
 from offloadkit.monitor.figures import Figures, Memory
 from offloadkit.monitor.words import colour, ink_on
@@ -27,19 +30,36 @@ class TerminalDisplay:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
         self._live = Live(console=self._console, auto_refresh=False)
+        self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def open(self, figures: Figures) -> None:
+        before = sys.stdout, sys.stderr
         self._live.start()
+        for log in _logs():
+            if (
+                log.stream in before
+            ):  # else its lines would move the cursor, and the last view would stay above the next
+                self._moved.append((log, log.setStream(sys.stderr)))
         self.update(figures, is_polled=True)
 
     def update(self, figures: Figures, *, is_polled: bool) -> None:
-        self._live.update(view(figures, self._console.width), refresh=True)
+        width, height = self._console.size
+        self._live.update(view(figures, width, height - 1), refresh=True)
 
     def close(self, figures: Figures) -> None:
         try:
             self.update(figures, is_polled=True)
         finally:
+            for log, stream in self._moved:
+                log.setStream(stream)
+            self._moved.clear()
             self._live.stop()
+
+
+def _logs() -> Iterator[logging.StreamHandler[Any]]:
+    loggers = (each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger))
+    for logger in (logging.root, *loggers):
+        yield from (each for each in logger.handlers if isinstance(each, logging.StreamHandler))
 
 
 class LogLines:
@@ -60,24 +80,34 @@ class LogLines:
         print(words.summary(figures), flush=True)
 
 
-def view(figures: Figures, width: int) -> Group:
-    """About twenty lines of at most `width` columns."""
-    room = max(20, min(width, 100) - _NAME)
-    lines = [_head(figures), *_key_figures(figures, width)]
-    for tier in figures.memory:
-        lines += _memory(tier, room)
-    lines += [Text(line) for each in figures.ranks for line in _wrapped(words.rank(each), min(width, 100))]
+def view(figures: Figures, width: int, height: int = 60) -> Group:
+    """At most `height` lines of at most `width` columns: the most wanted parts that fit."""
+    room, whole = max(20, min(width, 100) - _NAME), min(width, 100)
+    parts = [[_head(figures), *_key_figures(figures, width)], _loss(figures, room)]
+    parts += [_memory(tier, room) for tier in figures.memory]
+    parts += [[Text(line) for line in _wrapped(words.rank(each), whole)] for each in figures.ranks]
     if figures.split:
         timed = [(name, seconds, format_seconds(seconds)) for name, seconds in figures.split if seconds > 0]
         total = sum(seconds for _, seconds, _ in timed)
-        lines += [_named("step", _bar(timed, total, room)), *_legend(timed, room)]
+        parts.append([_named("step", _bar(timed, total, room)), *_legend(timed, room)])
         busy = [Text(f"{name} {format_seconds(seconds)}") for name, seconds in figures.beside]
-        lines += [_named("" if number else "busy", line) for number, line in enumerate(_in_lines(busy, room))]
-    if len(figures.loss_curve) > 1:
-        lines.append(_named("loss", Text(sparks([loss for _, loss in figures.loss_curve], room), style="bright_blue")))
+        parts.append([_named("" if number else "busy", line) for number, line in enumerate(_in_lines(busy, room))])
     for said in (words.slowdown(figures), words.received(figures)):
-        lines += [Text(line) for line in _wrapped(said, min(width, 100))]
+        parts.append([Text(line) for line in _wrapped(said, whole)])
+    lines: list[Text] = []
+    for part in parts:
+        lines += part if len(lines) + len(part) <= height else []
     return Group(*lines)
+
+
+def _loss(figures: Figures, room: int) -> list[Text]:
+    """The training losses as bars, and the lowest and the highest."""
+    if len(figures.loss_curve) < 2:
+        return []
+    losses = [loss for _, loss in figures.loss_curve]
+    span = f" {rounded(min(losses), 4)} to {rounded(max(losses), 4)}"
+    bars = Text(sparks(losses, room - len(span)), style="bright_blue")
+    return [_named("loss", bars.append(span, "not bold default"))]
 
 
 def _head(figures: Figures) -> Text:
@@ -91,7 +121,7 @@ def _head(figures: Figures) -> Text:
 def _key_figures(figures: Figures, width: int) -> list[Text]:
     parts = []
     for name, value, note in words.tiles(figures):
-        said = f" ({note})" if name == "slowdown" else ""
+        said = f" ({note})" if name == "slowdown" or note.startswith("evaluation") or "skipped" in note else ""
         parts.append(Text.assemble((f"{name} ", "dim"), (value, "bold"), said))
     return _in_lines(parts, width)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -412,6 +415,20 @@ def test_without_ipywidgets_html_is_redrawn_in_place_and_says_how_to_stop(
     assert all("interrupt the kernel" in html for html in said[:2])
     assert "does not ask for stop_requested" in said[2]
     assert "interrupt" not in said[3]
+
+
+def test_a_logger_writes_above_the_view_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line written past the view would move the cursor, and leave a part of the last view above the next."""
+    console = Console(record=True, width=90, force_terminal=True, file=io.StringIO())
+    log = logging.StreamHandler(sys.stderr)
+    monkeypatch.setattr(logging.root, "handlers", [*logging.root.handlers, log])
+    before = log.stream
+    show_on(TerminalDisplay(console), monkeypatch)
+    with Monitor():
+        assert log.stream is sys.stderr is not before
+        logging.getLogger("some.library").warning("a warning of a library")
+    assert log.stream is before
+    assert "a warning of a library" in console.export_text()
 
 
 def test_a_terminal_is_redrawn_and_keeps_the_last_view(monkeypatch: pytest.MonkeyPatch) -> None:

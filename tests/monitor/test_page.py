@@ -235,9 +235,9 @@ def test_durations(seconds: float, said: str) -> None:
     assert words.duration(seconds) == said
 
 
-def rendered(made: Figures, width: int = 80) -> str:
+def rendered(made: Figures, width: int = 80, height: int = 60) -> str:
     console = Console(record=True, width=width, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(view(made, width))
+    console.print(view(made, width, height))
     return console.export_text()
 
 
@@ -317,6 +317,16 @@ def test_a_terminal_shows_the_same_figures(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     bar = next(line for line in text.splitlines() if line.startswith("VRAM"))
     assert [character for character in bar if character.isdigit()] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("height", [8, 15, 23, 40])
+def test_a_terminals_view_fits_its_height_and_keeps_the_loss(height: int) -> None:
+    lines = rendered(shown(evaluations=((60, 0.5),)), 80, height).splitlines()
+    assert len(lines) <= height
+    (loss,) = (line for line in lines if line.startswith("loss  "))
+    assert loss.endswith(" 0.05 to 3"), "the bars have a range"
+    assert lines.index(loss) < 5, "the loss is above the bars of memory"
+    assert any(line.startswith("VRAM") for line in lines) == (height > 8)
 
 
 def test_sparks_go_from_low_to_high() -> None:
