@@ -21,7 +21,7 @@ from offloadkit.device.host_memory import on_device
 from offloadkit.device.streams import Event, Waits, record_compute
 from offloadkit.errors import EngineStateError
 from offloadkit.facts.hardware import trim_heap
-from offloadkit.offload.external_writes import ExternalWrites, moved_or_cast, set_data, unwatched
+from offloadkit.offload.external_writes import ExternalWrites, Watched, moved_or_cast, set_data, unwatched
 from offloadkit.offload.layers import FlatLayer, ParameterView, frozen_dtypes
 from offloadkit.optim.table import Dtype
 
@@ -427,7 +427,8 @@ def _first_to_run(layer: FlatLayer) -> Sequence[nn.Module]:
 class _Use(torch.autograd.Function):
     """One use of a tied weight. Its gradient goes to `sink`, because autograd would add the uses' gradients in bf16.
 
-    If the user has hooks on the weight's gradient, autograd does add the gradients, because hooks must see the sum.
+    If the user has hooks on the weight's gradient, autograd does add the gradients, because hooks must see the sum. So
+    it does outside of `engine.backward`: `autograd.grad` returns the sum, and `loss.backward()` meets the engine's hook.
     """
 
     @staticmethod
@@ -437,7 +438,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, None, None]:
-        if has_hooks(ctx.view.parameter):
+        if has_hooks(ctx.view.parameter) or isinstance(ctx.view.parameter, Watched):
             return gradients[0], None, None
         ctx.sink(ctx.view, *gradients)
         return None, None, None

@@ -456,3 +456,16 @@ def test_autograd_grad_gives_a_gradient_or_says_what_is_not_possible(weights: An
         engine.backward(engine(x).sum())
         torch.testing.assert_close(x.grad, expected)
         assert engine.step()
+
+
+def test_autograd_grad_gives_the_sum_of_a_tied_weights_uses_and_backward_without_the_engine_is_refused() -> None:
+    torch.manual_seed(0)
+    model = TinyLM(tied=True)
+    ids = tokens(1)[0]
+    (expected,) = torch.autograd.grad(model(ids), model.embed.weight)
+    with OffloadEngine(model, OffloadConfig(placement=Placement()), device="cpu") as engine:
+        torch.testing.assert_close(torch.autograd.grad(engine(ids), model.embed.weight)[0], expected)
+        with pytest.raises(EngineStateError, match=r"engine\.backward\(loss\)"):
+            engine(ids).backward()
+        engine.backward(engine(ids))
+        assert engine.step()

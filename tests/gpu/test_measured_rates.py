@@ -21,6 +21,7 @@ from offloadkit.offload import rate_watch
 from offloadkit.offload.rate_watch import NUM_STEPS, WARM_UP
 from offloadkit.planner.faster import Rate
 
+pytestmark = pytest.mark.usefixtures("alone")
 GIB = 1 << 30
 STEPS = 2 * (WARM_UP + NUM_STEPS) + 6
 
