@@ -133,8 +133,9 @@ def test_the_wheel_holds_the_package_alone(installed: Path, tmp_path: Path) -> N
     found = outside_the_checkout(installed, tmp_path, "python", "-c", "import offloadkit; print(offloadkit.__file__)")
     package = Path(found.strip()).parent
     assert package.is_relative_to(installed.parent)
-    modules = {path.relative_to(ROOT) for path in (ROOT / "offloadkit").rglob("*.py")}
-    assert {path.relative_to(package.parent) for path in package.rglob("*.py")} == modules
+    for kind in ("*.py", "*.yaml"):
+        files = {path.relative_to(ROOT) for path in (ROOT / "offloadkit").rglob(kind)}
+        assert {path.relative_to(package.parent) for path in package.rglob(kind)} == files
     assert not (package.parent / "benchmarks").exists()
     assert not [path for path in package.rglob("*") if "roundpipe" in path.name or "torchao" in path.name]
 

@@ -1,4 +1,4 @@
-"""The command line: `offloadkit demo | doctor | plan | train | compare | sweep`."""
+"""The command line: `offloadkit demo | doctor | plan | recipes | train | compare | sweep`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import atexit
 import functools
 import gc
 import json
+import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import NoneType, UnionType
@@ -17,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 
+from offloadkit.doors import recipes
 from offloadkit.errors import ConfigError, OffloadkitError, TrainingStoppedError, shown
 from offloadkit.facts.calls import Options, in_a_command
 from offloadkit.facts.config import OffloadConfig
@@ -31,6 +33,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Fine-tune models that are too big for the GPU: exact AdamW, with what does not fit in host RAM.",
 )
+
+
+recipes_app = typer.Typer(
+    no_args_is_help=True,
+    help="List, show and copy the recipes of the package, which `offloadkit train` runs by name.",
+)
+app.add_typer(recipes_app, name="recipes")
 
 
 def _show_version(asked: bool) -> None:
@@ -78,13 +87,13 @@ MeasuredOutput = Annotated[Path, typer.Option(help="Folder for the table, the ch
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def _command(command: Command) -> Command:
-    """Register a command. An `OffloadkitError` is printed as one message and exits with 1, Ctrl-C exits with 130."""
+def _readable_errors(command: Command, *, loads_torch: bool = True) -> Command:
+    """The command, with an `OffloadkitError` printed as one message and exit status 1, and 130 for Ctrl-C."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            if not is_loaded("torch"):
+            if loads_torch and not is_loaded("torch"):
                 say("loading torch and transformers")
             context = kwargs.get("context")
             with in_a_command(functools.partial(_again, context)) if context else nullcontext():
@@ -99,7 +108,15 @@ def _command(command: Command) -> Command:
             typer.echo(f"\ninterrupted{error}", err=True)
             raise typer.Exit(130) from error
 
-    return app.command()(run)  # type: ignore[return-value]
+    return run  # type: ignore[return-value]
+
+
+def _command(command: Command) -> Command:
+    return app.command()(_readable_errors(command))
+
+
+def _recipe_command(command: Command) -> Command:
+    return recipes_app.command()(_readable_errors(command, loads_torch=False))
 
 
 def _again(context: typer.Context, options: Options) -> str | None:
@@ -251,15 +268,47 @@ def _takes_finetune_options(command: Command) -> Command:
     return command
 
 
+@_recipe_command
+def ls() -> None:
+    """List the package's recipes."""
+    width = max(map(len, recipes.names()))
+    for name in recipes.names():
+        typer.echo(f"{name:{width}}  {recipes.about(name)}")
+
+
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a recipe, as `ls` lists it, or a file.")]
+
+
+@_recipe_command
+def show(name: RecipeName) -> None:
+    """Print a recipe."""
+    typer.echo(recipes.find(name).read_text(), nl=False)
+
+
+@_recipe_command
+def cp(
+    name: RecipeName, folder: Annotated[Path, typer.Argument(help="Where the copy is written.")] = Path(".")
+) -> None:
+    """Copy a recipe, to change it."""
+    typer.echo(recipes.copy(name, folder))
+
+
 @_command
 @_takes_finetune_options
 def train(
     *,
     context: typer.Context,
-    recipe: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="YAML file of arguments by their names in Python. Options here override it."),
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Any argument of finetune or of HuggingFace's TrainingArguments, or offload.NAME for OffloadConfig's.",
+            show_default=False,
+        ),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the arguments and the plan; train and write nothing.")
+    ] = False,
     disk: Disk = None,
     working_dtype: Dtype = "auto",
     on_nonfinite: Annotated[
@@ -267,34 +316,49 @@ def train(
         typer.Option(help="NaN or Inf in gradients: end; leave the step out; go back to the last checkpoint."),
     ] = "raise",
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights.")] = False,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any other training argument of HuggingFace; may be repeated."),
-    ] = None,
     **options: Any,
 ) -> None:
     """Train MODEL on TRAIN_DATASET with the optimizer in host RAM.
 
+    Or train by a recipe, from the package or a file, in the place of MODEL: offloadkit train chat
+    train_dataset=chats.jsonl. What is given here overrides the recipe.
+
     Ctrl-C finishes the current step, saves a checkpoint and exits with 130; --resume continues.
     """
     with collector_off():
-        from offloadkit.doors.finetuning import finetune
+        from offloadkit.doors import finetuning
 
     def given(**values: Any) -> dict[str, Any]:
         sources = {name: context.get_parameter_source(name) for name in values}
         return {name: values[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
     options |= {"batch_size": _rows(options["batch_size"]), "eval_dataset": _share_or_name(options["eval_dataset"])}
-    arguments = _read_recipe(recipe) | given(**options) | _settings(settings or [])
+    settings, by_option = list(settings or []), given(**options)
+    for name in ("train_dataset", "model"):
+        if _SETTING.match(by_option.get(name) or ""):
+            settings.insert(0, by_option.pop(name))
+    arguments: dict[str, Any] = {}
+    if recipes.is_recipe(by_option.get("model") or ""):
+        name = by_option.pop("model")
+        arguments = {
+            finetuning.HF_NAMES.get(key, key): value
+            for key, value in _known(recipes.read(name), f"the recipe {name}: ").items()
+        }
+    by_setting = _settings(settings, finetuning.HF_NAMES)
+    if twice := by_option.keys() & by_setting.keys():
+        raise typer.BadParameter("is given twice", param_hint=min(twice))
+    config = arguments.pop("offload", {}) | by_setting.pop("offload")
+    config |= given(disk=disk, working_dtype=working_dtype, on_nonfinite=on_nonfinite)
+    arguments |= by_option | by_setting | ({"init": "random"} if random_weights else {})
     for name in ("model", "train_dataset"):
         if name not in arguments:
-            raise typer.BadParameter("pass it, or write it into the recipe", param_hint=name.upper())
-    config = given(disk=disk, working_dtype=working_dtype, on_nonfinite=on_nonfinite)
-    arguments["offload"] = replace(arguments.get("offload", OffloadConfig()), **config)
-    if random_weights:
-        arguments["init"] = "random"
+            raise typer.BadParameter(f"pass it, or {name}=... beside a recipe", param_hint=name.upper())
+    arguments["offload"] = OffloadConfig(**config)
+    if dry_run:
+        typer.echo(finetuning.dry_run(**arguments))
+        return
     try:
-        result = finetune(**arguments)
+        result = finetuning.finetune(**arguments)
     except KeyboardInterrupt:
         output = Path(arguments.get("output_dir", options["output_dir"]))
         raise KeyboardInterrupt(_how_to_go_on(output)) from None
@@ -302,24 +366,6 @@ def train(
     if result.stopped:
         typer.echo(f"stopped early{_how_to_go_on(result.output_dir)}", err=True)
         raise typer.Exit(130)
-
-
-def _read_recipe(file: Path | None) -> dict[str, Any]:
-    """The arguments in a YAML file. Its section "offload" holds fields of `OffloadConfig`. Raises `ConfigError`."""
-    import yaml  # type: ignore[import-untyped, unused-ignore]
-
-    if file is None:
-        return {}
-    try:
-        found = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"the recipe {file} cannot be read: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise ConfigError(f"the recipe {file} must map arguments of finetune to values, got {shown(found)}")
-    try:
-        return found | {"offload": OffloadConfig(**found.get("offload", {}))}
-    except TypeError as error:
-        raise ConfigError(f"the section offload of the recipe {file} holds fields of OffloadConfig: {error}") from error
 
 
 def _share_or_name(eval_dataset: str | None) -> float | str | None:
@@ -331,46 +377,54 @@ def _share_or_name(eval_dataset: str | None) -> float | str | None:
         return eval_dataset
 
 
-def _settings(given: list[str]) -> dict[str, Any]:
-    """Parse `--set KEY=VALUE` options. Values are JSON (0.1, true, [1, 2]) or Python's True, False and None; all else,
-    and all values of string arguments, are strings.
-    """
-    from offloadkit.hf.arguments import INSTEAD, argument_names, did_you_mean, is_text
+_SETTING = re.compile(r"[A-Za-z_][\w.]*=")
+_WITHIN = "offload."
+_TEXTS = ("model", "train_dataset", "tokenizer", "output_dir", "input_column", "target_column", "template")
 
-    found: dict[str, Any] = {}
+
+def _known(arguments: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """`arguments`; raises `ConfigError` for a name that neither `finetune` nor `OffloadConfig` has."""
+    from offloadkit.hf.arguments import argument_names, did_you_mean
+
+    own = [each.name for each in fields(FinetuneOptions) if each.name not in ("callbacks", "compute_metrics")]
+    known = dict.fromkeys([*own, *argument_names(), "lr"])
+    within = [each.name for each in fields(OffloadConfig)]
+    for name in arguments:
+        if name not in known and name != "offload":
+            other = f"; did you mean {_WITHIN}{name}?" if name in within else did_you_mean(name, known)
+            raise ConfigError(f"{where}no argument {shown(name)}{other}")
+    for name in arguments.get("offload", {}):
+        if name not in within:
+            raise ConfigError(f"{where}OffloadConfig has no field {shown(name)}{did_you_mean(name, within)}")
+    return arguments
+
+
+def _settings(given: list[str], names: Mapping[str, str]) -> dict[str, Any]:
+    """Parse KEY=VALUE. Values are JSON (0.1, true, [1, 2]) or Python's True, False and None; all else, and all values
+    of string arguments, are strings. The values of `offload.NAME` are under "offload".
+
+    Args:
+        names: argument of `finetune` by HuggingFace's name.
+    """
+    from offloadkit.hf.arguments import argument_names, is_text
+
+    found: dict[str, Any] = {"offload": {}}
     for each in given:
         key, equals, text = each.partition("=")
         if not equals:
-            raise typer.BadParameter(f"{shown(each)} is not KEY=VALUE, such as warmup_steps=100", param_hint="--set")
-        known = [name for name in argument_names() if name not in _HAVE_OPTIONS]
-        if option := _HAVE_OPTIONS.get(key):
-            raise typer.BadParameter(f"{key} has an option of its own: {option}", param_hint="--set")
-        if key in INSTEAD and (name := INSTEAD[key].partition("=")[0]) not in known:
-            option = _HAVE_OPTIONS.get(name, f"--{name.replace('_', '-')}")
-            raise typer.BadParameter(f"no training argument {shown(key)}; did you mean {option}?", param_hint="--set")
-        if key not in known:
-            raise typer.BadParameter(f"no training argument {shown(key)}{did_you_mean(key, known)}", param_hint="--set")
-        if key in found:
-            raise typer.BadParameter(f"{key} is given twice", param_hint="--set")
+            raise ConfigError(f"{shown(each)} is not KEY=VALUE, such as warmup_steps=100")
+        into = found["offload"] if key.startswith(_WITHIN) else found
+        key = key.removeprefix(_WITHIN) if into is not found else names.get(key, key)
+        if key in into:
+            raise ConfigError(f"{key} is given twice")
         try:
-            found[key] = json.loads(text)
+            into[key] = json.loads(text)
         except json.JSONDecodeError:
-            found[key] = {"True": True, "False": False, "None": None}.get(text, text)
-        if is_text(key) and found[key] is not None and not isinstance(found[key], str):
-            found[key] = text
-    return found
-
-
-_HAVE_OPTIONS = {
-    "output_dir": "--output",
-    "num_train_epochs": "--epochs",
-    "max_steps": "--max-steps",
-    "per_device_train_batch_size": "--batch-size",
-    "gradient_accumulation_steps": "--gradient-accumulation",
-    "learning_rate": "--learning-rate",
-    "lr": "--learning-rate",
-    "seed": "--seed",
-}
+            into[key] = {"True": True, "False": False, "None": None}.get(text, text)
+        is_name = key in _TEXTS or (key in argument_names() and is_text(key))
+        if into is found and is_name and into[key] is not None and not isinstance(into[key], str):
+            into[key] = text
+    return _known(found)
 
 
 @_command

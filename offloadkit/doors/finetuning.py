@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
@@ -46,7 +46,7 @@ from offloadkit.doors.planning import (
 )
 from offloadkit.doors.recipes import RECIPE_FILE, as_yaml
 from offloadkit.doors.several_gpus import RankMonitor, check_num_gpus, on_several_gpus
-from offloadkit.errors import ConfigError, errors_hold_nothing, shown
+from offloadkit.errors import ConfigError, DataError, errors_hold_nothing, shown
 from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig, Precision
 from offloadkit.facts.starting import collector_off, is_loaded, say
@@ -310,6 +310,45 @@ def finetune(
 finetune.__doc__ = inspect.cleandoc(finetune.__doc__ or "").replace(
     "Raises:", f"{documented_arguments()}\n\nRaises:", 1
 )
+
+
+@_joined
+@_libraries()
+@_takes_hf_names
+def dry_run(**arguments: Any) -> str:
+    """Check arguments of `finetune` and show the plan; nothing is trained, written or downloaded beyond the config.
+
+    Returns:
+        The arguments as a recipe. The plan is for the longest row if the rows and the tokenizer are here, else for the
+        longest that is allowed.
+
+    Raises:
+        As `finetune` does before training.
+    """
+    arguments["eval_dataset"] = with_validation(arguments["train_dataset"], arguments.get("eval_dataset"))
+    own = {each.name for each in fields(FinetuneOptions)}
+    others = {name: value for name, value in arguments.items() if name not in own}
+    options = FinetuneOptions(
+        **{name: value for name, value in arguments.items() if name in own}, training_arguments=others
+    )
+    trained_by = _engine(options.engine)
+    setup = _set_up(replace(options, offload=_with_working_dtype(options)), trained_by)
+    setup = replace(setup, request=replace(setup.request, num_gpus=options.num_gpus))
+    sets = options.train_dataset, options.eval_dataset
+    try:
+        for data in sets:
+            check_there(data)
+        if any(map(on_hub, sets)) or not setup.source.needs_no_hub(options.tokenizer):
+            print("rows or tokenizer are on the hub: planned for the longest rows that are allowed", flush=True)
+        else:
+            setup, rows = _read_rows(setup)
+            print(f"{len(rows.training.dataset):,} rows to train on", flush=True)
+    except DataError as error:
+        if "there is no file" not in str(error):
+            raise
+        print(f"{error}: planned for the longest rows that are allowed", flush=True)
+    setup.shown_plan()
+    return as_yaml(options, batch_size=setup.args.per_device_train_batch_size, num_gpus=options.num_gpus or 1)
 
 
 @contextmanager

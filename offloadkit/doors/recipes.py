@@ -10,13 +10,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.options import FinetuneOptions
-from offloadkit.hf.read import are_paths
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPE_FILE = "recipe.yaml"
@@ -27,38 +25,40 @@ _LEFT_OUT = ("output_dir", "resume", "overwrite", "monitor", "verbose", "num_gpu
 
 def names() -> list[str]:
     """Names of the package's recipes."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return sorted(path.stem for path in FOLDER.iterdir() if path.suffix in (".yaml", ".py"))
 
 
 def is_recipe(name: str) -> bool:
-    """Whether `name` is a recipe of the package, unless there is a folder of that name, or a YAML file."""
+    """Whether `name` is a YAML file or a recipe of the package, and not a folder."""
     return name.endswith((".yaml", ".yml")) or (name in names() and not Path(name).is_dir())
 
 
 def find(name: str) -> Path:
     """The file of a recipe, by the package's name or a path. Raises `ConfigError` with the nearest name."""
-    if name in names():
-        return FOLDER / f"{name}.yaml"
     path = Path(name).expanduser()
     if path.is_file():
         return path
-    near = difflib.get_close_matches(name.removesuffix(".yaml"), names(), n=1)
+    if name in names():
+        return next(path for path in FOLDER.iterdir() if path.stem == name)
+    near = difflib.get_close_matches(path.stem, names(), n=1)
     meant = f"did you mean {near[0]!r}?" if near else "`offloadkit recipes ls` lists the package's"
     raise ConfigError(f"there is no recipe {name!r}, neither a file nor one of the package; {meant}")
 
 
 def about(name: str) -> str:
-    """The first line of the comment on top of a recipe, without its name."""
-    return find(name).read_text().splitlines()[0].removeprefix("# ")
+    """The first line of a recipe: what it does."""
+    return find(name).read_text().splitlines()[0].strip('#" ')
 
 
 def read(name: str) -> dict[str, Any]:
     """The arguments in a recipe. Its section "offload" holds fields of `OffloadConfig`.
 
     Raises:
-        ConfigError: there is no such recipe, or it is no mapping of names to values.
+        ConfigError: there is no such recipe, it is a script, or it is no mapping of names to values.
     """
     file = find(name)
+    if file.suffix == ".py":
+        raise ConfigError(f"the recipe {name!r} is a script: `offloadkit recipes cp {name}`, then `python {file.name}`")
     try:
         found = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -70,6 +70,17 @@ def read(name: str) -> dict[str, Any]:
     return found
 
 
+def copy(name: str, folder: Path) -> Path:
+    """Copy a recipe into a folder; returns the new file. Raises `ConfigError` if there is a file already."""
+    file = find(name)
+    target = folder / file.name
+    if target.exists():
+        raise ConfigError(f"{target} exists already: name another folder, or remove it first")
+    folder.mkdir(parents=True, exist_ok=True)
+    target.write_text(file.read_text())
+    return target
+
+
 def as_yaml(options: FinetuneOptions, *, batch_size: int, num_gpus: int = 1) -> str:
     """A run's arguments as a recipe. Values that YAML cannot hold, such as a model in memory, become comments.
 
@@ -77,6 +88,8 @@ def as_yaml(options: FinetuneOptions, *, batch_size: int, num_gpus: int = 1) -> 
         batch_size: the size that "auto" has become.
         num_gpus: processes that `finetune` started.
     """
+    from offloadkit.hf.read import are_paths  # imports torch
+
     given = {name: value for name, value in _changed(options).items() if name not in _LEFT_OUT}
     given |= {"batch_size": batch_size} | ({"num_gpus": num_gpus} if num_gpus > 1 else {})
     given |= {name: value for name, value in options.training_arguments.items() if name != "hub_token"}
@@ -125,7 +138,7 @@ def _plain(value: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, Enum):
         return _plain(value.value)
-    if isinstance(value, np.generic):
+    if type(value).__module__ == "numpy" and hasattr(value, "item"):
         return value.item()
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}

@@ -69,8 +69,8 @@ def train(*arguments: str) -> Any:
 def test_the_command_line_has_an_option_per_field() -> None:
     shown = train("--help").output
     flags = {each.name: f"--{each.name.replace('_', '-')}" for each in fields(FinetuneOptions)}
-    flags |= {"output_dir": "--output", "init": "--random-weights", "offload": "--disk", "training_arguments": "--set"}
-    for name in ("callbacks", "compute_metrics", "model", "train_dataset"):
+    flags |= {"output_dir": "--output", "init": "--random-weights", "offload": "--disk"}
+    for name in ("callbacks", "compute_metrics", "model", "train_dataset", "training_arguments"):
         del flags[name]
     assert [flag for flag in flags.values() if not re.search(rf"{flag}\s", shown)] == []
     assert DOCS["epochs"].split("\n")[0] in shown
@@ -87,29 +87,31 @@ def test_options_that_are_not_given_keep_the_defaults_of_finetune(told: list[dic
 def test_the_command_line_overrides_a_recipe(told: list[dict[str, Any]], tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        "model: t5-small\ntrain_dataset: rows.jsonl\nepochs: 3\nwarmup_steps: 10\nlearning_rate: 1.0e-4\n"
+        "model: t5-small\ntrain_dataset: rows.jsonl\nnum_train_epochs: 3\nwarmup_steps: 10\nlearning_rate: 1.0e-4\n"
         "eval_dataset: 0.1\ninit: random\noffload:\n  on_nonfinite: rollback\n  weight_decay: 0.5\n"
     )
-    done = train("--recipe", str(recipe), "--epochs", "2", "--on-nonfinite", "skip", "--set", "warmup_steps=20")
+    own = ["learning_rate=1e-3", "num_train_epochs=2", "offload.seed=3", "eval_dataset=held_out.jsonl"]
+    done = train(str(recipe), "warmup_steps=20", *own, "--on-nonfinite", "skip")
     assert done.exit_code == 0, done.output
     assert told == [
         {
             "model": "t5-small",
             "train_dataset": "rows.jsonl",
-            "epochs": 2.0,
+            "epochs": 2,
             "warmup_steps": 20,
-            "learning_rate": 1e-4,
-            "eval_dataset": 0.1,
+            "learning_rate": 1e-3,
+            "eval_dataset": "held_out.jsonl",
             "init": "random",
-            "offload": OffloadConfig(on_nonfinite="skip", weight_decay=0.5),
+            "offload": OffloadConfig(on_nonfinite="skip", weight_decay=0.5, seed=3),
         }
     ]
 
 
-def test_the_recipe_holds_arguments_of_finetune(told: list[dict[str, Any]]) -> None:
-    done = train("--recipe", str(ROOT / "recipes" / "t5.yaml"))
-    assert done.exit_code == 0, done.output
-    FinetuneOptions(**told[0] | {"training_arguments": {"warmup_steps": told[0].pop("warmup_steps")}})
+def test_arguments_by_name_need_no_recipe(told: list[dict[str, Any]]) -> None:
+    train("t5-small", "rows.jsonl", "max_steps=3", "report_to=none", "use_cpu=True")
+    train("model=t5-small", "train_dataset=rows.jsonl", "max_steps=3", "--batch-size", "2")
+    same = {"model": "t5-small", "train_dataset": "rows.jsonl", "max_steps": 3, "offload": OffloadConfig()}
+    assert told == [same | {"report_to": "none", "use_cpu": True}, same | {"batch_size": 2}]
 
 
 @pytest.mark.parametrize(
@@ -117,22 +119,46 @@ def test_the_recipe_holds_arguments_of_finetune(told: list[dict[str, Any]]) -> N
     [
         ("[model", "cannot be read: while parsing"),
         ("- model", r"must map arguments of finetune to values, got \['model'\]"),
-        ("offload: {disc: /tmp}", "section offload .* unexpected keyword argument 'disc'"),
-        (None, "cannot be read: .*No such file"),
+        ("offload: {disc: /tmp}", "OffloadConfig has no field 'disc'; did you mean 'disk'"),
+        ("offload: 3", "section offload .* holds fields of OffloadConfig"),
+        ("learning_rat: 3", "no argument 'learning_rat'; did you mean 'learning_rate'"),
+        (None, "no recipe '.*recipe.yaml'"),
     ],
 )
 def test_a_recipe_without_a_meaning_is_refused(text: str | None, why: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "recipe.yaml").write_text(text)
-    done = train("t5-small", "rows.jsonl", "--recipe", str(tmp_path / "recipe.yaml"))
+    done = train(str(tmp_path / "recipe.yaml"), "rows.jsonl")
     assert done.exit_code == 1
     assert re.search(why, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("epoch=3", "no argument 'epoch'; did you mean 'epochs'"),
+        ("warmup_step=3", "no argument 'warmup_step'; did you mean 'warmup_steps'"),
+        ("disk=/tmp", r"did you mean offload\.disk"),
+        ("offload.disc=/tmp", "no field 'disc'; did you mean 'disk'"),
+        ("max_length=3", "did you mean max_input_length"),
+        ("nonsense", "'nonsense' is not KEY=VALUE"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(setting: str, why: str) -> None:
+    done = train("chat", "rows.jsonl", setting)
+    assert done.exit_code == 1
+    assert re.search(why, done.stderr)
+
+
+def test_a_key_is_given_once() -> None:
+    assert "epochs is given twice" in train("chat", "rows.jsonl", "epochs=1", "num_train_epochs=2").stderr
+    assert "given twice" in train("chat", "rows.jsonl", "epochs=1", "--epochs", "2").stderr
 
 
 def test_a_model_and_rows_are_needed() -> None:
     done = train("t5-small")
     assert done.exit_code == 2
-    assert "TRAIN_DATASET: pass it, or write it into the recipe" in done.stderr
+    assert "TRAIN_DATASET: pass it, or train_dataset=... beside a recipe" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["precison", "epoch", "overwite", "max_input_lenght"])

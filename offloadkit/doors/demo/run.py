@@ -152,4 +152,5 @@ _NEXT = """
 what next:
   offloadkit plan t5-3b --vram 24GiB              what a model takes; --gpu "RTX 4090" for a card by name
   offloadkit train t5-small rows.jsonl            your rows, one {"input": "...", "target": "..."} a line
+  offloadkit recipes ls                           summarization, translation, chat, ...: a file to start from
   offloadkit doctor                               what this machine has, and what would make it faster"""
