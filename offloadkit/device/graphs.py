@@ -89,7 +89,7 @@ class Pool(Protocol):
             other_bytes: memory of the graphs outside the pool.
             kept_bytes: memory that the eager work allocates and that the graphs have in the pool. None: blocks also run
                 eagerly while graphs exist, so both count in full.
-            scale: the largest work is larger than the eager work by this factor.
+            scale: the work is larger than the eager work by this factor.
         """
 
     def free(self) -> None:

@@ -113,6 +113,7 @@ class BlockGraphs:
 
     Attributes:
         is_open: a forward of the engine is running.
+        has_begun: there are graphs, or were.
         is_planned: the plan has VRAM for graphs, or does not know the micro-batch.
         pool: the memory of all graphs.
         hooks_of_saved_tensors: those of the engine.
@@ -139,7 +140,7 @@ class BlockGraphs:
         self.num_calls = self.num_graphed = 0
         self._counted: set[_Block] = set()
         self._kept_bytes, self._scale = 0, 1.0
-        self._has_begun = self._is_out_of_order = self._is_watching = False
+        self.has_begun = self._is_out_of_order = self._is_watching = False
         self._given_up: str | None = None
         self._num_shortages = 0
         self.hooks_of_saved_tensors: Any = None
@@ -162,10 +163,10 @@ class BlockGraphs:
         self._statics.clear()
         self._unsealed.clear()
         self._counted.clear()
-        if self._has_begun:
+        if self.has_begun:
             self.pool.free()
         self._kept_bytes, self._scale, self._generation = 0, 1.0, self._generation + 1
-        self._has_begun = self._is_out_of_order = self._is_watching = False
+        self.has_begun = self._is_out_of_order = self._is_watching = False
 
     @property
     def gave_up(self) -> bool:
@@ -215,7 +216,7 @@ class BlockGraphs:
 
     def watch_eager(self) -> AbstractContextManager[None]:
         """Context of a block that runs eagerly and will be captured: its memory shows what training needs."""
-        if not (self._has_begun or self._is_watching):
+        if not (self.has_begun or self._is_watching):
             self._is_watching = True
             self.pool.watch_eager()
         return self.pool.in_eager() if self._is_watching else nullcontext()
@@ -230,7 +231,7 @@ class BlockGraphs:
 
     def end_of_backward(self) -> None:
         """Release the inputs of this micro-batch."""
-        if self._is_watching and not self._has_begun:
+        if self._is_watching and not self.has_begun:
             self.pool.end_of_eager()
         self._is_watching = False
         for block in self._blocks:
@@ -261,8 +262,8 @@ class BlockGraphs:
             raise _EagerlyError("an earlier capture failed")
         if self._given_up is not None:
             raise _EagerlyError(self._given_up)
-        if not self._has_begun:
-            self._has_begun = True
+        if not self.has_begun:
+            self.has_begun = True
             self.pool.begin()
 
     def capture(self, work: Work, entry: _Entry) -> _Captured:
@@ -281,17 +282,21 @@ class BlockGraphs:
             self._counted.add(entry.block)
             self._kept_bytes += int(captured.graph.kept_bytes / max(1.0, entry.scale))
         self._scale = max(self._scale, entry.scale)
-        self._check_memory(self._kept_bytes)
+        self._check_memory(self._kept_bytes, self._scale)
         return captured
 
-    def check_eager(self) -> None:
-        """Give up if a block that keeps its activations cannot run eagerly beside the graphs."""
-        if self._has_begun:
-            with suppress(_EagerlyError):
-                self._check_memory(None)
+    def check_eager(self, scale: float) -> None:
+        """Give up if a block that keeps its activations cannot run eagerly beside the graphs.
 
-    def _check_memory(self, kept_bytes: int | None) -> None:
-        if (missing := self.pool.missing_bytes(self._static_bytes(), kept_bytes, self._scale)) > 0:
+        Args:
+            scale: the batch is larger by this factor than the one that ran eagerly first.
+        """
+        if self.has_begun:
+            with suppress(_EagerlyError):
+                self._check_memory(None, scale)
+
+    def _check_memory(self, kept_bytes: int | None, scale: float) -> None:
+        if (missing := self.pool.missing_bytes(self._static_bytes(), kept_bytes, scale)) > 0:
             why = f"graphs need {missing / 2**20:.0f} MiB more VRAM than is free"
             self._num_shortages += 1
             if kept_bytes is None or self._num_shortages >= MOST_CHANGES:
@@ -454,7 +459,7 @@ class _Block:
         live: forwards through graphs whose backward may come.
         ran_eagerly: since the last backward, with gradients.
         num_calls: in this forward.
-        eager_bytes: of the first argument, in the largest first run.
+        eager_bytes: of the first argument, in the largest first run before any capture.
     """
 
     def __init__(self, graphs: BlockGraphs, name: str, module: nn.Module, tied: Collection[nn.Module]) -> None:
@@ -553,12 +558,13 @@ class _Block:
             is_known = not facts.has_buffers and any(other.reason is None for other in self._like(key))
             is_one_more = len({each[:2] for each in self._entries} - {key[:2]}) >= MOST_KINDS
             if self.recomputed is None and (is_one_more or not is_known):
-                self.graphs.check_eager()
+                self.graphs.check_eager(key.num_bytes() / self.eager_bytes if self.eager_bytes else 1.0)
             if is_one_more:
                 raise _EagerlyError(f"it was called with more than {MOST_KINDS} kinds of arguments")
             if not is_known:
                 first = self._entries[key] = _FirstRun(self.module, tensors)
-                self.eager_bytes = max(self.eager_bytes, key.num_bytes())
+                if not (self.eager_bytes and self.graphs.has_begun):
+                    self.eager_bytes = max(self.eager_bytes, key.num_bytes())
                 return first
         self._num_changes = 0
         entry = self._entries.get(key)

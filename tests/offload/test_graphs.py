@@ -19,7 +19,7 @@ from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, RepeatWindowError
 from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.offload.graphs import BlockGraphs, _Entry
+from offloadkit.offload.graphs import MOST_KINDS, BlockGraphs, _Entry
 from offloadkit.planner.make import without_graphs
 from tests.graphs import PLACEMENTS, Trained, assert_equals_eager, batches, llama, t5, train, train_by
 
@@ -431,6 +431,21 @@ def test_a_full_gpu_gives_up_graphs_before_it_moves(monkeypatch: pytest.MonkeyPa
             step()
         assert graphs.num_graphs() == 0
         assert engine.plan.placements == (Placement(),) * len(engine.plan.placements)
+
+
+def test_a_short_batch_at_the_end_of_an_epoch_needs_its_own_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lengths are one kind too many, so blocks run eagerly beside the graphs."""
+    asked = []
+
+    def missing(self: RunAgain, other_bytes: int, kept_bytes: int | None, scale: float) -> int:
+        asked.append((kept_bytes, scale))
+        return int(kept_bytes is None and scale > 0.5)
+
+    monkeypatch.setattr(RunAgain, "missing_bytes", missing)
+    whole = [(4, length) for length in range(3, 3 + MOST_KINDS)]
+    *_, num_graphs = train(Stack(), [*whole, *whole, (2, whole[-1][1])])
+    assert asked[-1] == (None, 0.5)
+    assert num_graphs == 3 * 2 * MOST_KINDS
 
 
 @pytest.mark.slow
