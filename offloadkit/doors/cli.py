@@ -320,8 +320,9 @@ def train(
 ) -> None:
     """Train MODEL on TRAIN_DATASET with the optimizer in host RAM.
 
-    Or train by a recipe, from the package or a file, in the place of MODEL: offloadkit train chat
-    train_dataset=chats.jsonl. What is given here overrides the recipe.
+    A recipe, of the package or a file, may be given as MODEL: offloadkit train chat train_dataset=chats.jsonl
+
+    Arguments on the command line override a recipe's.
 
     Ctrl-C finishes the current step, saves a checkpoint and exits with 130; --resume continues.
     """

@@ -156,7 +156,7 @@ def test_train_takes_any_training_argument_and_a_share_to_hold_out(monkeypatch: 
         "tf32": "False",
         "optim": "lion_32bit",
     }
-    given = [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
+    given = [f"{name}={value}" for name, value in values.items()]
     assert run("train", "model", "data.jsonl", "--eval-dataset", "0.1", "--verbose", *given).exit_code == 0
     expected = {
         "run_name": "2024",
@@ -168,24 +168,6 @@ def test_train_takes_any_training_argument_and_a_share_to_hold_out(monkeypatch: 
     }
     assert {name: told[0][name] for name in values} == expected
     assert (told[0]["eval_dataset"], told[0]["verbose"]) == (0.1, True)
-
-
-@pytest.mark.parametrize(
-    ("setting", "why"),
-    [
-        ("warmup", "'warmup' is not KEY=VALUE"),
-        ("warmup_step=1", "did you mean 'warmup_steps'"),
-        ("lr=1", "lr has an option of its own: --learning-rate"),
-        ("max_seq_length=9", "no training argument 'max_seq_length'; did you mean --max-input-length?"),
-        ("train_batch_size=9", "did you mean --batch-size?"),
-        ("no_cuda=true", "did you mean use_cpu=True?"),
-    ],
-)
-def test_a_setting_without_a_meaning_is_refused(setting: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    done = run("train", "model", "data.jsonl", "--set", setting)
-    assert done.exit_code == 2
-    assert why in done.stderr
 
 
 def test_the_version_is_the_packages() -> None:

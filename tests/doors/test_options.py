@@ -141,6 +141,8 @@ def test_a_recipe_without_a_meaning_is_refused(text: str | None, why: str, tmp_p
         ("disk=/tmp", r"did you mean offload\.disk"),
         ("offload.disc=/tmp", "no field 'disc'; did you mean 'disk'"),
         ("max_length=3", "did you mean max_input_length"),
+        ("train_batch_size=9", "did you mean batch_size"),
+        ("no_cuda=true", "did you mean use_cpu=True"),
         ("nonsense", "'nonsense' is not KEY=VALUE"),
     ],
 )
