@@ -1,11 +1,11 @@
-"""The command line: `python -m benchmarks list | run | ranks | start | merge | plans | scaling | report`."""
+"""The command line: `python -m benchmarks list | run | ranks | start | merge | plans | scaling | fits | report`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import plans, ranks, report, run, scaling, start, table
+from benchmarks import fits, plans, ranks, report, run, scaling, start, table
 from benchmarks.cases import CASES, ENGINES
 from benchmarks.rank_cases import RANK_CASES, RANK_ENGINES
 
@@ -55,6 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     merging = commands.add_parser("merge", help="append the rows of another table, which ran elsewhere")
     merging.add_argument("table", type=Path)
     commands.add_parser("scaling", help="plan for up to 64 GPUs; writes the tables of docs/several-gpus.md")
+    commands.add_parser("fits", help="plan models for cards by data sheets; writes the README's table")
     commands.add_parser("report", help="write docs/results.md, the README's marked parts and the chart")
     for command in (measuring, several, planning, starting, merging):
         command.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
@@ -82,6 +83,8 @@ def main(arguments: list[str] | None = None) -> None:
         plans.plan_cases(options.pop("case"), **options)
     elif chosen == "scaling":
         scaling.PAGE.write_text(scaling.page())
+    elif chosen == "fits":
+        fits.README.write_text(fits.page())
     else:
         report.write()
 

@@ -21,8 +21,11 @@ from benchmarks.table import BY_WIDTH, Row, latest
 from offloadkit.planner.phases import PHASES, Phase, differing
 
 ROOT = Path(__file__).parent.parent
-README, RESULTS, CHART = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "t5-3b.png"
-CHART_CASE = "w1"
+README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
+CHARTS = {"light": ROOT / "docs" / "t5-3b.png", "dark": ROOT / "docs" / "t5-3b-dark.png"}
+CHART_CASE, CARD_GIB = "w1", 24
+_INK = {"light": ("black", "white"), "dark": ("#e6edf3", "#0d1117")}
+"""Text and background of GitHub's pages."""
 WITHIN = 0.15
 """Largest relative error of a step that counts as planned right."""
 BEFORE_STREAMED_STATES = ("c9fd74b", "d6b17f7", "31ba1b9")
@@ -49,12 +52,13 @@ STREAMED, OLDER = "since states stream through VRAM", "before the GPU stepped st
 
 
 def write() -> None:
-    """Write docs/results.md, the README's marked parts and the chart."""
+    """Write docs/results.md, the README's marked parts and the charts."""
     rows = table.read()
     RESULTS.write_text(results(rows))
     README.write_text(filled(README.read_text(), rows))
-    draw_chart(rows, CHART)
-    print(f"written: {RESULTS.relative_to(ROOT)}, {README.relative_to(ROOT)}, {CHART.relative_to(ROOT)}")
+    for theme, path in CHARTS.items():
+        draw_chart(rows, path, theme)
+    print("written:", *(path.relative_to(ROOT) for path in (RESULTS, README, *CHARTS.values())))
 
 
 def results(rows: Sequence[Row]) -> str:
@@ -468,12 +472,15 @@ def fit(rows: Sequence[Row]) -> Iterator[str]:
         cells += [CASES[row["case"]].shape, f"{row[vram] / GIB:.1f} GiB", f"{row[ram] / GIB:.1f} GiB"]
         yield _line([*cells, f"{row['seconds']:.2f}", row["status"]])
     yield ""
+    yield "At the rates of an H200 with 16 cores. *planned*: computed, not run. VRAM is all that the process takes."
+    yield from accuracy(rows)
+
+
+def accuracy(rows: Sequence[Row]) -> Iterator[str]:
+    """How well plans meet what was measured."""
     right, known = planned_right(planned_rows(rows)[STREAMED], "planned_seconds", "seconds", WITHIN)
     yield (
-        "At the rates of an H200 with 16 cores. *planned*: computed, not run. "
-        f"{right} of the {known} planned steps that were also run there were within {100 * WITHIN:.0f} %. "
-        "VRAM is all that the process takes. A card gives somewhat less than its name, and an ordinary card and bus "
-        "are slower: `offloadkit plan` says what yours does."
+        f"On an H200, {right} of the {known} planned steps that were also run there were within {100 * WITHIN:.0f} %."
     )
 
 
@@ -487,10 +494,13 @@ def chart(rows: Sequence[Row]) -> Iterator[str]:
     bars = "; ".join(
         f"{label} {row['seconds']:.2f} s in {row['vram_bytes'] / GIB:.1f} GiB of VRAM" for label, row in shown
     )
-    yield f"![T5-3B, {case.shape} tokens a step: {bars}](docs/{CHART.name})\n"
+    said = f"T5-3B, {case.shape} tokens a step: {bars}"
+    yield "<picture>"
+    yield f'<source media="(prefers-color-scheme: dark)" srcset="docs/{CHARTS["dark"].name}">'
+    yield f'<img alt="{said}" src="docs/{CHARTS["light"].name}">'
+    yield "</picture>\n"
     origins = dict.fromkeys(_origin(row | {"commit": None}) for _, row in shown)
-    said = f"T5-3B, exact AdamW, {case.shape} tokens a step. {_beside_the_chart(rows, shown)}"
-    yield f"{said} {'; '.join(origins)}. [All results](docs/results.md)"
+    yield f"{_beside_the_chart(rows, shown)} {'; '.join(origins)}. [All results](docs/results.md)"
 
 
 def _beside_the_chart(rows: Sequence[Row], shown: Sequence[tuple[str, Row]]) -> str:
@@ -507,7 +517,7 @@ def _beside_the_chart(rows: Sequence[Row], shown: Sequence[tuple[str, Row]]) -> 
     return " ".join(said)
 
 
-PARTS: dict[str, Callable[[Sequence[Row]], Iterator[str]]] = {"chart": chart, "fit": fit}
+PARTS: dict[str, Callable[[Sequence[Row]], Iterator[str]]] = {"chart": chart, "accuracy": accuracy}
 """Parts that may stand between markers in the README."""
 
 
@@ -537,28 +547,43 @@ def digest(rows: Sequence[Row]) -> str:
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
 
-def draw_chart(rows: Sequence[Row], path: Path) -> None:
-    """Draw three bars: seconds a step, with VRAM and RAM written next to each."""
+def draw_chart(rows: Sequence[Row], path: Path, theme: str) -> None:
+    """Draw VRAM against a card of 24 GiB, with the seconds of a step next to each bar. `theme`: "light" or "dark"."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     shown = chart_rows(rows)
-    colours = {"offloadkit": "#0072b2", "HF on the GPU": "#8c8c8c"}
-    figure = Figure(figsize=(9, 2.2), layout="constrained", facecolor="white")
-    axes: Any = figure.subplots()
-    seconds = [row["seconds"] for _, row in shown]
-    axes.barh([label for label, _ in shown], seconds, color=[colours.get(label, "#e69f00") for label, _ in shown])
-    for place, (_, row) in enumerate(shown):
-        sizes = f"{row['vram_bytes'] / GIB:.1f} GiB of VRAM, {row['ram_peak_bytes'] / GIB:.1f} GiB of RAM"
+    ink, paper = _INK[theme]
+    colours = {"offloadkit": "#2f81f7" if theme == "dark" else "#0072b2", "HF on the GPU": "#8c8c8c"}
+    colouring = {f"{what}color": ink for what in ("text.", "axes.label", "axes.edge", "xtick.", "ytick.")}
+    with rc_context({**colouring, "font.size": 11}):
+        figure = Figure(figsize=(9, 2.8), layout="constrained", facecolor=paper)
+        axes: Any = figure.subplots()
+        axes.set_facecolor(paper)
+        gib = [row["vram_bytes"] / GIB for _, row in shown]
+        names = [label for label, _ in shown]
+        axes.barh(names, gib, height=0.62, color=[colours.get(name, "#e69f00") for name in names])
+        for place, (_, row) in enumerate(shown):
+            said = f"{gib[place]:.1f} GiB, {row['seconds']:.2f} s a step"
+            axes.annotate(said, (gib[place], place), (6, 0), textcoords="offset points", va="center")
+        axes.axvline(CARD_GIB, color=ink, linestyle="--", linewidth=1.2)
         axes.annotate(
-            f"{row['seconds']:.2f} s, {sizes}", (row["seconds"], place), (5, 0), textcoords="offset points", va="center"
+            f"{CARD_GIB} GiB",
+            (CARD_GIB, 1.0),
+            (0, 3),
+            xycoords=axes.get_xaxis_transform(),
+            textcoords="offset points",
+            ha="center",
+            annotation_clip=False,
         )
-    axes.set_xlim(0, 1.7 * max(seconds))
-    axes.invert_yaxis()
-    axes.xaxis.set_visible(False)
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_title(f"T5-3B, exact AdamW, {CASES[CHART_CASE].shape} tokens: seconds a step", loc="left", fontsize=11)
-    figure.savefig(path, dpi=150, metadata={"Source": digest(rows)})
+        axes.set_xlim(0, 1.4 * max(gib))
+        axes.invert_yaxis()
+        axes.xaxis.set_visible(False)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        title = f"VRAM to train T5-3B: exact AdamW, {CASES[CHART_CASE].shape} tokens a step"
+        axes.set_title(title, loc="left", fontsize=12, pad=26)
+        figure.savefig(path, dpi=150, metadata={"Source": digest(rows)})
 
 
 def planned_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:

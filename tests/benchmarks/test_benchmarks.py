@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import plans, report, run, same_script, table
-from benchmarks.cases import CASES, ENGINES, GIB, HUB_NAMES, config_of
+from benchmarks.cases import CASES, ENGINES, GIB, config_of
 from benchmarks.doors import DOORS
 from benchmarks.peer_engines import ENGINES as RUN
 from benchmarks.rank_cases import RANK_CASES
@@ -271,10 +271,11 @@ def test_the_readme_s_figures_are_what_the_table_says() -> None:
     assert {found["name"] for found in re.finditer(report.MARKED, text, re.DOTALL)} == set(report.PARTS)
 
 
-def test_the_chart_is_drawn_from_the_table(tmp_path: Path) -> None:
-    assert report.digest(ROWS).encode() in report.CHART.read_bytes(), "stale: run `python -m benchmarks report`"
-    report.draw_chart(ROWS, tmp_path / "again.png")
-    assert report.digest(ROWS).encode() in (tmp_path / "again.png").read_bytes()
+def test_the_charts_are_drawn_from_the_table(tmp_path: Path) -> None:
+    for theme, path in report.CHARTS.items():
+        assert report.digest(ROWS).encode() in path.read_bytes(), "stale: run `python -m benchmarks report`"
+        report.draw_chart(ROWS, tmp_path / path.name, theme)
+        assert report.digest(ROWS).encode() in (tmp_path / path.name).read_bytes()
 
 
 def test_the_bars_of_the_chart_are_of_one_run() -> None:
@@ -300,6 +301,10 @@ def test_a_new_row_makes_the_documents_stale() -> None:
         report.filled("<!-- figures:nothing -->\n<!-- /figures -->", ROWS)
 
 
+def test_the_readme_is_read_in_four_minutes() -> None:
+    assert len(report.README.read_text().split()) <= 900
+
+
 def numbers_of(row: Row) -> list[float]:
     """Every number that a document may quote from a row."""
     case = CASES[row["case"]]
@@ -322,7 +327,7 @@ def how_right_the_plan_was() -> str:
     ran = [row for row in ran if not row["case"].startswith(others) and row["mask"] != "ragged"]
     off = [row["planned_seconds"] / row["seconds"] for row in ran if row["commit"] not in report.BEFORE_STREAMED_STATES]
     right = sum(0.85 <= ratio <= 1.15 for ratio in off)
-    return f"{right} of the {len(off)} planned steps that were also run there were within 15 %."
+    return f"On an H200, {right} of the {len(off)} planned steps that were also run there were within 15 %."
 
 
 def test_every_figure_of_the_readme_is_in_the_table() -> None:
@@ -330,21 +335,14 @@ def test_every_figure_of_the_readme_is_in_the_table() -> None:
     num_seen = 0
     for part in re.finditer(report.MARKED, report.README.read_text(), re.DOTALL):
         for line in part["body"].splitlines():
-            if part["name"] == "chart":
-                about = [row for row in ROWS if row["case"] == report.CHART_CASE and row["seconds"]]
-            else:
-                shown = line.split("|")[1].strip() if line.startswith("|") else ""
-                model = next((short for short, name in HUB_NAMES.items() if name == shown), shown)
-                about = [row for row in ROWS if row["model"] == model and row["case"].startswith("fit-")]
-                line = line.replace(f" {shown} ", " ", 1)
-                line = line.replace(how_right_the_plan_was(), "")
-                about = about or [row for row in ROWS if row["case"].startswith("fit-")]
+            about = [row for row in ROWS if row["case"] == report.CHART_CASE and row["seconds"]]
+            line = re.sub(r'srcset="[^"]*"|src="[^"]*"', "", line.replace(how_right_the_plan_was(), ""))
             for text in re.findall(r"\d+(?:\.\d+)?", re.sub(NOT_A_FIGURE, "", line)):
                 slack = 0.5000001 * 10 ** -len(text.partition(".")[2])
                 known = any(abs(number - float(text)) <= slack for row in about for number in numbers_of(row))
                 assert known, f"{text} of {line!r} is in no row of {part['name']}"
                 num_seen += 1
-    assert num_seen > 50
+    assert num_seen > 10
     assert how_right_the_plan_was() in report.README.read_text()
 
 
