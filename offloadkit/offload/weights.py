@@ -428,7 +428,8 @@ class _Use(torch.autograd.Function):
     """One use of a tied weight. Its gradient goes to `sink`, because autograd would add the uses' gradients in bf16.
 
     If the user has hooks on the weight's gradient, autograd does add the gradients, because hooks must see the sum.
-    Outside `engine.backward` autograd adds them too: `autograd.grad` returns the sum, and `loss.backward()` meets our hook.
+    Outside `engine.backward` autograd adds them too: `autograd.grad` returns the sum, and `loss.backward()` meets the
+    engine's hook.
     """
 
     @staticmethod
