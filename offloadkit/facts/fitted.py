@@ -49,13 +49,19 @@ COMPILED_TRAFFIC = 0.6
 """Bytes that the non-matmul ops of a compiled block move, as a fraction of the same ops uncompiled. Steps."""
 STEP_EFFICIENCY = 0.85
 """Fraction of the VRAM bandwidth that the AdamW kernel and the copies and norms of gradients reach. Steps."""
-PRODUCT_EFFICIENCY = 0.92
-"""Fraction of the measured matmul rate that the products of Newton-Schulz iterations reach, apart from
-`PRODUCT_SECONDS`. One H100 with 858 TFLOP/s (e6d494f): 3072x3072 by 3072x8192 took 0.191 ms, 3072x3072 by 3072x3072
-0.080 ms, and 1024x16384 by 16384x1024 0.051 ms; planned 0.202, 0.079 and 0.050 ms.
+PRODUCT_EFFICIENCY = 0.69
+"""Fraction of the measured matmul rate that the products of Newton-Schulz iterations reach in a step, apart from
+`PRODUCT_SECONDS`. With `MATRIX_SECONDS` from rows muon-t5-3b and muon-llama-3b of commit eee5c4c. Alone, with the clock
+of a GPU that rested before, products reached 0.92.
 """
 PRODUCT_SECONDS = 6e-6
-"""Seconds of a product in a CUDA graph beyond its FLOPs: launch, first and last wave. The same measurement."""
+"""Seconds of a product in a CUDA graph beyond its FLOPs: launch, first and last wave. 3072x3072 by 3072x8192 and
+smaller products alone on an H100 (e6d494f).
+"""
+MATRIX_SECONDS = 1.4e-4
+"""Seconds of a matrix's update by Muon beyond its products and bytes: operations that Python launches one by one. The
+same rows as `PRODUCT_EFFICIENCY`.
+"""
 KERNEL_SECONDS = 4e-6
 """Seconds of an empty kernel. Steps."""
 

@@ -40,6 +40,7 @@ from offloadkit.facts.fitted import (
     GRAPHED_LAUNCHES,
     KERNEL_SECONDS,
     LAYER_LAUNCHES,
+    MATRIX_SECONDS,
     NORM_EFFICIENCY,
     PRODUCT_EFFICIENCY,
     PRODUCT_SECONDS,
@@ -706,7 +707,7 @@ def layer_cost(index: int, layer: LayerShape, hardware: Hardware, accumulation: 
 def newton_schulz_seconds(matrix: Matrix, hardware: Hardware) -> float:
     """Seconds of orthogonalizing the update of a matrix on the GPU."""
     products = matrix.flops / (hardware.bf16_flops_per_second * PRODUCT_EFFICIENCY) + STEPS * PRODUCTS * PRODUCT_SECONDS
-    return products + matrix.traffic / (hardware.vram_bytes_per_second * STEP_EFFICIENCY)
+    return MATRIX_SECONDS + products + matrix.traffic / (hardware.vram_bytes_per_second * STEP_EFFICIENCY)
 
 
 def exchange_rate(hardware: Hardware, num_ranks: int) -> float:
