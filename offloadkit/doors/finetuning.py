@@ -619,9 +619,9 @@ class TrainingRun:
         from offloadkit.hf.callbacks import MonitorCallback, StepEndCallback
 
         if trainer.is_world_process_zero():
-            trainer.add_callback(StepEndCallback(self.earlier.remove_checkpoints))
             path, text = self.setup.output / RECIPE_FILE, _HEAD + self.recipe
-            trainer.add_callback(StepEndCallback(functools.cache(lambda: _write(path, text))))
+            written = functools.cache(lambda: _write(path, text))
+            trainer.add_callback(StepEndCallback(self.earlier.remove_checkpoints, written))
         trainer.add_callback(asks := MonitorCallback(self.monitor, trainer.any_flag, **stopping))
         checkpoint = self.setup.checkpoint
         with closing(asks), ExitStack() as opened:

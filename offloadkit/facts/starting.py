@@ -7,9 +7,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from offloadkit.facts.shell import running_shell
+
 
 def say(doing: str) -> None:
-    print(f"offloadkit: {doing} ...", file=sys.stderr, flush=True)
+    """Print to stderr, because stdout may be JSON; to stdout in a notebook, which shows stderr as an error."""
+    stream = sys.stderr if running_shell() is None else sys.stdout
+    print(f"offloadkit: {doing} ...", file=stream, flush=True)
 
 
 def is_loaded(library: str) -> bool:

@@ -19,13 +19,14 @@ from offloadkit.monitor.monitor import Monitor
 
 
 class StepEndCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Calls a function after each step, before its checkpoint is written."""
+    """Calls functions after each step, before its checkpoint is written."""
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
+    def __init__(self, *calls: Callable[[], None]) -> None:
+        self._calls = calls
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._call()
+        for call in self._calls:
+            call()
 
 
 _SHOWN = {"loss": "loss", "grad_norm": "norm", "learning_rate": "lr"}

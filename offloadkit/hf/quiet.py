@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 from offloadkit.distributed import world
+from offloadkit.facts.shell import running_shell
 
 
 @contextmanager
@@ -77,17 +78,36 @@ def is_live() -> bool:
     """Whether rank 0 can redraw a printed line (terminal or notebook cell)."""
     if world.rank() > 0:
         return False
-    ipython = sys.modules.get("IPython")  # ipykernel may be imported outside a kernel, for example by nbclient
-    shell = ipython.get_ipython() if ipython is not None else None
-    return sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
+    return sys.stderr.isatty() or running_shell() is not None
 
 
 @contextmanager
 def bars_where_live() -> Iterator[None]:
     import datasets
 
-    with progress_bars(is_live()), ExitStack() as undo:
+    with progress_bars(is_live()), _bars_vanish(), ExitStack() as undo:
         if not is_live() and not datasets.are_progress_bars_disabled():
             datasets.disable_progress_bars()
             undo.callback(datasets.enable_progress_bars)
         yield
+
+
+@contextmanager
+def _bars_vanish() -> Iterator[None]:
+    """Remove the bars of a notebook at the end: a saved notebook would show each as it began, at 0%."""
+    if running_shell() is None:
+        yield
+        return
+    import IPython.display
+    import tqdm.notebook  # type: ignore[import-untyped, unused-ignore]
+
+    bars, display = cast(Any, tqdm.notebook), cast(Any, IPython.display.display)
+    shown: list[Any] = []
+    before = getattr(bars, "display", None)  # None without ipywidgets
+    bars.display = lambda bar: shown.append(display(bar, display_id=True))
+    try:
+        yield
+    finally:
+        bars.display = before
+        for handle in shown:
+            handle.update({"text/html": "", "text/plain": ""}, raw=True)

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, Self
 
 from offloadkit.errors import ConfigError
+from offloadkit.facts.shell import running_shell
 from offloadkit.facts.stopping import Stop
 from offloadkit.facts.telemetry import StepRecord, Telemetry
 from offloadkit.facts.threads import Thread
 from offloadkit.monitor.figures import Figures, History, Machine, State
 from offloadkit.monitor.figures import figures as compute_figures
-from offloadkit.monitor.notebook import NotebookDisplay, running_shell
+from offloadkit.monitor.notebook import NotebookDisplay
 from offloadkit.planner import Plan
 
 DISPLAYS = ("auto", "notebook", "terminal", "none")

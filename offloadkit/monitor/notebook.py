@@ -7,7 +7,6 @@ has the same effect.
 
 from __future__ import annotations
 
-import sys
 from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
@@ -23,19 +22,15 @@ _MAYBE = "If there is no button, or it does not answer, interrupt the kernel (â–
 _UNHEEDED = "This loop does not ask for stop_requested: an interrupt (â– ) breaks it off at once."
 
 
-def running_shell() -> Any:
-    """The IPython shell of the current notebook; None outside notebooks."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell if getattr(shell, "kernel", None) is not None else None
-
-
 class NotebookDisplay:
     def __init__(self, shell: Any, stop: Callable[[], None]) -> None:
         self._ident = f"okm{uuid4().hex[:10]}"
         self._button = _button(shell.kernel, stop)
+        self._kernel, self._request = shell.kernel, None
 
     def open(self, figures: Figures) -> None:
+        if hasattr(self._kernel, "get_parent"):
+            self._request = self._kernel.get_parent("shell")
         if self._button is not None:
             self._button.open()
         self._draw(figures, is_polled=True, update=False)
@@ -57,6 +52,11 @@ class NotebookDisplay:
         note = "" if stopping else self._note(is_polled)
         drawn = {"text/html": page(figures, self._ident, note), "text/plain": words.line(figures)}
         _publish(drawn, self._ident, update)
+        if self._request is not None:
+            # A subshell that has answered the button reports "idle", which front ends show for the whole kernel.
+            self._kernel.session.send(
+                self._kernel.iopub_socket, "status", {"execution_state": "busy"}, self._request, b"status"
+            )
 
     def _note(self, is_polled: bool) -> str:
         if not is_polled:

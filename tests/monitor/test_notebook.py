@@ -47,7 +47,12 @@ class Client(Listening):
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
         super().__init__(notebook, km=kernel, timeout=120)
         self._interrupt_after = interrupt_after
+        self.num_busy = 0
         self._button = ""
+
+    def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
+        self.num_busy += msg["content"].get("execution_state") == "busy"
+        return super().process_message(msg, cell, cell_index)
 
     def drawn(self) -> None:
         if len(self.values) == self._interrupt_after:
@@ -77,6 +82,7 @@ def test_bars_move_while_the_cell_runs_and_a_summary_stays(kernel: Any) -> None:
     client = Client(kernel, "train(60, pause=0.03, baseline_seconds=0.01); None")
     button, output, switches = client.run()
     assert len(set(client.values)) >= 5
+    assert client.num_busy >= 5, "the kernel says with every drawing that it is busy"
     assert "waiting for the first step" in client.values[0]
     assert "training" in client.values[-2]
     assert "measured baseline" in client.values[-2]
@@ -155,6 +161,23 @@ def test_the_button_is_heard_where_the_front_end_sends_it_past_the_running_cell(
     state, steps = "".join(output["text"] for output in outputs if output["output_type"] == "stream").split()
     assert state == "stopped"
     assert int(steps) < 2000
+
+
+def test_bars_leave_nothing_and_progress_is_no_error(kernel: Any) -> None:
+    cell = """
+from tqdm.auto import tqdm
+from offloadkit.facts.starting import say
+from offloadkit.hf.quiet import bars_where_live
+with bars_where_live():
+    say("loading")
+    for _ in tqdm(range(3), desc="Tokenizing"):
+        pass
+"""
+    outputs = Client(kernel, cell).run()
+    streams = [(output["name"], output["text"]) for output in outputs if output["output_type"] == "stream"]
+    assert streams == [("stdout", "offloadkit: loading ...\n")], "a notebook shows stderr as an error"
+    bars = [output["data"] for output in outputs if output["output_type"] == "display_data"]
+    assert bars == [{"text/html": "", "text/plain": ""}]
 
 
 @pytest.mark.slow

@@ -115,6 +115,7 @@ def test_bars_move_the_slowdown_appears_and_an_interrupt_leaves_a_checkpoint(lab
     seen = [drawing(page) for _ in range(24) if page.wait_for_timeout(250) is None]
     steps = [each["step"] for each in seen]
     assert steps == sorted(steps)
+    assert {each["kernel"] for each in seen} == {"busy"}
     assert len(set(steps)) >= 4, "progress moves"
     assert seen[-1]["way"] > seen[0]["way"]
     assert len({each["bars"] for each in seen}) >= 3, "the bars must move too"
@@ -133,6 +134,7 @@ def test_bars_move_the_slowdown_appears_and_an_interrupt_leaves_a_checkpoint(lab
 DRAWING = """() => {
     const element = document.querySelector(".okm");
     return {
+        kernel: window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status,
         head: element.querySelector(".okm-head b").innerText,
         way: element.querySelector(".okm-way").getAttribute("aria-valuenow"),
         bars: [...element.querySelectorAll("svg rect")].map(rect => rect.getBoundingClientRect().width),
@@ -145,4 +147,9 @@ def drawing(page: Any) -> dict[str, Any]:
     """The monitor's current step, progress in per cent, and the widths in pixels of all bars of memory and time."""
     shown = page.evaluate(DRAWING)
     step = int(shown["head"].removeprefix("step ").split(" of ")[0].replace(",", ""))
-    return {"step": step, "way": int(shown["way"]), "bars": tuple(round(width, 1) for width in shown["bars"])}
+    return {
+        "step": step,
+        "kernel": shown["kernel"],
+        "way": int(shown["way"]),
+        "bars": tuple(round(width, 1) for width in shown["bars"]),
+    }
