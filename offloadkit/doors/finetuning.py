@@ -51,7 +51,7 @@ from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig, Precision
 from offloadkit.facts.starting import collector_off, is_loaded, say
 from offloadkit.facts.telemetry import Move, Peaks, StepRecord
-from offloadkit.facts.units import parse_bytes
+from offloadkit.facts.units import parse_bytes, rounded
 from offloadkit.hf.columns import ColumnOptions
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
@@ -128,7 +128,9 @@ class FinetuneResult:
         return self.output_dir / "model"
 
     def __repr__(self) -> str:
-        numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()) or "nothing was trained"
+        numbers = (
+            ", ".join(f"{name} {rounded(value, 4)}" for name, value in self.metrics.items()) or "nothing was trained"
+        )
         name = type(self.model).__name__
         memory = "".join(f"\n  {sentence}" for sentence in _not_as_planned(self.plan, self.peaks, self.moves))
         return (
@@ -761,7 +763,7 @@ def _predicted(
         )
     if evaluation.task != "causal":
         metrics["exact_match" if evaluation.task == "seq2seq" else "accuracy"] = share_correct(samples)
-    print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+    print("  ".join(f"{name} {rounded(value, 4)}" for name, value in metrics.items()))
     for sample in samples[:_NUM_SHOWN]:
         print(f"  {in_words(sample, evaluation.task)}")
     return samples[:_NUM_SHOWN]

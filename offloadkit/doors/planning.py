@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +25,7 @@ from offloadkit.facts import hardware
 from offloadkit.facts.calls import BY_FINETUNE, WrittenCall, call_of
 from offloadkit.facts.config import OffloadConfig, Precision, check_counts, given_size, with_wishes
 from offloadkit.facts.hardware import Hardware, with_disk
+from offloadkit.facts.starting import said_if_long
 from offloadkit.facts.units import format_bytes, parse_bytes
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length, num_positions
 from offloadkit.hf.load import Task
@@ -195,7 +197,8 @@ def plan_source(source: ModelSource, config: OffloadConfig, request: PlanRequest
             basis = replace(made.basis, chosen=f"batch_size={rows.batch_size}", smaller=smaller, call=request.call)
             return proposing_disk(replace(made, basis=basis))
 
-        return ranks.broadcast_from(make)
+        with said_if_long("searching for a plan") if ranks.rank == 0 else nullcontext():
+            return ranks.broadcast_from(make)
 
 
 def _machine(

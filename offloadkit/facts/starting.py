@@ -1,9 +1,10 @@
-"""The first seconds of a run, while libraries load: print progress, and avoid unnecessary work."""
+"""Seconds in which nothing is seen, while libraries load or plans are made: print progress, avoid unnecessary work."""
 
 from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,21 @@ def say(doing: str) -> None:
     """Print to stderr, because stdout may be JSON; to stdout in a notebook, which shows stderr as an error."""
     stream = sys.stderr if running_shell() is None else sys.stdout
     print(f"offloadkit: {doing} ...", file=stream, flush=True)
+
+
+LONG_SECONDS = 2.0
+
+
+@contextmanager
+def said_if_long(doing: str) -> Iterator[None]:
+    """`say` it if it takes more than `LONG_SECONDS`."""
+    timer = threading.Timer(LONG_SECONDS, say, [doing])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_loaded(library: str) -> bool:

@@ -14,6 +14,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from offloadkit.errors import TrainingStoppedError
 from offloadkit.facts.stopping import Stop
+from offloadkit.facts.units import rounded
 from offloadkit.hf.quiet import is_live, progress_bars
 from offloadkit.monitor.monitor import Monitor
 
@@ -241,4 +242,4 @@ class MonitorCallback(StopCallback):
 
 
 def _numbers(logs: dict[str, Any]) -> str:
-    return "  ".join(f"{short} {logs[name]:.3g}" for name, short in _SHOWN.items() if name in logs)
+    return "  ".join(f"{short} {rounded(logs[name])}" for name, short in _SHOWN.items() if name in logs)

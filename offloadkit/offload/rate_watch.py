@@ -11,7 +11,7 @@ from offloadkit.distributed.ranks import SOLO, Ranks
 from offloadkit.facts.config import Placement
 from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.telemetry import StepRecord
-from offloadkit.facts.units import format_seconds
+from offloadkit.facts.units import format_seconds, rounded
 from offloadkit.offload.shortage import minimum_over_ranks
 from offloadkit.planner import Plan
 from offloadkit.planner.faster import COMPUTE, MIN_GAIN, PYTHON, Rate, compared_rates, corrected, faster
@@ -111,7 +111,7 @@ class RateWatch:
             _, before, its_pace = found
             if any(number > room()[tier] for tier, number in before.needs().items() if tier != "disk"):
                 return None
-            return before, f"steps took {pace / its_pace:.3g} times as long as before the last move"
+            return before, f"steps took {rounded(pace / its_pace)} times as long as before the last move"
         if not self._searches_left:
             return None
         rates = measured()

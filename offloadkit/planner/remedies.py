@@ -8,7 +8,8 @@ from itertools import islice
 from typing import Any
 
 from offloadkit.facts.config import Precision
-from offloadkit.facts.units import format_bytes, format_range, format_seconds, parse_bytes, rounded_up
+from offloadkit.facts.starting import said_if_long
+from offloadkit.facts.units import format_bytes, format_range, format_seconds, parse_bytes, rounded, rounded_up
 from offloadkit.optim.table import optimizer_named
 from offloadkit.planner.layout import TIERS
 from offloadkit.planner.make import P, budget_options, is_short_of_ram, replanned, with_other_exchange
@@ -45,9 +46,10 @@ _DRAM_BOUND = 0.6
 
 def explain(plan: Prediction) -> str:
     """See `Plan.explain`."""
-    return "\n".join(
-        [*_limit(plan), *_range(plan), *_bound(plan), *_graphs(plan), *_help(plan)] if plan.fits else _would_fit(plan)
-    )
+    if not plan.fits:
+        return "\n".join(_would_fit(plan))
+    with said_if_long("searching for faster plans"):
+        return "\n".join([*_limit(plan), *_range(plan), *_bound(plan), *_graphs(plan), *_help(plan)])
 
 
 def nearest_fits(plan: P, most: int = 4) -> list[tuple[str, P]]:
@@ -171,7 +173,9 @@ class Remedy:
 def remedies(plan: Prediction) -> list[Remedy]:
     """Plans that fit, for a plan that does not, as in `nearest_fits`."""
     found = []
-    for words, other in nearest_fits(plan):
+    with said_if_long("searching for plans that fit"):
+        fitting = nearest_fits(plan)
+    for words, other in fitting:
         needs, options = host_totals(other, other.needs()), _options(plan, other)
         memory = of_tiers({tier: needs[tier] for tier in _tiers_to_name(plan, other)})
         takes = ", ".join([*([memory] if memory else []), *speed(other)])
@@ -269,7 +273,7 @@ def _bound(plan: Prediction) -> Iterator[str]:
     ram = f"RAM at {machine.cpu_and_bus_bytes_per_second / 1e9:.0f} GB/s"
     names = {"GPU": "computing", "DRAM": ram, "bus": "the bus", "disk": "the disk"}
     parts = [f"{each.name} {format_seconds(each.seconds)} ({names[each.slowest]})" for each in bound.phases]
-    planned = f"the plan takes {seconds.step / bound.step:.3g}x as long"
+    planned = f"the plan takes {rounded(seconds.step / bound.step)}x as long"
     yield f"the bound of a step is {format_seconds(bound.step)}: {', '.join(parts)}; {planned}"
 
 
@@ -357,7 +361,7 @@ def _in_the_other_order(plan: Prediction) -> str:
         return f"exchange={order!r} {misfit_message(other)}"
     now, then = (format_bytes(sum(each.communicated.values())) for each in (plan, other))
     ratio = other.tokens_per_second / plan.tokens_per_second
-    faster = f"{', '.join(speed(other))}, {ratio:.3g}x as fast"
+    faster = f"{', '.join(speed(other))}, {rounded(ratio)}x as fast"
     return f"exchange={order!r} would communicate {then} a step instead of {now}: {faster} (it rounds sums otherwise)"
 
 
@@ -372,7 +376,7 @@ def _with_another_gpu(plan: P) -> P | None:
 
 
 def _faster(other: Prediction, speedup: float) -> str:
-    return ", ".join([*speed(other), f"{speedup:.3g}x faster"])
+    return ", ".join([*speed(other), f"{rounded(speedup)}x faster"])
 
 
 def _changed(plan: Prediction, other: Prediction) -> str:

@@ -190,8 +190,13 @@ def _about(plan: Prediction) -> list[str]:
     sentences = [*assumed(plan), trained(plan), *_by_optimizer(plan)]
     if plan.num_tokens is None:
         sentences.append("(activations and the framework's own memory come on top)")
+    ram_is_this_machines = plan.basis.hardware is not None and plan.basis.config.ram is None and "ram" in plan.budgets
     if plan.on_cpu:
-        sentences.append('(VRAM is RAM there. For another machine: offloadkit plan ... --gpu "RTX 4090")')
+        whose = ", this machine's free memory" if ram_is_this_machines else ""
+        another = 'offloadkit plan ... --gpu "RTX 4090" --ram 64GiB'
+        sentences.append(f"(VRAM is RAM there{whose}. For another machine: {another})")
+    elif ram_is_this_machines:
+        sentences.append("(RAM: what is free on this machine. For another one: ram=, --ram)")
     return sentences
 
 
@@ -298,7 +303,7 @@ def _rows(plan: Prediction) -> list[list[str]]:
 def _times(plan: Prediction) -> list[str]:
     lines = []
     if plan.seconds is not None and plan.slowdown is not None:
-        slowdown = "" if plan.on_cpu else f", {plan.slowdown:.3g}x a GPU that holds everything"
+        slowdown = "" if plan.on_cpu else f", {rounded(plan.slowdown)}x a GPU that holds everything"
         lines.append(", ".join([f"{step_seconds(plan)} a step", *speed(plan)]) + slowdown)
         busy = {_busy(plan, name): number for name, number in plan.seconds.busy.items() if number}
         each = (f"{name} {format_seconds(number)}".replace(" ", _KEPT) for name, number in busy.items())

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks import report, table
 from benchmarks.start import Stopwatch, start
-from offloadkit.facts.starting import collector_off
+from offloadkit.facts import starting
+from offloadkit.facts.starting import collector_off, said_if_long
 
 STOPS_AT_TORCH = """
 import sys
@@ -40,6 +42,15 @@ def test_a_line_comes_before_torch(code: str) -> None:
     assert first.startswith("offloadkit: loading torch")
     assert last == "torch is imported"
     assert done.stdout == ""
+
+
+def test_a_search_is_said_if_it_is_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with said_if_long("searching in no time"):
+        pass
+    monkeypatch.setattr(starting, "LONG_SECONDS", 0.01)
+    with said_if_long("searching for long"):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == "offloadkit: searching for long ...\n"
 
 
 def test_the_end_of_a_command_looks_through_no_objects() -> None:

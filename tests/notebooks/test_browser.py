@@ -107,7 +107,7 @@ def page(lab: tuple[str, Path]) -> Iterator[Any]:
 def test_bars_move_the_slowdown_appears_and_an_interrupt_leaves_a_checkpoint(lab: tuple[str, Path], page: Any) -> None:
     page.evaluate("() => void window.jupyterapp.commands.execute('notebook:run-all-cells')")
     monitor = page.locator(".okm").first
-    monitor.wait_for(timeout=40_000)
+    monitor.wait_for(timeout=90_000)
     monitor.get_by_text("evaluation", exact=False).or_(monitor.get_by_text("running mean")).first.wait_for(
         timeout=60_000
     )

@@ -17,6 +17,7 @@ from offloadkit.doors.comparing import words
 from offloadkit.doors.comparing.knee import Knee
 from offloadkit.doors.comparing.words import LABELS
 from offloadkit.doors.engines.forecast import Forecast
+from offloadkit.facts.units import rounded
 
 COLOURS = {"baseline": "#8c8c8c", "offloadkit": "#0072b2", "deepspeed": "#e69f00"}
 HATCHES = {"baseline": "", "offloadkit": "", "deepspeed": "////"}
@@ -158,8 +159,8 @@ def _sizes(column: Any, by_model: list[list[dict[str, Any]]], key: str, limit_by
                 _bar(axes, place, size, row["engine"])
                 at = _beside(size, limit, _VALUE_WIDTH * end)
                 where: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-                axes.annotate(f"{size:.3g}", (at, place), **where, fontsize=9, color=INK)
-    title += ", GiB" if limit is None else f", limit {limit:.3g} GiB"
+                axes.annotate(rounded(size), (at, place), **where, fontsize=9, color=INK)
+    title += ", GiB" if limit is None else f", limit {rounded(limit)} GiB"
     _title(column[0], title, pad=10)
 
 
@@ -285,7 +286,7 @@ def _vram(axes: Axes, result: DrawableSweep) -> None:
     axes.set_ylim(0, 1.1 * highest)
     if limit is not None and highest > 0.2 * limit / GIB:
         axes.set_ylim(0, 1.1 * max(highest, limit / GIB))
-        axes.axhline(limit / GIB, color=LIMIT, linestyle="--", linewidth=1.2, label=f"limit {limit / GIB:.3g}")
+        axes.axhline(limit / GIB, color=LIMIT, linestyle="--", linewidth=1.2, label=f"limit {rounded(limit / GIB)}")
     for row in result.rows:
         if row["status"] == "does not fit":
             _cross(axes, row["batch_size"])

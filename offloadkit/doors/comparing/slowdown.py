@@ -16,6 +16,7 @@ from offloadkit.doors.engines.runner import Row, Runs
 from offloadkit.doors.engines.work import Work, config_of, full_work
 from offloadkit.errors import DoesNotFitError, OffloadkitError
 from offloadkit.facts.config import Precision
+from offloadkit.facts.units import rounded
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Slowdown:
     def __str__(self) -> str:
         why = f"; plain training {self.reason}" if self.reason else ""
         against = "a GPU that holds everything" if self.on_gpu else "plain training on the CPU, without a GPU"
-        return f"{self.ratio:.3g}x of {against} ({self.baseline}{why})"
+        return f"{rounded(self.ratio)}x of {against} ({self.baseline}{why})"
 
 
 def measure_slowdown(
