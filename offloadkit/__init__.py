@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from offloadkit.facts.telemetry import StepRecord, Telemetry
     from offloadkit.hf.source import from_pretrained
     from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer, OffloadTrainerMixin
+    from offloadkit.hf.widths import pad_to_few_widths
     from offloadkit.monitor.monitor import Monitor
     from offloadkit.offload.profiling import breakdown
 
@@ -56,6 +57,7 @@ _HOME = {
     "init_distributed": "deepspeed.engine",
     "initialize": "deepspeed.engine",
     "measure_slowdown": "doors.comparing.slowdown",
+    "pad_to_few_widths": "hf.widths",
     "plan": "doors.planning",
     "sweep": "doors.comparing.sweeping",
 }
@@ -88,6 +90,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "measure_slowdown",
+    "pad_to_few_widths",
     "plan",
     "sweep",
 ]

@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from operator import is_not
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from offloadkit.errors import ConfigError
 from offloadkit.facts.graphs import may_capture
 from offloadkit.hf.longest import is_standard
 from offloadkit.hf.masks import CollatorWrapper
@@ -330,15 +331,65 @@ class TrainerWidths:
             if is_graphed and are_many:
                 print_on_rank_0(trainer, _UNKNOWN.format(type(own).__name__))
             return
-        limit = longest_of_model(config) if hasattr(config, "get_text_config") else None
-        multiples = [min(step, LEAST_STEP) if known is own else step for step in known.widths.steps]
-        if known is not own and multiples[0] == 1:
-            multiples = [width_step(0, int(longest), limit) for longest in lengths.max(axis=0)]
-        widths = choose_widths(lengths, size, order, known.widths.steps, multiples)
+        widths = _chosen(known, lengths, size, order, config, is_ours=known is own)
         if widths.pairs:
             self.chosen, self._collator = widths, replace(known, widths=widths)
             trainer.telemetry.padding_share = widths.share_padding
             print_on_rank_0(trainer, widths)
+
+
+def pad_to_few_widths(
+    collate: Any, rows: Any, model: Any, batch_size: int, order: Literal["random", "sequential"] = "random"
+) -> Any:
+    """A collator for a bare loop, as `finetune` and the Trainers have: its batches have at most eight widths (of an
+    encoder-decoder: pairs of input and target widths), so that every batch runs as CUDA graphs.
+
+    The widths have little padding for these rows. They follow from the arguments alone, so a repeated run has them too.
+
+    Args:
+        collate: a collator of transformers or TRL that pads on the right, to the longest row. Its tokenizer pads.
+        rows: tokenized training rows, a `datasets.Dataset` or a list of dicts, with "input_ids", and with "labels" for
+            an encoder-decoder. The widths hold the longest row; a longer row has its own width.
+        model: the model that is trained; its loss must not read padding.
+        batch_size: rows in a micro-batch.
+        order: of the rows in an epoch.
+
+    Returns:
+        `collate` itself if its batches have few widths already, or if blocks are so large that padding costs more time
+            than graphs gain.
+
+    Raises:
+        ConfigError: the collator is another one, or the rows have no lengths that can be read.
+    """
+    config = getattr(model, "config", None)
+    known = _known(collate, config)
+    if known is None:
+        raise ConfigError(
+            f"pad_to_few_widths() got an unknown collator, {type(collate).__name__}: pass one of transformers "
+            "or TRL that pads on the right to the longest row, or set pad_to_multiple_of in your own collator"
+        )
+    columns = ("input_ids", "labels")[: len(known.widths.steps)]
+    lengths = row_lengths(rows, columns)
+    if lengths is None:
+        raise ConfigError(
+            f"pad_to_few_widths() cannot read the lengths of a {type(rows).__name__}: pass a datasets.Dataset or list "
+            f"of dicts with lists of tokens in {' and '.join(columns)}"
+        )
+    if is_compute_bound(model, batch_size * lengths[:, 0].mean()):
+        return collate
+    widths = _chosen(known, lengths, batch_size, order, config, is_ours=False)
+    return replace(known, widths=widths) if widths.pairs else collate
+
+
+def _chosen(
+    known: PadToWidths, lengths: np.ndarray, batch_size: int, order: str, config: Any, *, is_ours: bool
+) -> Widths:
+    """`choose_widths` within the model's limit. `is_ours`: the collator is `finetune`'s."""
+    limit = longest_of_model(config) if hasattr(config, "get_text_config") else None
+    multiples = [min(step, LEAST_STEP) if is_ours else step for step in known.widths.steps]
+    if not is_ours and multiples[0] == 1:
+        multiples = [width_step(0, int(longest), limit) for longest in lengths.max(axis=0)]
+    return choose_widths(lengths, batch_size, order, known.widths.steps, multiples)
 
 
 _UNKNOWN = (

@@ -13,6 +13,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from transformers import (
     ByT5Tokenizer,
     DataCollatorForLanguageModeling,
@@ -23,9 +24,10 @@ from transformers import (
 )
 
 from offloadkit.checkpoint.values import read_json
+from offloadkit.errors import ConfigError
 from offloadkit.hf.longest import longest_batch
 from offloadkit.hf.trainer import OffloadTrainer
-from offloadkit.hf.widths import Widths, choose_widths, row_lengths, with_shares
+from offloadkit.hf.widths import Widths, choose_widths, pad_to_few_widths, row_lengths, with_shares
 from offloadkit.offload.graphs import MOST_KINDS
 from tests.hf import tiny
 from tests.hf.training import arguments
@@ -182,6 +184,23 @@ def test_other_collators_keep_their_batches(tmp_path: Path, capsys: Any, monkeyp
     for each in (same, compute_bound):
         assert each.widths.collator(each) is each.data_collator
     assert capsys.readouterr().out == ""
+
+
+def test_a_bare_loop_has_the_widths_of_a_trainer(tmp_path: Path) -> None:
+    rows, collator = rows_of(), DataCollatorForSeq2Seq(TOKENIZER)
+    loader = DataLoader(rows, 2, collate_fn=pad_to_few_widths(collator, rows, t5(), 2, "sequential"))
+    ours = trainer(tmp_path, rows, per_device_train_batch_size=2, train_sampling_strategy="sequential")
+    ours.get_train_dataloader()
+    assert shapes(loader) == {*ours.widths.chosen.pairs}
+    assert pad_to_few_widths(collator, rows, t5(), 10**9) is collator  # bound by computing
+    assert pad_to_few_widths(collator, rows[:2], t5(), 2) is collator  # few widths already
+
+
+def test_a_bare_loop_cannot_pad_by_unknown_collators_or_unread_rows() -> None:
+    with pytest.raises(ConfigError, match=r"unknown collator, Own: .* set pad_to_multiple_of"):
+        pad_to_few_widths(Own(TOKENIZER), rows_of(), t5(), 2)
+    with pytest.raises(ConfigError, match="the lengths of a generator"):
+        pad_to_few_widths(DataCollatorForSeq2Seq(TOKENIZER), (row for row in rows_of()), t5(), 2)
 
 
 class LossOfLastTokens(OffloadTrainer):
