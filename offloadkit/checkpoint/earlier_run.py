@@ -81,7 +81,8 @@ def earlier_run(
     _check_replaceable(path / "model")
     models = [model for name in ("model", ".model-old") if (model := path / name).exists()]  # see `replace_folder`
     for model in models:
-        if not (model / "config.json").is_file() and not (model.is_dir() and not any(model.iterdir())):
+        is_saved = any((model / name).is_file() for name in ("config.json", "adapter_config.json"))
+        if not is_saved and not (model.is_dir() and not any(model.iterdir())):
             raise OutputError(
                 f"{model} is not a saved model, and training would replace it: pass another output_dir, such as "
                 f"{_free_beside(path)}"

@@ -71,6 +71,7 @@ Accumulation = Annotated[int, typer.Option(help=_HELP["gradient_accumulation"])]
 Precision = Annotated[str, typer.Option(help=_HELP["precision"])]
 Dtype = Annotated[str, typer.Option("--dtype", help="Working weights: auto, bf16, fp16 or fp32.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help=_HELP["verbose"])]
+Lora = Annotated[str | None, typer.Option(metavar="RANK", help=_HELP["lora"])]
 Vram = Annotated[str | None, typer.Option(help=_HELP["vram"])]
 Ram = Annotated[str | None, typer.Option(help=_HELP["ram"])]
 ProcessVram = Annotated[str | None, typer.Option(help="VRAM that each process may use, e.g. 11GiB.")]
@@ -189,6 +190,7 @@ def plan(
     max_input_length: InputLength = None,
     max_target_length: TargetLength = None,
     gradient_accumulation: Accumulation = 1,
+    lora: Lora = None,
     disk: Disk = None,
     compile_blocks: Annotated[bool, typer.Option("--compile-blocks", help="Plan for compiled blocks.")] = False,
     dtype: Dtype = "auto",
@@ -218,6 +220,7 @@ def plan(
         batch_size=_rows(batch_size),
         max_input_length=max_input_length,
         max_target_length=max_target_length,
+        lora=_rank(lora),
         offload=OffloadConfig(**config),
         gpu=gpu,
         num_gpus=num_gpus,
@@ -236,6 +239,12 @@ def _rows(batch_size: str) -> int | Literal["auto"]:
     return int(batch_size)
 
 
+def _rank(lora: str | None) -> int | None:
+    if lora is None or (lora.isdigit() and int(lora)):
+        return None if lora is None else int(lora)
+    raise typer.BadParameter(f"{shown(lora)} is no rank, a whole number such as 16", param_hint="--lora")
+
+
 _PYTHON_ONLY = ("init", "callbacks", "compute_metrics", "offload", "training_arguments")
 """Fields of `FinetuneOptions` that `train` has no option for, or another one."""
 
@@ -249,7 +258,8 @@ def _kind(hint: Any) -> Any:
 
 def _takes_finetune_options(command: Command) -> Command:
     """Declare an option in place of `**options` for each field of `FinetuneOptions`."""
-    types = ("EvalPrediction", "PreTrainedModel", "PreTrainedTokenizerBase", "TrainerCallback")
+    types = ["EvalPrediction", "LoraConfig", "PeftModel", "PreTrainedModel", "PreTrainedTokenizerBase"]
+    types.append("TrainerCallback")
     hints = get_type_hints(FinetuneOptions, localns=dict.fromkeys(types, object))  # transformers is not imported
     declared = []
     for each in fields(FinetuneOptions):
@@ -333,7 +343,11 @@ def train(
         sources = {name: context.get_parameter_source(name) for name in values}
         return {name: values[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
-    options |= {"batch_size": _rows(options["batch_size"]), "eval_dataset": _share_or_name(options["eval_dataset"])}
+    options |= {
+        "lora": _rank(options["lora"]),
+        "batch_size": _rows(options["batch_size"]),
+        "eval_dataset": _share_or_name(options["eval_dataset"]),
+    }
     settings, by_option = list(settings or []), given(**options)
     for name in ("train_dataset", "model"):
         if _SETTING.match(by_option.get(name) or ""):

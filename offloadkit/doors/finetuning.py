@@ -52,6 +52,7 @@ from offloadkit.facts.config import OffloadConfig, Precision
 from offloadkit.facts.starting import collector_off, is_loaded, say
 from offloadkit.facts.telemetry import Move, Peaks, StepRecord
 from offloadkit.facts.units import parse_bytes, rounded
+from offloadkit.hf.adapters import check_same_adapters, has_adapters
 from offloadkit.hf.columns import ColumnOptions
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
@@ -68,6 +69,7 @@ from offloadkit.planner import Plan
 from offloadkit.planner.phases import differing
 
 if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
     from transformers import (
         EvalPrediction,
         PreTrainedModel,
@@ -124,18 +126,21 @@ class FinetuneResult:
 
     @property
     def model_dir(self) -> Path:
-        """The folder that `from_pretrained` loads."""
+        """The folder that `from_pretrained` loads: transformers', or PEFT's for adapters."""
         return self.output_dir / "model"
 
     def __repr__(self) -> str:
         numbers = (
             ", ".join(f"{name} {rounded(value, 4)}" for name, value in self.metrics.items()) or "nothing was trained"
         )
-        name = type(self.model).__name__
+        name, plan = type(self.model).__name__, self.plan
+        of = f"{plan.num_parameters:,} parameters"
+        if has_adapters(self.model):
+            of = f"{plan.num_trainable_parameters:,} trained of {of}"
         memory = "".join(f"\n  {sentence}" for sentence in _not_as_planned(self.plan, self.peaks, self.moves))
         return (
-            f"FinetuneResult({name} of {self.plan.num_parameters:,} parameters, {len(self.steps)} steps\n"
-            f"  {numbers}\n  model in {self.model_dir}{memory})"
+            f"FinetuneResult({name} of {of}, {len(self.steps)} steps\n"
+            f"  {numbers}\n  {'adapters' if has_adapters(self.model) else 'model'} in {self.model_dir}{memory})"
         )
 
 
@@ -224,7 +229,7 @@ def _alone() -> Iterator[None]:
 @bars_where_live()
 @_takes_hf_names
 def finetune(
-    model: str | os.PathLike[str] | PreTrainedModel,
+    model: str | os.PathLike[str] | PreTrainedModel | PeftModel,
     train_dataset: Any,
     *,
     eval_dataset: Any = None,
@@ -235,6 +240,7 @@ def finetune(
     batch_size: int | Literal["auto"] = "auto",
     gradient_accumulation: int = 1,
     learning_rate: float | None = None,
+    lora: bool | int | LoraConfig | None = None,
     precision: Precision | None = None,
     vram: int | str | None = None,
     ram: int | str | None = None,
@@ -370,6 +376,7 @@ def _claimed(output: Path, earlier: EarlierRun) -> Iterator[None]:
 
 def _own_checkpoint(output: Path, source: ModelSource, offload: OffloadConfig) -> Path:
     checkpoint = newest_checkpoint(output, recut=offload.resume_incomplete)
+    check_same_adapters(checkpoint, source.adapters)
     differing = check_same_model(checkpoint, source.config)
     if differing is not None and world.rank() == 0:
         taken = "the checkpoint's" if source.model is None else "the model passed's"
@@ -457,7 +464,11 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
     from offloadkit.hf.arguments import arguments_of_finetune, check_arguments, engine_config
 
     config, given = options.engine_config, options.training_arguments
-    source = resolve(options.model, init=options.init)
+    source = resolve(options.model, init=options.init, lora=options.lora)
+    if not engine.is_planned and source.adapters is not None:
+        raise ConfigError("engine='deepspeed' trains all weights: leave engine out to train adapters")
+    if options.baseline == "measure" and source.adapters is not None:
+        raise ConfigError("baseline='measure' times full fine-tuning: leave it out to train adapters")
     if source.model is None:
         _say(f"reading the config of {source.given}")
     newest = functools.partial(engine.newest_checkpoint, Path(options.output_dir), source, config)
@@ -588,7 +599,8 @@ class TrainingRun:
     def _load(self) -> PreTrainedModel:
         """Build the model. The engine reads or initializes the weights once it has memory for them.
 
-        With a checkpoint the weights are the checkpoint's. A model in memory is returned as is.
+        With a checkpoint the weights are the checkpoint's; of adapters the Trainer reads them, and the rest is the
+        base's. A model in memory is returned as is, or with its adapters.
         """
         from transformers import set_seed
 
@@ -596,7 +608,7 @@ class TrainingRun:
         set_seed(setup.args.seed)
         if setup.source.model is not None and not is_unread(setup.source.model):
             return setup.source.load(device=_loading_device(self.plan, setup.args))
-        if setup.source.model is None and setup.checkpoint is not None:
+        if setup.source.model is None and setup.checkpoint is not None and setup.source.adapters is None:
             saved = resolve(setup.checkpoint).for_rows(rows.task, rows.id2label)
             saved.check_decoder()
             return saved.load_lazily()
@@ -705,7 +717,7 @@ def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
     replace_folder(folder, write)
-    print(f"the model is in {folder}", flush=True)
+    print(f"the {'adapters are' if has_adapters(model) else 'model is'} in {folder}", flush=True)
 
 
 _HEAD = "# The arguments of a run. To repeat it: offloadkit train FILE output_dir=FOLDER\n"

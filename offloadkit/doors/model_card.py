@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from offloadkit.facts.units import format_bytes
 from offloadkit.facts.version import __version__
+from offloadkit.hf.adapters import ADAPTERS
 from offloadkit.hf.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def model_card(
     """
     task = next(data.task for _, data in sets.values() if data is not None)
     base = PRESETS[given].hub_name if given in PRESETS else given
-    header = ["---", "library_name: transformers", "tags: [offloadkit]"]
+    library = "peft" if (folder / ADAPTERS).is_file() else "transformers"
+    header = ["---", f"library_name: {library}", "tags: [offloadkit]"]
     if base is not None and base.count("/") == 1 and not base.startswith((".", "/", "~")):
         header.append(f"base_model: {base}")
     figures = {"steps": f"{num_steps:,}", **{key: f"{value:.4g}" for key, value in metrics.items()}}
@@ -56,14 +58,20 @@ def model_card(
     trained = f"{plan.num_trainable_parameters:,} of its {plan.num_parameters:,} parameters"
     if plan.num_trainable_parameters == plan.num_parameters:
         trained = f"all {plan.num_parameters:,} parameters"
-    auto_class = _AUTO_CLASSES[task]
+    auto_class, is_adapters = _AUTO_CLASSES[task], (folder / ADAPTERS).is_file()
+    imports = [f"from transformers import {auto_class}, AutoTokenizer"]
+    if is_adapters:
+        auto_class = auto_class.replace("AutoModel", "AutoPeftModel")
+        imports = [f"from peft import {auto_class}", "from transformers import AutoTokenizer"]
     classes = {"model": auto_class, "tokenizer": "AutoTokenizer"}
     load = [f"{name} = {cls}.from_pretrained({str(folder)!r})" for name, cls in classes.items()]
+    if is_adapters:
+        load.append("whole = model.merge_and_unload()  # an ordinary model, with the adapters in its weights")
     lines = [
         "\n".join([*header, "---"]),
         f"# {folder.resolve().parent.name}",
         f"{start} fine-tuned by offloadkit {__version__}: {trained}.",
-        "\n".join(["```python", f"from transformers import {auto_class}, AutoTokenizer", "", *load, "```"]),
+        "\n".join(["```python", *imports, "", *load, "```"]),
         "## Figures",
         "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in figures.items())]),
         "## Data",

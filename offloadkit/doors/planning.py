@@ -38,6 +38,7 @@ from offloadkit.planner.plan import check_fits
 from offloadkit.planner.ranks import for_ranks
 
 if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
 BATCH_SIZES = (32, 16, 8, 4, 2, 1)
@@ -78,7 +79,7 @@ ASSUMED_CARD = Hardware(
 
 
 def plan(
-    model: str | os.PathLike[str] | PreTrainedModel,
+    model: str | os.PathLike[str] | PreTrainedModel | PeftModel,
     *,
     vram: int | str | None = None,
     ram: int | str | None = None,
@@ -88,6 +89,7 @@ def plan(
     max_target_length: int | None = None,
     gradient_accumulation: int | None = None,
     task: Task | None = None,
+    lora: bool | int | LoraConfig | None = None,
     offload: OffloadConfig | None = None,
     device: torch.device | None = None,
     gpu: str | None = None,
@@ -107,6 +109,7 @@ def plan(
         max_input_length, max_target_length: tokens of a row; None: as in `finetune`.
         gradient_accumulation: micro-batches in an update; None: the config's.
         task: "seq2seq", "causal" or "classification"; None: the task of the architecture.
+        lora: adapters to train, as in `finetune`. The plan's `beside` is then the verdict of full fine-tuning.
         offload: as in `finetune`; its `working_dtype` "auto" means `default_dtype`.
         device: the device for training; None: the GPU if there is one.
         gpu: an absent card to plan for ("RTX 4090"), by its data sheet: see `planner.cards.CARDS`. The CPU and RAM are
@@ -120,13 +123,14 @@ def plan(
         OutputError: the folder for states on disk does not exist, or is full.
         ModelError, ModelNotFoundError, ModelAccessError: as in `finetune`.
     """
-    source = resolve(model, init="random", task=task)
+    source = resolve(model, init="random", task=task, lora=lora)
     source.check_trainable(reads_weights=True)
     config = with_wishes(offload, vram=vram, ram=ram, precision=precision, gradient_accumulation=gradient_accumulation)
     if device is not None and not isinstance(device, torch.device):
         device = hardware.device_of(device)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
-    others: dict[str, Any] = {"vram": vram, "ram": ram, "precision": precision, "task": task, "offload": offload}
+    others: dict[str, Any] = {"vram": vram, "ram": ram, "precision": precision, "task": task, "lora": lora}
+    others |= {"offload": offload}
     others |= {"gradient_accumulation": gradient_accumulation, "device": device, "gpu": gpu, "num_gpus": num_gpus}
     size = None if batch_size == "auto" else batch_size
     call = call_of("offloadkit.plan", model, batch_size=size, **lengths, **others)
@@ -191,6 +195,14 @@ def plan_source(source: ModelSource, config: OffloadConfig, request: PlanRequest
                 )
             outline = replace(found, outline=replace(found.outline, num_ranks=number))
             made = outline.outline.plan(outline.work(rows))
+            if source.adapters is not None:
+                whole = replace(request, batch_size=rows.batch_size)
+                full = _outline(
+                    source.without_adapters(), _with_dtype(config, machine), machine, whole, assumed=assumed
+                )
+                full = replace(full, outline=replace(full.outline, num_ranks=number))
+                beside = full.outline.plan(full.work(rows)).verdict
+                made = replace(made, basis=replace(made.basis, beside=f"full fine-tuning: {beside}"))
             if made.fits:
                 return made
             smaller = tuple(outline.smaller(rows))

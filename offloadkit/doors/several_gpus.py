@@ -58,6 +58,8 @@ def on_several_gpus(finetune: Callable[..., Any], num_gpus: int, arguments: dict
     given = arguments["model"] if isinstance(arguments["model"], torch.nn.Module) else None
     if given is not None:
         make_real(given.parameters())
+    if arguments.get("lora"):  # the result has another model, with adapters on a copy of the weights
+        given = None
     ranks_arguments = {"finetune": finetune, "is_given": given is not None, **arguments, "monitor": is_drawn}
     try:
         (result, weights), *_ = launch(

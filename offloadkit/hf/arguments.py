@@ -137,7 +137,7 @@ def arguments_of_finetune(options: FinetuneOptions) -> Seq2SeqTrainingArguments:
         "seed": options.seed,
         "gradient_accumulation_steps": options.gradient_accumulation,
         "per_device_train_batch_size": options.batch_size,
-        "learning_rate": options.learning_rate or LEARNING_RATES[options.init],
+        "learning_rate": options.learning_rate or LEARNING_RATES["lora" if options.lora else options.init],
         "prediction_loss_only": options.compute_metrics is None,
     }
     chosen: dict[str, Any] = defaults | given

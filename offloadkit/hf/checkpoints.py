@@ -33,6 +33,7 @@ from offloadkit.checkpoint.weights import num_bytes_of
 from offloadkit.distributed import world
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.facts.files import path_of
+from offloadkit.hf.adapters import has_adapters
 from offloadkit.hf.losses import WithLosses
 from offloadkit.hf.ragged import ResumableOrder
 from offloadkit.hf.resumed import check_same_model, check_trainer_state
@@ -188,6 +189,9 @@ class TrainerCheckpoints:
             if is_unread(trainer.model):
                 if read_later(trainer.model, folder):
                     return
+                if has_adapters(trainer.model):  # its base is read when the engine places it
+                    load(str(folder))
+                    return
                 make_real(trainer.model.parameters())
             ours = model is None and trainer.engine is None
             if not ours or not load_in_pieces(trainer.model, folder):
@@ -284,6 +288,9 @@ def report_ignored_scaler(trainer: Any, folder: Path) -> None:
 
 def _num_bytes(trainer: Any) -> tuple[int, int]:
     numbers = trainer.engine.snapshot()
+    if has_adapters(trainer.model):  # PEFT saves the adapters alone
+        adapters = num_bytes_of(numbers.weights)
+        return adapters if trainer.args.save_only_model else numbers.num_bytes(trainer.args.world_size), adapters
     weights = num_bytes_of(trainer.engine.state_dict()["module"])  # transformers saves frozen weights too
     whole = weights - num_bytes_of(numbers.weights) + numbers.num_bytes(trainer.args.world_size)
     return weights if trainer.args.save_only_model else whole, weights

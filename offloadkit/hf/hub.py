@@ -77,8 +77,7 @@ def check_folder(source: str) -> None:
     if (folder / "adapter_config.json").is_file():
         raise ModelError(
             f"the folder {source!r} has an adapter of PEFT, not a model: load both by "
-            f"peft.AutoPeftModelForCausalLM.from_pretrained({source!r}, is_trainable=True) and train them with "
-            "offloadkit.OffloadTrainer"
+            f"peft.AutoPeftModelForCausalLM.from_pretrained({source!r}, is_trainable=True), and pass the model"
         )
     inner = sorted(path.parent.name for path in folder.glob("*/config.json"))
     hint = f"; did you mean one of its folders: {', '.join(inner)}?" if inner else ""

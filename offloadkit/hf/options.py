@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts.config import OffloadConfig, Precision, check_counts, given_size, with_wishes
+from offloadkit.hf.adapters import check_lora
 
 if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
     from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-LEARNING_RATES = {"pretrained": 1e-4, "random": 5e-4}
-"""Default learning rate by `init`."""
+LEARNING_RATES = {"pretrained": 1e-4, "random": 5e-4, "lora": 2e-4}
+"""Default learning rate by `init`, and of adapters."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,11 @@ class FinetuneOptions:
         ConfigError: a value is invalid, or two values contradict each other.
     """
 
-    model: str | os.PathLike[str] | PreTrainedModel
+    model: str | os.PathLike[str] | PreTrainedModel | PeftModel
     """Preset (t5-3b, llama-3.1-8b, ...), folder, or hub name.
 
-    Also a model, which is trained in place. A model from `offloadkit.from_pretrained` is read when training begins."""
+    Also a model, which is trained in place. A model from `offloadkit.from_pretrained` is read when training begins. The
+    adapters of a `PeftModel` are trained."""
 
     train_dataset: Any
     """Rows to train on: a .jsonl, .json, .csv or .parquet file, a pattern such as 'rows/*.jsonl', or a hub name.
@@ -79,9 +82,17 @@ class FinetuneOptions:
     HuggingFace's name: `gradient_accumulation_steps`."""
 
     learning_rate: float | None = None
-    """Peak learning rate. Default: 1e-4, with random weights 5e-4.
+    """Peak learning rate. Default: 1e-4, with random weights 5e-4, with lora 2e-4.
 
     HuggingFace's name: `lr`. The rate warms up over the first 5 % of the steps and decays linearly to 0."""
+
+    lora: bool | int | LoraConfig | None = None
+    """Train LoRA's adapters of this rank, such as 16, on frozen weights. Needs `pip install peft`.
+
+    True is rank 16. A rank adapts all linear layers but the head, with `lora_alpha` of twice the rank; a
+    `peft.LoraConfig` chooses everything. Frozen weights that do not fit in VRAM stream from RAM. The plan shows full
+    fine-tuning beside it. `result.model` is a `PeftModel`, and the saved folder has the adapters alone.
+    `result.model.merge_and_unload().save_pretrained(folder)` writes the whole model."""
 
     precision: Precision | None = None
     """Optimizer moments: exact (fp32), compact (bf16) or tiny (int8). Default: exact.
@@ -221,6 +232,7 @@ class FinetuneOptions:
         for name in ("verbose", "resume", "overwrite", "monitor"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {shown(value)}")
+        check_lora(self.lora)
         self._check_evaluation()
 
     def _check_evaluation(self) -> None:

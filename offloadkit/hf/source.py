@@ -18,6 +18,7 @@ from torch import nn
 from offloadkit.engine.outline import without_memory
 from offloadkit.errors import ConfigError, ModelError, ModelNotFoundError, shown
 from offloadkit.facts.starting import collector_off
+from offloadkit.hf.adapters import add_adapters, base_of, check_adapters, has_adapters, lora_config, without_adapters
 from offloadkit.hf.hub import MOST_LABELS, check_files, check_folder, locate, readable_hub_errors, where_to_look
 from offloadkit.hf.load import (
     Task,
@@ -36,6 +37,7 @@ from offloadkit.hf.read_ahead import read_ahead
 from offloadkit.offload.unread import is_unread
 
 if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Init = Literal["pretrained", "random"]
@@ -45,17 +47,25 @@ class ModelSource:
     """One model: its architecture, weights and tokenizer. Everything is read on demand, once. Made by `resolve`.
 
     Attributes:
-        given: the user's name or folder, or the model in memory.
+        given: the user's name or folder, or the model in memory, which may have adapters.
         init: "random" draws HuggingFace's initial weights instead of reading a checkpoint.
+        lora: adapters to add, as `adapters.lora_config` takes them; None: none.
     """
 
-    def __init__(self, given: str | PreTrainedModel, location: str, init: Init, task: Task | None) -> None:
+    def __init__(
+        self,
+        given: str | PreTrainedModel,
+        location: str,
+        init: Init,
+        task: Task | None,
+        lora: bool | int | LoraConfig | None = None,
+    ) -> None:
         """
         Args:
             location: folder or hub name to read files from; "" for a model in memory.
             task: selects the head; None: the architecture's.
         """
-        self.given, self.init = given, init
+        self.given, self.init, self.lora = given, init, lora or None
         self._location, self._task = location, task
         self._id2label: dict[int, str] | None = None
 
@@ -84,7 +94,9 @@ class ModelSource:
         quantised.
         """
         _ = self.task
-        stored = None if self.model is not None or not reads_weights else self.config
+        of, stored = repr(self.given), None if self.model is not None or not reads_weights else self.config
+        if self.model is not None and (self.lora is not None or has_adapters(self.model)):
+            of, stored = f"this {type(base_of(self.model)).__name__}", self.config
         quantisation = getattr(stored, "quantization_config", None)
         if quantisation is None:
             return
@@ -94,7 +106,7 @@ class ModelSource:
             bits = said.get("bits") or (4 if said.get("load_in_4bit") else 8 if said.get("load_in_8bit") else None)
             how = f"{bits}-bit {method}" if bits else method
             raise ModelError(
-                f"the weights of {self.given!r} are quantised (quantization_config in its config.json: {how}), and "
+                f"the weights of {of} are quantised (quantization_config in its config.json: {how}), and "
                 "quantised weights cannot be trained: pass the checkpoint that they were made from"
             )
 
@@ -107,7 +119,7 @@ class ModelSource:
     @property
     def task(self) -> Task:
         """The user's task, else the task of the class or config. Raises `ModelError` if no task can be trained."""
-        kinds = type(self.model).__mro__
+        kinds = type(base_of(self.model)).__mro__
         if self._task is None and any(kind.__name__.endswith("ForSequenceClassification") for kind in kinds):
             return "classification"
         return self._task or infer_task(self._preset_config or self.config)
@@ -117,10 +129,32 @@ class ModelSource:
         other = copy.copy(self)
         other._task, other._id2label = task, id2label
         if self.model is not None:
-            _check_head(self.model, task, id2label)
+            _check_head(base_of(self.model), task, id2label)
         elif task != self.task or id2label is not None:
             other.__dict__.pop("on_meta", None)
         return other
+
+    # -- its adapters
+
+    @property
+    def adapters(self) -> Any:
+        """PEFT's config of the adapters that the model has or gets; None: all weights are trained."""
+        if has_adapters(self.model):
+            return cast("PeftModel", self.model).active_peft_config
+        return lora_config(self.lora, self.task)
+
+    def without_adapters(self) -> ModelSource:
+        """The same model, with all weights trained. A model with adapters is on the meta device there."""
+        other = copy.copy(self)
+        other.lora = None
+        other.__dict__.pop("on_meta", None)
+        if has_adapters(self.model):
+            other.given = without_adapters(without_memory(cast(nn.Module, self.model)))
+        return other
+
+    def _adapted(self, model: Any) -> Any:
+        config = lora_config(self.lora, self.task)
+        return model if config is None or has_adapters(model) else add_adapters(model, config)
 
     def training_config(self, config: PreTrainedConfig | None = None) -> PreTrainedConfig:
         config = copy.deepcopy(config or self.config)
@@ -143,7 +177,7 @@ class ModelSource:
                 model = build(config, self.task, None, torch.device("meta"))
         if getattr(model, "loss_type", "") is None:
             model.loss_type = "ForCausalLM"  # transformers' default, without its warning; GPT-2 sets no loss type
-        return cast("PreTrainedModel", model)
+        return cast("PreTrainedModel", self._adapted(model))
 
     def check_decoder(self, config: PreTrainedConfig | None = None) -> None:
         """Raise `ModelError` if an encoder-decoder has no decoder start token in its config (or in `config`)."""
@@ -161,14 +195,14 @@ class ModelSource:
     ) -> PreTrainedModel:
         """Load the model, in evaluation mode, onto `device`, parameter by parameter, never with two copies in RAM.
 
-        A model in memory is converted in place. Random weights use torch's generator.
+        A model in memory is converted in place, and gets its adapters. Random weights use torch's generator.
 
         Args:
             dtype: of floating-point parameters; None: the checkpoint's (random: the config's, else fp32).
         """
         device = torch.device(device)
         if self.model is not None:
-            given = self._named(self.model)
+            given = self._adapted(self._named(self.model))
             if is_unread(given):
                 fill(given, device)
             return cast("PreTrainedModel", given.to(device=device, dtype=dtype))
@@ -183,7 +217,7 @@ class ModelSource:
                 model = draw_lazily(config, task, dtype)
             with progress_bars(progress):
                 fill(model, device)
-        return completed(model)
+        return cast("PreTrainedModel", self._adapted(completed(model)))
 
     def _of_its_config(self) -> AbstractContextManager[None]:
         return readable_hub_errors(str(self.given), found=True, file="config.json")
@@ -202,13 +236,15 @@ class ModelSource:
         unchanged.
         """
         if self.model is not None:
-            given = self._named(self.model)
+            given = self._adapted(self._named(self.model))
             return cast("PreTrainedModel", given if dtype is None else given.to(dtype))
         config, task = self.training_config(), self._task or infer_task(self.config)
         if self.init == "random":
             with self._of_its_config():
-                return completed(draw_lazily(config, task, dtype))
-        return completed(read_lazily_or_now(self._location, config, task, dtype, allow_missing))
+                model = draw_lazily(config, task, dtype)
+        else:
+            model = read_lazily_or_now(self._location, config, task, dtype, allow_missing)
+        return cast("PreTrainedModel", self._adapted(completed(model)))
 
     # -- its tokenizer
 
@@ -262,17 +298,23 @@ class ModelSource:
 
 
 def resolve(
-    model: str | os.PathLike[str] | PreTrainedModel, *, init: str = "pretrained", task: Task | None = None
+    model: str | os.PathLike[str] | PreTrainedModel | PeftModel,
+    *,
+    init: str = "pretrained",
+    task: Task | None = None,
+    lora: bool | int | LoraConfig | None = None,
 ) -> ModelSource:
     """Find out which kind of model `model` is, without reading or fetching files.
 
     Args:
-        model: a preset ("t5-3b"), a folder from `save_pretrained`, a hub name, or a HuggingFace model.
+        model: a preset ("t5-3b"), a folder from `save_pretrained`, a hub name, or a HuggingFace model, also with
+            adapters of PEFT.
         init: "pretrained" or "random"; see `ModelSource`.
         task: "seq2seq", "causal" or "classification"; None: the architecture's.
+        lora: adapters to add; see `adapters.lora_config`.
 
     Raises:
-        ConfigError: invalid `init` or `task`.
+        ConfigError: invalid `init`, `task` or `lora`, or `lora` for a model that has adapters.
         ModelNotFoundError: `model` can only be a folder that does not exist.
         ModelError: `model` is no name, path or HuggingFace model, is compiled or wrapped for distributed training, or
             its decoder has no start token.
@@ -282,26 +324,27 @@ def resolve(
     if task is not None and not (isinstance(task, str) and task in get_args(Task)):
         raise ConfigError(f"task must be one of {', '.join(map(repr, get_args(Task)))}, or None; got {shown(task)}")
     if isinstance(model, str | os.PathLike):
-        return ModelSource(os.fspath(model), locate(model), cast(Init, init), task)
+        return ModelSource(os.fspath(model), locate(model), cast(Init, init), task, lora)
     from transformers import PreTrainedModel
 
     if isinstance(model, nn.Module):
         from offloadkit.engine.checks import check_not_wrapped
 
         check_not_wrapped(model)
-    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
-        if hasattr(model, "peft_config"):
-            raise ModelError(
-                f"a {type(model).__name__} trains adapters on frozen weights, which finetune and plan do not: train it "
-                "with offloadkit.OffloadTrainer (a T5 with OffloadSeq2SeqTrainer)"
+    if has_adapters(model):
+        if lora:
+            raise ConfigError(
+                f"this {type(model).__name__} has adapters already: leave lora out, or pass its base model"
             )
+        check_adapters(model)
+    if isinstance(model, nn.Module) and not isinstance(base_of(model), PreTrainedModel):
         engine = "offloadkit.OffloadEngine, which takes any torch.nn.Module"
         raise ModelError(f"a {type(model).__name__} is not a HuggingFace model: train it with {engine}")
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, nn.Module):
         name = reprlib.repr(model)
         raise ModelError(f"{name} is not a model: pass a hub name, a preset, a folder, or a HuggingFace model")
     _check_decoder(model.config, f"the config of this {type(model).__name__}", "model.config.decoder_start_token_id")
-    return ModelSource(model, "", cast(Init, init), task)
+    return ModelSource(cast("PreTrainedModel", model), "", cast(Init, init), task, lora)
 
 
 def _check_decoder(config: Any, of: str, field: str) -> None:

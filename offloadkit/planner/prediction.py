@@ -40,6 +40,8 @@ class Basis:
     """RAM of a model in memory, until the engine has taken over all of it."""
     eager: bool = False
     """Blocks do not run as CUDA graphs, because these did not fit."""
+    beside: str = ""
+    """A line about what the user could train instead, with its verdict."""
     call: WrittenCall = BY_CONFIG
     """The call that asked for the plan. Remedies are written as this call with other options."""
 

@@ -188,6 +188,8 @@ def about(plan: Prediction) -> list[str]:
 
 def _about(plan: Prediction) -> list[str]:
     sentences = [*assumed(plan), trained(plan), *_by_optimizer(plan)]
+    if plan.basis.beside:
+        sentences.append(plan.basis.beside)
     if plan.num_tokens is None:
         sentences.append("(activations and the framework's own memory come on top)")
     ram_is_this_machines = plan.basis.hardware is not None and plan.basis.config.ram is None and "ram" in plan.budgets

@@ -1,0 +1,166 @@
+"""LoRA's adapters through PEFT: chosen, added to a model whose weights may be unread, compared with a checkpoint's."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from offloadkit.checkpoint.folder import read_object
+from offloadkit.errors import ConfigError, ModelError, cut, shown
+from offloadkit.hf.load import Task
+from offloadkit.offload.unread import become, is_unread, make_real
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ADAPTERS = "adapter_config.json"
+"""Name of PEFT's file of an adapter's options."""
+RANK = 16
+"""The rank of `lora=True`."""
+_TASKS: dict[Task, str] = {"seq2seq": "SEQ_2_SEQ_LM", "causal": "CAUSAL_LM", "classification": "SEQ_CLS"}
+_READ_THE_BASE = ("use_dora", "use_qalora", "arrow_config", "loftq_config", "eva_config", "corda_config")
+"""Options of `LoraConfig` whose adapters begin with numbers computed from the base's weights."""
+_DRAWN = (True, False, "gaussian")
+"""Values of `init_lora_weights` that read no weight of the base."""
+
+
+def check_lora(lora: Any) -> None:
+    """Raise `ConfigError` unless `lora` is None, True, False, a rank or a `peft.LoraConfig`, and PEFT is installed."""
+    if lora is None or lora is False:
+        return
+    is_rank = type(lora) is int and lora >= 1
+    if lora is not True and not is_rank and type(lora).__name__ != "LoraConfig":
+        raise ConfigError(f"lora must be True, a rank such as 16, or a peft.LoraConfig, got {shown(lora)}")
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("lora needs PEFT, which is not installed: pip install peft")
+
+
+def lora_config(lora: bool | int | LoraConfig | None, task: Task) -> LoraConfig | None:
+    """The adapters to add, as PEFT describes them; None for full fine-tuning.
+
+    Args:
+        lora: True is rank `RANK`. A rank adapts all linear layers but the head, with `lora_alpha` of twice the rank. A
+            `LoraConfig` is taken as it is, with the task if it names none.
+
+    Raises:
+        ConfigError: as `check_lora`.
+    """
+    check_lora(lora)
+    if lora is None or lora is False:
+        return None
+    from peft import LoraConfig
+
+    if not isinstance(lora, LoraConfig):
+        rank = RANK if lora is True else lora
+        return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=_TASKS[task])
+    found = copy.deepcopy(lora)
+    found.task_type = found.task_type or _TASKS[task]
+    return found
+
+
+def add_adapters(model: Any, config: LoraConfig) -> Any:
+    """`model` as a `PeftModel`, with new adapters and everything else frozen.
+
+    Weights may be unread or on the meta device. The adapters of unread weights are drawn now, by torch's generator as
+    PEFT draws them; weights that are copied or that the adapters begin from are read before.
+
+    Raises:
+        ModelError: PEFT cannot adapt the model in this way.
+    """
+    from peft import get_peft_model
+
+    config = copy.deepcopy(config)
+    if is_unread(model):
+        make_real(_needed(model, config))
+    waits = is_unread(model)
+    is_empty = not waits and all(each.is_meta for each in model.parameters())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an old name of transformers
+            adapted = get_peft_model(model, config, low_cpu_mem_usage=is_empty)
+    except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
+        raise ModelError(f"PEFT cannot adapt a {type(model).__name__} so: {cut(str(error))}") from error
+    if waits:
+        _draw(adapted, config)
+    return adapted
+
+
+def _needed(model: nn.Module, config: Any) -> list[nn.Parameter]:
+    """The weights that PEFT reads or copies when it adds the adapters."""
+    if config.init_lora_weights not in _DRAWN or any(getattr(config, name, None) for name in _READ_THE_BASE):
+        return list(model.parameters())
+    copied = {*(config.modules_to_save or ()), *(("classifier", "score") if config.task_type == "SEQ_CLS" else ())}
+    if getattr(config, "trainable_token_indices", None):
+        copied |= {"embed_tokens", "wte", "shared", "embedding", "embeddings", "lm_head"}
+    return [parameter for name, parameter in model.named_parameters() if copied & set(name.split("."))]
+
+
+def _draw(model: Any, config: Any) -> None:
+    """Draw the adapters, which PEFT has moved to the device of the unread weights beside them, meta."""
+    for module in model.modules():
+        if not hasattr(module, "reset_lora_parameters"):
+            continue
+        for name in module.adapter_layer_names:
+            for adapter in getattr(module, name).values():
+                if isinstance(adapter, nn.Module):
+                    adapter.to_empty(device="cpu")
+                elif isinstance(adapter, nn.Parameter):
+                    become(adapter, torch.empty_like(adapter, device="cpu"))
+        module.reset_lora_parameters(model.active_adapter, config.init_lora_weights)
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether `model` is a `PeftModel`."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def base_of(model: Any) -> Any:
+    """The HuggingFace model inside a `PeftModel`; another model as it is."""
+    return model.get_base_model() if has_adapters(model) else model
+
+
+def without_adapters(model: Any) -> Any:
+    """The base of a `PeftModel` on the meta device, with all weights trained. `model` is used up."""
+    return model.unload().requires_grad_(True)
+
+
+def check_adapters(model: Any) -> None:
+    """Raise `ModelError` if a `PeftModel` trains nothing, or lengthens the rows (prompt tuning)."""
+    kind = type(model).__name__
+    if getattr(model.active_peft_config, "is_prompt_learning", False):
+        raise ModelError(
+            f"this {kind} adds tokens to each row ({model.active_peft_config.peft_type}), which finetune and plan do "
+            "not count: train it with offloadkit.OffloadTrainer (a T5 with OffloadSeq2SeqTrainer)"
+        )
+    if not any(each.requires_grad for each in model.parameters()):
+        raise ModelError(
+            f"the adapters of this {kind} are frozen: load them with PeftModel.from_pretrained(..., is_trainable=True)"
+        )
+
+
+def check_same_adapters(checkpoint: Path, config: Any) -> None:
+    """Raise `ConfigError` unless the checkpoint has adapters of this `config`, or none if it is None."""
+    path = checkpoint / ADAPTERS
+    if config is None and not path.is_file():
+        return
+    if config is None:
+        raise ConfigError(
+            f"{checkpoint} is from a run with LoRA: resume with its lora= (rank {read_object(path).get('r')}), or pass "
+            "another output_dir"
+        )
+    if not path.is_file():
+        raise ConfigError(f"{checkpoint} is from a run without LoRA: leave lora out, or pass another output_dir")
+    saved = read_object(path)
+    for name in ("peft_type", "r", "lora_alpha", "use_dora", "use_rslora", "bias"):
+        before, now = saved.get(name), getattr(config, name, None)
+        if before != getattr(now, "value", now):
+            raise ConfigError(
+                f"{checkpoint} has adapters with {name} {before}, and this run has {now}: resume with the lora= of "
+                "that run, or pass another output_dir"
+            )

@@ -1,0 +1,193 @@
+"""LoRA by `finetune` and the command line: PEFT's numbers, PEFT's files, and a plan that knows the frozen base."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import ByT5Tokenizer, LlamaForCausalLM, set_seed
+from typer.testing import CliRunner
+
+import offloadkit
+from offloadkit.doors.cli import app
+from offloadkit.errors import ConfigError, ModelError
+from tests.hf.tiny import llama_config
+from tests.hf.training import causal_rows, t5
+
+peft = pytest.importorskip("peft")
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+ROWS = [{key: values.tolist() for key, values in row.items()} for row in causal_rows(8)]
+TEXTS = [{"input": f"say {number}", "target": f"number {number}"} for number in range(8)]
+USUAL: dict[str, Any] = {"monitor": False, "batch_size": 4, "logging_steps": 1, "lr_scheduler_type": "constant"}
+USUAL |= {"tokenizer": ByT5Tokenizer(), "warmup_steps": 0}
+
+
+def base(vocab_size: int = 384) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = llama_config()
+    config.vocab_size = vocab_size
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(name="folder")
+def base_folder(tmp_path: Path) -> Path:
+    base().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.tensor([[5, 6, 7, 8]])).logits
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"init_lora_weights": "gaussian"}], ids=str)
+def test_steps_equal_pefts(options: dict[str, Any], tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    ours, theirs = base(), base()
+    hyper: dict[str, Any] = {"learning_rate": 1e-2, "adam_epsilon": 1e-4}
+    rows = ROWS[:4]
+    result = offloadkit.finetune(ours, rows, lora=config, output_dir=tmp_path, max_steps=5, **USUAL, **hyper)
+    set_seed(0)
+    model = peft.get_peft_model(theirs, copy.deepcopy(config)).train()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-4, weight_decay=0.0)
+    batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+    losses = []
+    for _ in range(5):
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert [entry["loss"] for entry in result.history if "loss" in entry] == pytest.approx(losses, abs=1e-6)
+    assert losses[-1] < losses[0] - 0.01
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(result.model.state_dict()[name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+def test_the_folder_is_pefts_and_merges(folder: Path, tmp_path: Path) -> None:
+    result = offloadkit.finetune(folder, TEXTS, lora=4, output_dir=tmp_path / "out", max_steps=3, **USUAL)
+    assert isinstance(result.model, peft.PeftModel)
+    assert (result.model_dir / "adapter_config.json").is_file()
+    assert not list(result.model_dir.glob("model*"))
+    again = peft.AutoPeftModelForCausalLM.from_pretrained(result.model_dir)
+    trained = logits(result.model)
+    assert not torch.equal(trained, logits(base()))
+    assert torch.equal(logits(again), trained)
+    result.model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), trained, rtol=1e-5, atol=1e-5)
+    card = (result.model_dir / "README.md").read_text()
+    assert "AutoPeftModelForCausalLM" in card
+    assert "library_name: peft" in card
+
+
+def test_a_resumed_run_has_the_adapters_of_an_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
+    run: dict[str, Any] = {"lora": peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"]), "save_steps": 2}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    offloadkit.finetune(folder, TEXTS, output_dir=whole, max_steps=4, **run, **USUAL)
+    offloadkit.finetune(folder, TEXTS, output_dir=parts, max_steps=2, **run, **USUAL)
+    assert (parts / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    assert not (parts / "checkpoint-2" / "model.safetensors").exists()
+    for lora, why in ((8, "this run has 8"), (None, "from a run with LoRA")):
+        with pytest.raises(ConfigError, match=why):
+            offloadkit.finetune(folder, TEXTS, output_dir=parts, max_steps=4, resume=True, lora=lora, **USUAL)
+    offloadkit.finetune(folder, TEXTS, output_dir=parts, max_steps=4, resume=True, **run, **USUAL)
+    found, wanted = saved(parts / "model"), saved(whole / "model")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_peft_model_is_trained_in_place(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM")
+    model: Any = peft.get_peft_model(t5(), config)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rows = [{"input_ids": [3, 4, 5], "labels": [6, 7]}, {"input_ids": [8, 9], "labels": [10]}] * 2
+    result = offloadkit.finetune(model, rows, output_dir=tmp_path / "out", max_steps=2, **USUAL)
+    assert result.model is model
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed
+    assert all("lora_" in name for name in changed)
+    with pytest.raises(ConfigError, match="has adapters already"):
+        offloadkit.finetune(model, rows, lora=4, output_dir=tmp_path / "again", **USUAL)
+    frozen = peft.PeftModel.from_pretrained(t5(), result.model_dir)
+    with pytest.raises(ModelError, match="is_trainable=True"):
+        offloadkit.finetune(frozen, rows, output_dir=tmp_path / "frozen", **USUAL)
+    prompt = peft.PromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=2)
+    with pytest.raises(ModelError, match="adds tokens to each row"):
+        offloadkit.plan(peft.get_peft_model(t5(), prompt))
+
+
+def test_classifiers_train_their_head_beside_the_adapters(tmp_path: Path) -> None:
+    rows = [{"text": text, "label": label} for text, label in (("good", "yes"), ("bad", "no"))] * 2
+    base().save_pretrained(tmp_path / "base")
+    result = offloadkit.finetune(tmp_path / "base", rows, lora=2, output_dir=tmp_path / "out", max_steps=2, **USUAL)
+    trained = {name for name, each in result.model.named_parameters() if each.requires_grad}
+    assert any("modules_to_save" in name for name in trained)
+    assert any("score" in name or "classifier" in name for name in saved(result.model_dir))
+
+
+def test_a_plan_counts_adapters_and_says_what_full_fine_tuning_takes(folder: Path) -> None:
+    plan = offloadkit.plan(folder, lora=4, batch_size=1, max_input_length=16)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trained, whole = peft.get_peft_model(base(), config).get_nb_trainable_parameters()
+    assert (plan.num_trainable_parameters, plan.num_parameters) == (trained, whole)
+    (line,) = [each for each in str(plan).splitlines() if "full fine-tuning" in each]
+    assert "FITS" in line
+    full = offloadkit.plan(folder, batch_size=1, max_input_length=16)
+    assert "full fine-tuning" not in str(full)
+    assert plan.checkpoint_bytes < full.checkpoint_bytes / 2
+    of_model = offloadkit.plan(peft.get_peft_model(base(), config), batch_size=1, max_input_length=16)
+    assert of_model.layers == plan.layers
+    assert "full fine-tuning" in str(of_model)
+
+
+def test_a_frozen_base_that_does_not_fit_streams(folder: Path) -> None:
+    plan = offloadkit.plan("llama-3.1-8b", lora=16, batch_size=1, max_input_length=512, gpu="RTX 3060", vram="8GiB")
+    assert plan.fits
+    assert any(where.weights == "ram" for where in plan.placements)
+    assert "frozen embeddings looked up in RAM" in plan.details()
+
+
+def test_what_trains_all_weights_refuses_adapters(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="times full fine-tuning"):
+        offloadkit.finetune(folder, TEXTS, lora=4, baseline="measure", output_dir=tmp_path / "out", **USUAL)
+    config = peft.LoraConfig(r=4, target_modules=["nothing_of_that_name"])
+    with pytest.raises(ModelError, match="PEFT cannot adapt a LlamaForCausalLM"):
+        offloadkit.plan(folder, lora=config)
+
+
+def test_quantised_bases_are_refused_by_name(tmp_path: Path) -> None:
+    config = llama_config()
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "base")
+    with pytest.raises(ModelError, match=r"quantised .*4-bit bitsandbytes"):
+        offloadkit.plan(tmp_path / "base", lora=4)
+
+
+def test_the_command_line_plans_and_trains_adapters(folder: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    file.write_text('{"input": "a", "target": "b"}\n' * 4)
+    planned = CliRunner().invoke(app, ["plan", str(folder), "--lora", "8", "--max-input-length", "16"])
+    assert planned.exit_code == 0, planned.output
+    assert "full fine-tuning" in planned.output
+    options = ["--tokenizer", "byte", "--output", str(out), "--max-steps", "1", "--no-monitor", "--batch-size", "2"]
+    trained = CliRunner().invoke(app, ["train", str(folder), str(file), "--lora", "8", *options])
+    assert trained.exit_code == 0, trained.output
+    assert peft.LoraConfig.from_pretrained(out / "model").r == 8
+    refused = CliRunner().invoke(app, ["train", str(folder), str(file), "--lora", "much", *options])
+    assert refused.exit_code == 2
