@@ -359,6 +359,10 @@ def train(
             finetuning.HF_NAMES.get(key, key): value
             for key, value in _known(recipes.read(name), f"the recipe {name}: ").items()
         }
+    elif near := _misspelled_recipe(by_option.get("model") or ""):
+        raise ConfigError(
+            f"no model and no recipe has the name {by_option['model']!r}; did you mean the recipe {near!r}?"
+        )
     by_setting = _settings(settings, finetuning.HF_NAMES)
     if twice := by_option.keys() & by_setting.keys():
         raise typer.BadParameter("is given twice", param_hint=min(twice))
@@ -390,6 +394,13 @@ def _share_or_name(eval_dataset: str | None) -> float | str | None:
         return float(eval_dataset)
     except ValueError:
         return eval_dataset
+
+
+def _misspelled_recipe(name: str) -> str | None:
+    """The recipe that was meant, if `name` is no folder, no preset and no hub name with an owner."""
+    from offloadkit.hf.presets import PRESETS
+
+    return None if "/" in name or name in PRESETS or Path(name).exists() else recipes.nearest(name)
 
 
 _SETTING = re.compile(r"[A-Za-z_][\w.]*=")

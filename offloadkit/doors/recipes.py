@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ def find(name: str) -> Path:
         return path
     if name in names():
         return next(path for path in FOLDER.iterdir() if path.stem == name)
-    near = difflib.get_close_matches(path.stem, names(), n=1)
-    meant = f"did you mean {near[0]!r}?" if near else "`offloadkit recipes ls` lists the package's"
+    near = nearest(name)
+    meant = "`offloadkit recipes ls` lists the package's" if near is None else f"did you mean {near!r}?"
     raise ConfigError(f"there is no recipe {name!r}, neither a file nor one of the package; {meant}")
 
 
@@ -68,6 +68,11 @@ def read(name: str) -> dict[str, Any]:
     if not isinstance(found.get("offload", {}), dict):
         raise ConfigError(f"the section offload of the recipe {file} holds fields of OffloadConfig by name")
     return found
+
+
+def nearest(name: str) -> str | None:
+    """The package's recipe that is spelled most like `name`, or None."""
+    return next(iter(difflib.get_close_matches(Path(name).stem, names(), 1, cutoff=0.7)), None)
 
 
 def copy(name: str, folder: Path) -> Path:
@@ -118,18 +123,18 @@ def _put(values: dict[str, Any], others: list[str], name: str, value: Any, *, in
         others.append(f"# {name}: a {type(value).__name__} in memory, which is passed in Python")
 
 
-def _changed(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass whose values are not the default, by name."""
-    found = {each.name: (getattr(record, each.name), each.default) for each in fields(record)}
-    found = {
-        name: (tuple(value) if isinstance(value, list) else value, usual) for name, (value, usual) in found.items()
-    }
-    comparable = str, bool, int, float, tuple
-    return {
-        name: value
-        for name, (value, usual) in found.items()
-        if value is not usual and not (isinstance(value, comparable) and value == usual)
-    }
+def _changed(record: FinetuneOptions | OffloadConfig) -> dict[str, Any]:
+    """The fields whose values are not the default, by name."""
+    defaults = OffloadConfig() if isinstance(record, OffloadConfig) else None  # it fills in values when it is made
+    found: dict[str, Any] = {}
+    for each in fields(record):
+        usual = each.default if defaults is None else getattr(defaults, each.name)
+        value = getattr(record, each.name)
+        value = tuple(value) if isinstance(value, list) else value
+        is_plain = is_dataclass(value) or isinstance(value, str | bool | int | float | tuple)  # a pandas frame is not
+        if value is not usual and not (is_plain and value == usual):
+            found[each.name] = value
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -75,6 +75,7 @@ def test_a_recipe_that_is_not_there_names_the_nearest() -> None:
         done = run(*command)
         assert done.exit_code == 1
         assert "did you mean 'summarization'" in done.stderr
+    assert "did you mean the recipe 'chat'" in run("train", "chta", "train_dataset=rows.jsonl").stderr
     assert "recipes cp dpo" in run("train", "dpo", "rows.jsonl").stderr
 
 
