@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,9 @@ import torch
 from torch import nn
 
 from offloadkit.checkpoint.folder import read_object
-from offloadkit.errors import ConfigError, ModelError, cut, shown
+from offloadkit.errors import ConfigError, ModelError, cut
 from offloadkit.hf.load import Task
+from offloadkit.hf.options import check_lora
 from offloadkit.offload.unread import become, is_unread, make_real
 
 if TYPE_CHECKING:
@@ -28,17 +28,6 @@ _READ_THE_BASE = ("use_dora", "use_qalora", "arrow_config", "loftq_config", "eva
 """Options of `LoraConfig` whose adapters begin with numbers computed from the base's weights."""
 _DRAWN = (True, False, "gaussian")
 """Values of `init_lora_weights` that read no weight of the base."""
-
-
-def check_lora(lora: Any) -> None:
-    """Raise `ConfigError` unless `lora` is None, True, False, a rank or a `peft.LoraConfig`, and PEFT is installed."""
-    if lora is None or lora is False:
-        return
-    is_rank = type(lora) is int and lora >= 1
-    if lora is not True and not is_rank and type(lora).__name__ != "LoraConfig":
-        raise ConfigError(f"lora must be True, a rank such as 16, or a peft.LoraConfig, got {shown(lora)}")
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError("lora needs PEFT, which is not installed: pip install peft")
 
 
 def lora_config(lora: bool | int | LoraConfig | None, task: Task) -> LoraConfig | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts.config import OffloadConfig, Precision, check_counts, given_size, with_wishes
-from offloadkit.hf.adapters import check_lora
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -271,6 +271,17 @@ class FinetuneOptions:
     @property
     def lengths(self) -> dict[str, int | None]:
         return {"max_input_length": self.max_input_length, "max_target_length": self.max_target_length}
+
+
+def check_lora(lora: Any) -> None:
+    """Raise `ConfigError` unless `lora` is None, True, False, a rank or a `peft.LoraConfig`, and PEFT is installed."""
+    if lora is None or lora is False:
+        return
+    is_rank = type(lora) is int and lora >= 1
+    if lora is not True and not is_rank and type(lora).__name__ != "LoraConfig":
+        raise ConfigError(f"lora must be True, a rank such as 16, or a peft.LoraConfig, got {shown(lora)}")
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("lora needs PEFT, which is not installed: pip install peft")
 
 
 def field_docs(record: type) -> dict[str, str]:

@@ -1,9 +1,11 @@
-"""The option lora before PEFT is asked: what it takes, and a checkpoint of other adapters."""
+"""The option lora before PEFT is asked: what it takes, a checkpoint of other adapters, and a light command line."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,8 @@ import pytest
 
 import offloadkit
 from offloadkit.errors import ConfigError
-from offloadkit.hf.adapters import check_lora, check_same_adapters
+from offloadkit.hf.adapters import check_same_adapters
+from offloadkit.hf.options import check_lora
 
 
 @pytest.mark.parametrize("lora", [0, -4, 1.5, "16", [16], {"r": 16}], ids=repr)
@@ -42,3 +45,8 @@ def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
         check_same_adapters(tmp_path, config(8))
     with pytest.raises(ConfigError, match=r"from a run with LoRA: .*rank 16"):
         check_same_adapters(tmp_path, None)
+
+
+def test_the_command_line_begins_without_torch() -> None:
+    code = "import sys, offloadkit.doors.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
