@@ -129,11 +129,11 @@ def _changed(record: FinetuneOptions | OffloadConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in fields(record):
         usual = each.default if defaults is None else getattr(defaults, each.name)
-        value = getattr(record, each.name)
-        value = tuple(value) if isinstance(value, list) else value
+        given = getattr(record, each.name)
+        value = tuple(given) if isinstance(given, list) else given
         is_plain = is_dataclass(value) or isinstance(value, str | bool | int | float | tuple)  # a pandas frame is not
         if value is not usual and not (is_plain and value == usual):
-            found[each.name] = value
+            found[each.name] = given
     return found
 
 

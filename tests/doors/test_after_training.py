@@ -87,7 +87,7 @@ def test_what_yaml_cannot_hold_is_named_in_a_comment() -> None:
     for name in (
         "model: a T5ForConditionalGeneration",
         "train_dataset: a DataFrame",
-        "eval_dataset: a",
+        "eval_dataset: a list",
         "callbacks: a",
     ):
         assert f"# {name}" in text
