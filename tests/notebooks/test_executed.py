@@ -76,7 +76,7 @@ def test_the_blog_chart_has_a_row_for_each_engine(execute: Execute) -> None:
     ran = execute("02_the_blog_chart")
     rows = re.findall(r"<tr>(.*?)</tr>", ran.data("table", "text/html"))
     cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
-    assert [row[:2] for row in cells[1:3]] == [["t5-tiny", "all on the GPU"], ["t5-tiny", "offloadkit"]]
+    assert [row[:2] for row in cells[1:3]] == [["t5-tiny", "plain, on the CPU"], ["t5-tiny", "offloadkit"]]
     assert cells[3][1] == "DeepSpeed"
     for row in cells[1:3]:
         assert re.fullmatch(r"[\d.]+ m?s", row[3]), row
@@ -84,7 +84,7 @@ def test_the_blog_chart_has_a_row_for_each_engine(execute: Execute) -> None:
     assert float(cells[1][7]) == 1.0
     assert float(cells[2][7]) > 0.2
     chart = ran.data("chart", "image/svg+xml")
-    for shown in ("all on the GPU", "offloadkit", "DeepSpeed", "time for 1,000 samples", "limit 11 GiB"):
+    for shown in ("plain, on the CPU", "offloadkit", "DeepSpeed", "time for 1,000 samples", "limit 11 GiB"):
         assert f"<!-- {shown}" in chart or f", {shown} -->" in chart, shown
 
 

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from offloadkit.checkpoint.folder import writable
 from offloadkit.deepspeed import process as deepspeed_process
 from offloadkit.doors.comparing import words
-from offloadkit.doors.comparing.words import LABELS
 from offloadkit.doors.engines import forecast
 from offloadkit.doors.engines.baseline import forecasts_of
 from offloadkit.doors.engines.forecast import Forecast
@@ -98,7 +97,11 @@ class Comparison:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return words.html_table(_HEADER, _cells(self), 3, " | ".join([self.title, *self.remarks]))
+        return words.html_table(_HEADER, _cells(self), 3, "\n".join([self.title, *self.remarks]))
+
+    def label(self, engine: str) -> str:
+        """The engine's name in the table and the chart."""
+        return words.label(engine, self.environment)
 
     def chart(self) -> Chart:
         """Draw seconds, VRAM and RAM by model and engine, with a reason in place of a missing bar."""
@@ -117,7 +120,7 @@ _HEADER = ("model", "engine", "how", "time", "a step", "VRAM", "RAM", "x baselin
 def _cells(result: Comparison) -> list[list[str]]:
     cells = []
     for row in result.rows:
-        first = [row["model"], LABELS[row["engine"]], row["variant"]]
+        first = [row["model"], result.label(row["engine"]), row["variant"]]
         if row["status"] != "measured":
             cells.append([*first, row["reason"]])
             continue
@@ -173,12 +176,12 @@ def compare(
     pairs = [(each, made, engine) for each, made in zip(works, forecasts, strict=True) for engine in engines]
     rows: list[Row] = []
     for number, (each, made, engine) in enumerate(pairs, start=1):
-        say = progress(f"[{number}/{len(pairs)}] {each.model}, {LABELS[engine]}")
+        say = progress(f"[{number}/{len(pairs)}] {each.model}, {words.label(engine, runs.environment)}")
         row: Row = {"model": each.model, "engine": engine} | _row(runs, each, engine, made, say)
         if row["status"] == "measured":
             row["seconds"] = row["step_seconds"] * num_samples / each.rows
         rows.append(row)
-    remarks = list(_remarks(work, rows, on_cpu=runs.environment["gpu"] == "none"))
+    remarks = list(_remarks(work, rows, runs.environment))
     result = Comparison(
         rows, num_samples, sizes | {"precision": precision}, work.vram, work.ram, runs.environment, folder, remarks
     )
@@ -236,15 +239,14 @@ def progress(title: str) -> Callable[[str], None]:
     return lambda text: print(text, flush=True)
 
 
-def _remarks(work: Work, rows: Sequence[Row], *, on_cpu: bool) -> Iterator[str]:
+def _remarks(work: Work, rows: Sequence[Row], environment: dict[str, str]) -> Iterator[str]:
     for row in rows:
         if row["status"] == "measured" and work.vram is not None and row["vram_bytes"] > work.vram:
-            over, who = format_bytes(row["vram_bytes"] - work.vram), f"{row['model']}, {LABELS[row['engine']]}"
+            over = format_bytes(row["vram_bytes"] - work.vram)
+            who = f"{row['model']}, {words.label(row['engine'], environment)}"
             yield f"{who}: {over} over the limit, used by CUDA's libraries outside torch."
-    if on_cpu and work.vram is not None:
+    if environment["gpu"] == "none" and work.vram is not None:
         yield f"There is no GPU here, so the limit of {format_bytes(work.vram)} of VRAM has no effect."
-    if on_cpu:
-        yield 'Without a GPU, "all on the GPU" is plain training on the CPU.'
 
 
 def save(stem: Path, content: dict[str, Any], chart: Callable[[], Any]) -> None:

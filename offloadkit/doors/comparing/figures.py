@@ -6,7 +6,8 @@ import io
 import re
 import textwrap
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any, Protocol
 
 from matplotlib.axes import Axes
@@ -15,7 +16,6 @@ from matplotlib.ticker import NullLocator
 
 from offloadkit.doors.comparing import words
 from offloadkit.doors.comparing.knee import Knee
-from offloadkit.doors.comparing.words import LABELS
 from offloadkit.doors.engines.forecast import Forecast
 from offloadkit.facts.units import rounded
 
@@ -44,6 +44,7 @@ class DrawableComparison(Drawable, Protocol):
     @property
     def remarks(self) -> list[str]: ...
     def row(self, model: str, engine: str) -> dict[str, Any]: ...
+    def label(self, engine: str) -> str: ...
 
 
 class DrawableSweep(Drawable, Protocol):
@@ -60,26 +61,71 @@ class DrawableSweep(Drawable, Protocol):
 
 
 class Chart(Figure):
-    """A figure that notebooks show without pyplot: SVG, a PNG for places that do not trust SVG, and a table in text."""
+    """A figure that notebooks show without pyplot, as wide as the page at most, in light or dark colours."""
 
     def __init__(self, width: float, height: float, table: str) -> None:
         """`width`, `height`: in inches. `table`: the drawn figures as plain text."""
         super().__init__(figsize=(width, height), layout="constrained", facecolor="white")
         self._table = table
+        self._panels: list[Axes] = []
+        self._words: list[str] = []
         # 0.1 inch between the edge and the title or remarks
         self.get_layout_engine().set(h_pad=0.1)  # type: ignore[union-attr,call-arg]
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return {
+            "text/html": self._html(),
             "image/svg+xml": self._written("svg").decode(),
             "image/png": b64encode(self._written("png")).decode("ascii"),
             "text/plain": self._table,
         }
 
-    def _written(self, format: str) -> bytes:
+    def wraps(self, panels: Sequence[Axes], words: Sequence[str]) -> None:
+        """On a page the panels may stand below each other; `words` are then paragraphs, in place of the title and the
+        remarks.
+        """
+        self._panels, self._words = list(panels), list(words)
+
+    def _html(self) -> str:
+        """Images, which pages that are not trusted show too; SVG's own style chooses light or dark colours."""
+        drawn = [self._cropped(panel) for panel in self._panels] or [self._written("svg")]
+        images = " ".join(map(_image, drawn))
+        head, *rest = (f"<p>{escape(line)}</p>" for line in self._words or [""])
+        return f"{head if self._words else ''}<div>{images}</div>{''.join(rest)}"
+
+    def _cropped(self, panel: Axes) -> bytes:
+        self.draw_without_rendering()
+        layout, others = self.get_layout_engine(), [each for each in self.get_children() if each is not panel]
+        visible = [each for each in others if each.get_visible() and each is not self.patch]
+        self.set_layout_engine("none")
+        for each in visible:
+            each.set_visible(False)
+        try:
+            inches = panel.get_tightbbox().transformed(self.dpi_scale_trans.inverted())  # type: ignore[union-attr]
+            return self._written("svg", bbox_inches=inches.padded(0.08))
+        finally:
+            for each in visible:
+                each.set_visible(True)
+            self.set_layout_engine(layout)
+
+    def _written(self, format: str, **options: Any) -> bytes:
         written = io.BytesIO()
-        self.savefig(written, format=format, dpi=100)
+        self.savefig(written, format=format, dpi=100, **options)
         return written.getvalue()
+
+
+_DARK = {"#ffffff": "#1b1f24", INK: "#e6e8eb", QUIET: "#a9b1ba", "#bbbbbb": "#57606a", "#eeeeee": "#30363d"}
+
+
+def _image(svg: bytes) -> str:
+    rules = "".join(
+        f'[style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
+        for light, dark in _DARK.items()
+        for kind in ("fill", "stroke")
+    )
+    style = f"<style>@media(prefers-color-scheme:dark){{{rules}}}</style></svg>"
+    data = b64encode(style.join(svg.decode().rsplit("</svg>", 1)).encode()).decode("ascii")
+    return f'<img style="max-width:100%" alt="chart" src="data:image/svg+xml;base64,{data}">'
 
 
 def comparison_chart(result: DrawableComparison) -> Chart:
@@ -89,7 +135,7 @@ def comparison_chart(result: DrawableComparison) -> Chart:
     figure = Chart(12, 1.3 + len(models) * (0.4 + 0.33 * len(engines)), str(result))
     panels: Any = figure.subplots(len(models), 3, squeeze=False, width_ratios=(2.9, 1, 1))
     for line, model, rows in zip(panels, models, by_model, strict=True):
-        _times(line[0], model, rows)
+        _times(line[0], model, rows, [result.label(row["engine"]) for row in rows])
     _title(panels[0][0], f"time for {result.num_samples:,} samples (each model in its own scale)", pad=10)
     _sizes(panels[:, 1], by_model, "vram_bytes", result.vram, "peak VRAM")
     _sizes(panels[:, 2], by_model, "peak_ram_bytes", result.ram, "peak RAM")
@@ -111,11 +157,11 @@ def _bare(axes: Axes, num_rows: int) -> None:
     axes.set_ylim(num_rows - 0.45, -0.55)
 
 
-def _times(axes: Axes, model: str, rows: list[dict[str, Any]]) -> None:
+def _times(axes: Axes, model: str, rows: list[dict[str, Any]], labels: list[str]) -> None:
     _bare(axes, len(rows))
     longest = max((row["seconds"] for row in rows if row["status"] == "measured"), default=1.0)
     axes.set_xlim(0, 1.75 * longest)
-    axes.set_yticks(range(len(rows)), [LABELS[row["engine"]] for row in rows])
+    axes.set_yticks(range(len(rows)), labels)
     axes.set_ylabel(model, rotation=0, ha="right", va="center", labelpad=12, fontsize=11, fontweight="bold", color=INK)
     for place, row in enumerate(rows):
         if row["status"] == "measured":
@@ -192,6 +238,7 @@ def sweep_chart(result: DrawableSweep) -> Chart:
             axes.legend(fontsize=8, frameon=False, labelcolor=INK)
     figure.suptitle(result.title, x=0.01, ha="left", fontsize=11, color=INK)
     figure.supxlabel("\n".join(sentences), x=0.01, ha="left", fontsize=9, color=INK)
+    figure.wraps(panels, [result.title, *result.explain().splitlines()])
     return figure
 
 

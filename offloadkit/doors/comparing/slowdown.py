@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from offloadkit.checkpoint.folder import writable
+from offloadkit.doors.comparing import words
 from offloadkit.doors.comparing.comparison import progress, summary
 from offloadkit.doors.engines import forecast
 from offloadkit.doors.engines.baseline import forecasts_of, plain_row
@@ -98,7 +99,7 @@ def _slowdown(limited: Work, runs: Runs) -> Slowdown:
     say(summary(ours))
     if ours["status"] != "measured":
         raise (DoesNotFitError if ours["status"] == "does not fit" else OffloadkitError)(ours["reason"])
-    say = progress(f"{free.model}, all on the GPU")
+    say = progress(f"{free.model}, {words.label('baseline', runs.environment)}")
     plain = plain_row(free, without, runs)
     say(summary(plain))
     if plain["status"] == "measured":

@@ -7,7 +7,13 @@ from html import escape
 
 from offloadkit.facts.units import format_bytes, format_seconds
 
-LABELS = {"baseline": "all on the GPU", "offloadkit": "offloadkit", "deepspeed": "DeepSpeed"}
+_LABELS = {"baseline": "all on the GPU", "offloadkit": "offloadkit", "deepspeed": "DeepSpeed"}
+
+
+def label(engine: str, environment: Mapping[str, str]) -> str:
+    """The engine as charts and tables name it."""
+    is_on_cpu = engine == "baseline" and environment["gpu"] == "none"
+    return "plain, on the CPU" if is_on_cpu else _LABELS[engine]
 
 
 def duration(seconds: float) -> str:
@@ -63,7 +69,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: i
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int, caption: str) -> str:
-    """A plain table in the page's colours; a short row's last cell spans the rest."""
+    """A plain table in the page's colours; a short row's last cell spans the rest. `caption`: lines."""
 
     def cell(tag: str, text: str, index: int, span: int) -> str:
         side = "left" if index < num_left or span > 1 else "right"
@@ -74,4 +80,5 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: i
     for tag, row in [("th", header), *(("td", row) for row in rows)]:
         spans = [1] * (len(row) - 1) + [len(header) - len(row) + 1]
         body += f"<tr>{''.join(cell(tag, text, index, spans[index]) for index, text in enumerate(row))}</tr>"
-    return f'<table><caption style="text-align:left">{escape(caption)}</caption>{body}</table>'
+    lines = "<br>".join(map(escape, caption.splitlines()))
+    return f'<table><caption style="text-align:left">{lines}</caption>{body}</table>'

@@ -280,6 +280,7 @@ def test_the_chart_shows_bars_and_reasons(drawn: Comparison, tmp_path: Path) -> 
 def test_a_chart_in_a_notebook_is_an_svg_a_png_and_a_table(drawn: Comparison) -> None:
     shown = InteractiveShell.instance().display_formatter.format(drawn.chart())[0]
     assert "<svg" in shown["image/svg+xml"]
+    assert shown["text/html"].count("max-width:100%") == 1
     assert b64decode(shown["image/png"]).startswith(b"\x89PNG")
     assert shown["text/plain"] == str(drawn)
 

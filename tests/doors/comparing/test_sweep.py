@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +90,11 @@ def test_a_size_that_fails_shows_its_reason_and_the_sweep_goes_on(tmp_path: Path
         assert has_facts(shown, "is 32 ", "32 GiB of VRAM")
         assert has_facts(shown, "4 x 1", "took more than 9 s")
         assert has_facts(shown, "64 x 1", "13 GiB of VRAM", "11 GiB")
+    html = result.chart()._repr_mimebundle_()["text/html"]
+    widths = [int(re.findall(r'<svg[^>]* width="(\d+)', drawn)[0]) for drawn in svgs_of(html)]
+    assert len(widths) == 3, "panels that wrap where the page is narrow"
+    assert max(widths) < 350, "points; the whole chart has 864"
+    assert "prefers-color-scheme:dark" in svgs_of(html)[0]
     shown = [item.get_text() for item in result.chart().findobj(Text) if isinstance(item, Text)]
     assert "does not fit" in shown
     assert "knee: 16" in shown
@@ -96,6 +103,10 @@ def test_a_size_that_fails_shows_its_reason_and_the_sweep_goes_on(tmp_path: Path
     del asked[:]
     sweep("t5-3b", batch_sizes=(1, 4, 16, 32, 64), vram="11GiB", ram="64GiB", output_dir=tmp_path)
     assert [task["work"]["batch_size"] for task in asked] == [4]
+
+
+def svgs_of(html: str) -> list[str]:
+    return [b64decode(data).decode() for data in re.findall(r"svg\+xml;base64,([^\"]+)", html)]
 
 
 def test_the_largest_batch_by_the_plan_is_found_to_an_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
