@@ -8,7 +8,6 @@ neither. Times are cached with the machine's rates.
 from __future__ import annotations
 
 import copy
-import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +15,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from offloadkit.device.host_random import HostRandom
 from offloadkit.device.measure import kept
 from offloadkit.facts import hardware
 from offloadkit.offload.layers import repeated_blocks
@@ -151,15 +150,14 @@ def _timed_or_nothing(kind: _Kind, device: torch.device) -> dict[str, float]:
     num_bytes = sum(tensor.nbytes for tensor in (*kind.block.parameters(), *kind.block.buffers()))
     if device.type == "cuda" and hardware.vram_bytes(device)[0] < 4 * num_bytes + _SPARE_BYTES:
         return {}
-    states = random.getstate(), np.random.get_state()
+    random = HostRandom()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             seconds = timed(kind, device)
     except Exception:  # any block: it may need other parts of its model, or more VRAM
         return {}
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        random.restore()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return {f"{name}_seconds": value for name, value in seconds._asdict().items()}

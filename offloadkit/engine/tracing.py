@@ -7,7 +7,6 @@ rest, so eighty layers take as long as two.
 from __future__ import annotations
 
 import inspect
-import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -23,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from offloadkit.device.host_random import HostRandom
 from offloadkit.errors import ModelError
 from offloadkit.kernels.attention import OPERATIONS as FUSED_ATTENTION
 from offloadkit.offload.layers import repeated_blocks
@@ -361,9 +360,7 @@ def trace_micro_batch(model: nn.Module, batch: Any, loss_of: Callable[[Any], tor
     counter = OpCounter(known, mask_is_full=call.masks_nothing or not _has_mask(model, call))
     stages = _Stages(counter)
     with ExitStack() as undo:
-        undo.callback(random.setstate, random.getstate())
-        undo.callback(np.random.set_state, np.random.get_state())
-        undo.callback(torch.set_rng_state, torch.get_rng_state())
+        undo.callback(HostRandom().restore)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 undo.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)  # type: ignore[no-untyped-call]

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +35,6 @@ from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -45,6 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offloadkit.device.graphs import Graph, Results, Work, pools, without_owning
+from offloadkit.device.host_random import HostRandom
 from offloadkit.errors import EngineStateError
 from offloadkit.offload.layers import hooks_of, replace_forwards
 from offloadkit.offload.weights import LayerWeights, has_hooks
@@ -620,25 +619,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-class _HostRandom:
-    """The random states of Python, numpy and torch's CPU generator."""
-
-    def __init__(self) -> None:
-        self._python, self._torch = random.getstate(), torch.default_generator.get_state()
-        self._numpy: Any = np.random.get_state()
-
-    def has_changed(self) -> bool:
-        numpy: Any = np.random.get_state()
-        same_numpy = numpy[2:] == self._numpy[2:] and np.array_equal(numpy[1], self._numpy[1])
-        same_torch = torch.equal(torch.default_generator.get_state(), self._torch)
-        return not (same_numpy and same_torch and random.getstate() == self._python)
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.default_generator.set_state(self._torch)
-
-
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
@@ -1049,7 +1029,7 @@ class _Entry:
         """Run the block once more, without effects. Returns why it cannot be captured, or None."""
         graphs, block = self.block.graphs, self.block
         args, kwargs = _unflatten(self._spec, [each.detach() for each in tensors])
-        watch, before = _Watch(block.module, tensors, graphs.device), _HostRandom()
+        watch, before = _Watch(block.module, tensors, graphs.device), HostRandom()
         try:
             with graphs.pool.random_from(graphs.pool.random_state()), saved_tensors_hooks(_detached, _unchanged), watch:
                 block.own_forward(*args, **kwargs)
