@@ -22,10 +22,11 @@ from offloadkit.doors import recipes
 from offloadkit.errors import ConfigError, OffloadkitError, TrainingStoppedError, shown
 from offloadkit.facts.calls import Options, in_a_command
 from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.field_help import field_docs
 from offloadkit.facts.files import why_no_name
 from offloadkit.facts.starting import collector_off, is_loaded, say
 from offloadkit.facts.version import __version__
-from offloadkit.hf.options import FinetuneOptions, field_docs
+from offloadkit.hf.options import FinetuneOptions
 
 app = typer.Typer(
     no_args_is_help=True,

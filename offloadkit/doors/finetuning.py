@@ -49,6 +49,7 @@ from offloadkit.doors.several_gpus import RankMonitor, check_num_gpus, on_severa
 from offloadkit.errors import ConfigError, DataError, errors_hold_nothing, shown
 from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig, Precision
+from offloadkit.facts.field_help import helps_with_fields
 from offloadkit.facts.starting import collector_off, is_loaded, say
 from offloadkit.facts.telemetry import Move, Peaks, StepRecord
 from offloadkit.facts.units import parse_bytes, rounded
@@ -100,6 +101,7 @@ _SPEED_OF_EVALUATION = {
 _RESUME = "resume=True (--resume)"
 
 
+@helps_with_fields
 @dataclass(frozen=True, repr=False)
 class FinetuneResult:
     """Result of `finetune`."""

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints, runtime_checkable
 
 from offloadkit.errors import ConfigError, shown
+from offloadkit.facts.field_help import helps_with_fields
 from offloadkit.facts.files import path_of
 from offloadkit.facts.units import parse_bytes
 
 Precision = Literal["exact", "compact", "tiny"]
 
 
+@helps_with_fields
 @dataclass(frozen=True)
 class Placement:
     """Placement of a flat layer's parts, and the processor that steps it. Placements do not affect numerical results.
@@ -65,6 +67,7 @@ class Placement:
             )
 
 
+@helps_with_fields
 @dataclass(frozen=True)
 class DynamicLossScale:
     """Dynamic loss scaling, with DeepSpeed's rules and defaults.
@@ -100,6 +103,7 @@ class DynamicLossScale:
             raise ConfigError(f"consecutive_hysteresis of the loss scale must be True or False, got {given}")
 
 
+@helps_with_fields
 @dataclass(frozen=True)
 class MuonOptions:
     """Options of Muon, with the names and defaults of `torch.optim.Muon`, except `adjust_lr_fn` and `learning_rate`.
@@ -167,6 +171,7 @@ class ConfigFile(Protocol):
         """Raise `ConfigError` if the file asks for coupled weight decay. `by` names who sets the decay."""
 
 
+@helps_with_fields
 @dataclass(frozen=True)
 class OffloadConfig:
     """Options of an `OffloadEngine`. Every field except `placement` may affect the results of a run."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, Literal
 
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts.config import OffloadConfig, Precision, check_counts, given_size, with_wishes
+from offloadkit.facts.field_help import field_docs
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -282,17 +280,6 @@ def check_lora(lora: Any) -> None:
         raise ConfigError(f"lora must be True, a rank such as 16, or a peft.LoraConfig, got {shown(lora)}")
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("lora needs PEFT, which is not installed: pip install peft")
-
-
-def field_docs(record: type) -> dict[str, str]:
-    """The docstrings under the fields of a dataclass, by name."""
-    (definition,) = ast.parse(inspect.getsource(record)).body
-    docs = {}
-    for each in pairwise(getattr(definition, "body", [])):
-        match each:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                docs[name] = inspect.cleandoc(text)
-    return docs
 
 
 def documented_arguments() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pydoc
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -17,7 +18,8 @@ import offloadkit
 from offloadkit import OffloadConfig
 from offloadkit.doors.cli import app
 from offloadkit.errors import ConfigError
-from offloadkit.hf.options import FinetuneOptions, field_docs
+from offloadkit.facts.field_help import field_docs
+from offloadkit.hf.options import FinetuneOptions
 
 ROOT = Path(__file__).parents[2]
 DOCS = field_docs(FinetuneOptions)
@@ -41,6 +43,17 @@ def test_help_of_finetune_documents_every_option() -> None:
         first = DOCS[each.name].split("\n")[0]
         assert f"    {each.name} ({each.type}):\n        {first}\n" in help_text
     assert "\nRaises:\n    ConfigError: " in help_text
+
+
+@pytest.mark.parametrize("name", ["OffloadConfig", "Placement", "MuonOptions", "DynamicLossScale", "FinetuneResult"])
+def test_help_of_public_records_documents_every_field(name: str) -> None:
+    record = getattr(offloadkit, name)
+    said = pydoc.render_doc(record, renderer=pydoc.plaintext)
+    assert {each.name for each in fields(record) if f"{each.name}:\n" not in said} == undocumented(record)
+
+
+def undocumented(record: type) -> set[str]:
+    return {each.name for each in fields(record)} - field_docs(record).keys()
 
 
 def test_the_page_shows_the_options() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import re
+import runpy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +39,36 @@ def test_there_are_five() -> None:
     assert [name[:2] for name in NAMES] == ["01", "02", "03", "04", "05"]
 
 
+def test_the_first_notebook_ends_in_success() -> None:
+    notebook = nbformat.read(NOTEBOOKS / "01_finetune_t5.ipynb", as_version=4)
+    (train,) = (cell for cell in notebook.cells if cell.get("id") == "train")
+    said = "".join(output.get("text", "") for output in train.outputs)
+    (right,) = re.findall(r"([\d.]+)% of 256 held-out dates are right", said)
+    assert float(right) > 95
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chart_is_seen_where_neither_svg_nor_html_is_trusted(name: str) -> None:
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    bundles = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
+    for data in bundles:
+        if "image/svg+xml" in data or 'class="okm"' in data.get("text/html", ""):
+            assert "image/png" in data
+            assert not data["text/plain"].startswith("<"), "a table, not an object's name"
+
+
+def test_the_public_address_goes_to_the_first_cell_and_a_badge(tmp_path: Path) -> None:
+    path = tmp_path / "01_finetune_t5.ipynb"
+    shutil.copy(NOTEBOOKS / path.name, path)
+    publish = runpy.run_path(str(NOTEBOOKS / "address.py"))["publish"]
+    for address in ("https://github.com/first/one.git", "https://github.com/a/b"):
+        publish(path, address)
+    title, install = nbformat.read(path, as_version=4).cells[:2]
+    assert install.source.startswith('REPOSITORY = "https://github.com/a/b"  # ')
+    assert title.source.count("colab.research.google.com/github/") == 1
+    assert "https://colab.research.google.com/github/a/b/blob/main/notebooks/01_finetune_t5.ipynb" in title.source
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_is_valid_begins_with_the_same_installation_and_keeps_no_bars(name: str) -> None:
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
@@ -65,7 +97,8 @@ def test_finetune_is_planned_watched_tried_and_saved(execute: Execute) -> None:
     assert re.search(r"^  RAM +[\d.]+ [MG]iB used, [\d.]+ [MG]iB planned, budget", summary["text/plain"], re.MULTILINE)
     assert num_colours(summary["image/png"]) > 50
     assert not any("<progress" in o.get("data", {}).get("text/html", "") for o in ran.outputs("train")), "two bars"
-    assert "eval_loss" in ran.text("train")
+    assert re.search(r"T4: about \d+\.\d minutes", ran.text("plan-t4"))
+    assert re.search(r"[\d.]+% of 16 held-out dates are right", ran.text("train"))
     assert ran.text("generate").count(" -> ") == 4
     assert "model.safetensors" in ran.text("save")
     assert "writes the same: True" in ran.text("save")
