@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -109,7 +108,6 @@ def test_the_first_cell_installs_and_everything_runs(
     assert len(list(installed.parent.glob("kernels/_cpu_kernels*.so"))) == (shutil.which("cc") is not None)
     losses = shown_losses(ran.values)
     assert losses[-1] < 0.8 * losses[0]
-    assert re.search(r"\d\.\d\d×</b><span>(predicted|measured) baseline", ran.values[-1])
     assert any("To stop, interrupt the kernel" in value for value in ran.values)
     (summary,) = (o["data"] for o in ran.outputs("train") if 'class="okm"' in o.get("data", {}).get("text/html", ""))
     assert "step 40 of 40" in summary["text/html"]
