@@ -11,6 +11,7 @@ import torch
 from transformers import Trainer
 
 from offloadkit import OffloadTrainer
+from offloadkit.errors import DataError
 from offloadkit.facts.telemetry import Telemetry
 from tests.hf.training import arguments, causal_rows, llama
 
@@ -77,6 +78,11 @@ def test_rows_that_are_left_over_at_a_streams_end_count_in_no_logged_loss(tmp_pa
     trained = run(OffloadTrainer, tmp_path, _Stream(), max_steps=3, gradient_accumulation_steps=3, learning_rate=0.0)
     losses = [log["loss"] for log in trained.state.log_history if "loss" in log]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+
+
+def test_a_stream_shorter_than_an_update_ends_with_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"ends after 5 micro-batches, and an update needs 6"):
+        run(OffloadTrainer, tmp_path, _Stream(), max_steps=2, gradient_accumulation_steps=6)
 
 
 def test_each_step_is_on_a_line_of_a_file_beside_the_run(tmp_path: Path) -> None:
