@@ -90,7 +90,7 @@ def test_finetune_is_planned_watched_tried_and_saved(execute: Execute) -> None:
     assert len(set(ran.values)) >= 3, "the monitor was drawn while it trained"
     losses = shown_losses(ran.values)
     assert losses[-1] < 0.8 * losses[0]
-    assert "baseline" not in ran.values[-1], "on a CPU nothing is offloaded"
+    assert " baseline" not in ran.values[-1], "on a CPU nothing is offloaded"
     (summary,) = (o["data"] for o in ran.outputs("train") if 'class="okm"' in o.get("data", {}).get("text/html", ""))
     assert "step 40 of 40" in summary["text/html"]
     assert "data:image/svg+xml;base64," in summary["text/html"]
