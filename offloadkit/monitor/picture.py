@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from offloadkit.facts.units import format_bytes
 from offloadkit.monitor import words
 from offloadkit.monitor.figures import Figures, Memory
-from offloadkit.monitor.words import BLUE, SKY, colour, ink_on
+from offloadkit.monitor.words import BLUE, SKY, VERMILION, colour, ink_on
 
 _INK, _QUIET = "#222222", "#666666"
 
@@ -27,7 +27,7 @@ def png(figures: Figures) -> bytes:
     elif not has_loss:
         panels[0].set_axis_off()
     said = [f"{name} {value}" for name, value, _ in words.tiles(figures) if value != "–"]
-    head = f"{words.progress(figures)}, {words.STATES[figures.state]}:  {'   '.join(said)}"
+    head = f"{words.progress(figures)}, {words.STATES[figures.state]}\n{'   '.join(said)}"
     shown.suptitle(head, x=0.01, ha="left", fontsize=10, color=_INK)
     written = io.BytesIO()
     shown.savefig(written, format="png")
@@ -36,9 +36,13 @@ def png(figures: Figures) -> bytes:
 
 def _loss(axes: Axes, figures: Figures) -> None:
     trend = figures.loss_trend
-    axes.plot(*zip(*figures.loss_curve, strict=True), color=SKY if trend else BLUE, linewidth=1 if trend else 2)
+    shade, width, label = (SKY, 1, "_each step") if trend else (BLUE, 2, "training")
+    axes.plot(*zip(*figures.loss_curve, strict=True), color=shade, linewidth=width, label=label)
     if trend:
-        axes.plot(*zip(*trend, strict=True), color=BLUE, linewidth=2.2)
+        axes.plot(*zip(*trend, strict=True), color=BLUE, linewidth=2.2, label="training, running mean")
+    if figures.evaluations:
+        axes.plot(*zip(*figures.evaluations, strict=True), "o-", color=VERMILION, markersize=4, label="evaluation")
+        axes.legend(fontsize=8, frameon=False, labelcolor=_INK)
     axes.set_xlabel("step", fontsize=9, color=_QUIET)
     axes.set_ylabel("loss", fontsize=9, color=_QUIET)
     axes.tick_params(labelsize=9, labelcolor=_INK)

@@ -20,7 +20,7 @@ from offloadkit.monitor.notebook import last_view
 from offloadkit.monitor.page import STYLE, WIDTH, log_ticks, page, switches, ticks
 from offloadkit.monitor.picture import png
 from offloadkit.monitor.terminal import sparks, view
-from offloadkit.monitor.words import COLOURS, ink_on
+from offloadkit.monitor.words import COLOURS, VERMILION, ink_on
 from tests.monitor.records import GIB, record
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -251,6 +251,15 @@ def test_the_last_view_is_a_table_in_plain_text_and_a_picture() -> None:
     picture = imread(io.BytesIO(b64decode(shown_last["image/png"])), format="png")
     assert picture.shape[1] == 1000
     assert len({tuple(pixel) for pixel in picture[::5, ::5].reshape(-1, 4).tolist()}) > 30
+
+
+def test_the_picture_shows_evaluations_and_is_as_wide_as_all_key_figures() -> None:
+    full = shown(learning_rate=3e-5, grad_norm=1.183, epoch=1.24, num_epochs=3, evaluations=((20, 1.2), (40, 0.9)))
+    picture = imread(io.BytesIO(png(full)), format="png")
+    assert (picture[:, -4:] == 1).all(), "nothing is cut off at the right"
+    vermilion = [int(VERMILION[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    left = picture[:, :500, :3]
+    assert (abs(left - vermilion).max(axis=2) < 0.01).sum() > 50
 
 
 @pytest.mark.parametrize("changes", [{"loss_curve": (), "loss_trend": ()}, {"memory": ()}])
