@@ -115,6 +115,7 @@ class Chart(Figure):
 
 
 _DARK = {"#ffffff": "#1b1f24", INK: "#e6e8eb", QUIET: "#a9b1ba", "#bbbbbb": "#57606a", "#eeeeee": "#30363d"}
+_DARK |= {"#000000": "#a9b1ba", COLOURS["offloadkit"]: "#56b4e9"}
 
 
 def _image(svg: bytes) -> str:
