@@ -168,6 +168,7 @@ def _least_padding(batches: np.ndarray) -> list[tuple[int, ...]]:
         totals = np.minimum(costs, costs[kept].min(axis=0)) @ counts
         return int(totals.min()), int(totals.argmin())
 
+    total = int(sizes[-1] * counts.sum())
     while len(chosen) < min(MOST_KINDS, len(candidates)):
         total, found = best_beside(chosen)
         chosen.append(found)

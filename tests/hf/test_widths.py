@@ -82,6 +82,12 @@ def test_data_of_few_shapes_keep_them() -> None:
         assert choose_widths(drawn(99, *longest), 2, "random", steps, steps).pairs == ()
 
 
+def test_batches_that_are_all_of_one_width_have_that_one() -> None:
+    for columns in ((1,), (1, 1)):
+        lengths = np.array([range(1, 17)] * len(columns)).T
+        assert choose_widths(lengths, 16, "random", columns, columns).pairs == ((16,) * len(columns),)
+
+
 def test_shares_of_padding_are_counted() -> None:
     lengths = np.array([[5, 2], [3, 4], [7, 1]])
     found = with_shares(Widths((8, 4)), lengths, 2, "sequential")
