@@ -27,7 +27,7 @@ from inspect import signature
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod, ref
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self.widths = TrainerWidths()
         self._window = TrainingWindow()
         self._dealt: ShardedBatches | None = None
-        self._rows_of_pass: ref[Iterator[Any]] | None = None
+        self._step_at_end_of_stream: int | None = None
         self._checkpoints = TrainerCheckpoints()
         self._evaluations = TrainerEvaluations()
         self._run = TrainerRun(self._checkpoints, self._evaluations)
@@ -289,7 +289,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         Empty if the resumed checkpoint is of the last step, in mid-epoch: the loop would take one step more.
 
         Raises:
-            DataError: a stream ends before its first update.
+            DataError: a whole pass over a stream holds no update.
         """
         if 0 < self.state.max_steps <= self.state.global_step:
             self.control.should_training_stop = True
@@ -298,13 +298,13 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             return [], None
         self._plan.report(self)
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
-        begins = self._rows_of_pass is None or self._rows_of_pass() is not epoch_iterator
-        self._rows_of_pass = ref(epoch_iterator)
-        if begins and 0 < len(samples[0]) < num_batches and not has_length(self.train_dataset):
-            raise DataError(
-                f"the stream of rows ends after {len(samples[0])} micro-batches, and an update needs {num_batches} "
-                "(gradient_accumulation_steps), so no update would ever be done: reduce it, or give more rows"
-            )
+        if 0 < len(samples[0]) < num_batches and not has_length(self.train_dataset):
+            if self._step_at_end_of_stream == self.state.global_step:
+                raise DataError(
+                    f"the stream of rows ends after {len(samples[0])} micro-batches, and an update needs {num_batches} "
+                    "(gradient_accumulation_steps), so no update would ever be done: reduce it, or give more rows"
+                )
+            self._step_at_end_of_stream = self.state.global_step
         at_the_end = self.accelerator.gradient_state.end_of_dataloader
         filler = bool(samples[0]) and at_the_end and self._dealt is not None and self._dealt.ends_with_filler
         for loss in self._window.begin(self, samples[0], num_batches, ends_with_filler=filler):

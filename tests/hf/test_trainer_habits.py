@@ -85,6 +85,29 @@ def test_a_stream_shorter_than_an_update_ends_with_a_sentence(tmp_path: Path) ->
         run(OffloadTrainer, tmp_path, _Stream(), max_steps=2, gradient_accumulation_steps=6)
 
 
+def test_a_stream_goes_on_from_a_checkpoint_whose_pass_has_rows_left_over(tmp_path: Path) -> None:
+    losses = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        args = arguments(
+            tmp_path, max_steps=4, gradient_accumulation_steps=2, save_strategy="steps", save_steps=1, logging_steps=1,
+            per_device_train_batch_size=1,
+        )  # fmt: skip
+        trained = OffloadTrainer(model=llama(), args=args, train_dataset=_Stream())
+        trained.train(resume_from_checkpoint=resume)
+        losses.append([log["loss"] for log in trained.state.log_history if "loss" in log])
+        trained.close()
+    assert losses[1] == losses[0]
+
+
+class _OwnLoader(OffloadTrainer):
+    def get_train_dataloader(self) -> Any:
+        return list(super().get_train_dataloader())
+
+
+def test_a_loader_of_the_user_may_be_a_list(tmp_path: Path) -> None:
+    assert run(_OwnLoader, tmp_path, causal_rows(4), max_steps=2).state.global_step == 2
+
+
 def test_each_step_is_on_a_line_of_a_file_beside_the_run(tmp_path: Path) -> None:
     for more in (2, 4):
         args = arguments(tmp_path, max_steps=more, save_strategy="steps", save_steps=1)
