@@ -298,10 +298,10 @@ def show(name: RecipeName) -> None:
 
 @_recipe_command
 def cp(
-    name: RecipeName, folder: Annotated[Path, typer.Argument(help="Where the copy is written.")] = Path(".")
+    name: RecipeName, to: Annotated[Path, typer.Argument(help="Folder, or new file, for the copy.")] = Path(".")
 ) -> None:
     """Copy a recipe, to change it."""
-    typer.echo(recipes.copy(name, folder))
+    typer.echo(recipes.copy(name, to))
 
 
 @_command

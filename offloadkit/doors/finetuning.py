@@ -557,6 +557,7 @@ class TrainingRun:
                 "training": (options.train_dataset, rows.training),
                 "evaluation": (options.eval_dataset, rows.evaluation),
             },
+            is_drawn=options.init == "random" and self.setup.source.model is None,
             recipe=self.recipe,
             num_steps=trainer.state.global_step,
             metrics=metrics,
@@ -636,7 +637,8 @@ class TrainingRun:
 
         if trainer.is_world_process_zero():
             path, text = self.setup.output / RECIPE_FILE, _HEAD + self.recipe
-            written = functools.cache(lambda: _write(path, text))
+            is_own = not path.is_file() or path.read_bytes().startswith(_HEAD.encode())  # else the user's recipe
+            written = functools.cache(lambda: _write(path, text) if is_own else None)
             trainer.add_callback(StepEndCallback(self.earlier.remove_checkpoints, written))
         trainer.add_callback(asks := MonitorCallback(self.monitor, trainer.any_flag, **stopping))
         checkpoint = self.setup.checkpoint

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offloadkit.facts.units import format_bytes
+from offloadkit.facts.units import format_bytes, rounded
 from offloadkit.facts.version import __version__
 from offloadkit.hf.adapters import ADAPTERS
 from offloadkit.hf.presets import PRESETS
@@ -30,6 +31,7 @@ def model_card(
     plan: Plan,
     sets: Mapping[str, tuple[object, PreparedData | None]],
     *,
+    is_drawn: bool,
     recipe: str,
     num_steps: int,
     metrics: Mapping[str, float],
@@ -41,6 +43,7 @@ def model_card(
         folder: of the saved model.
         given: the model's name or folder; None: it was in memory.
         sets: by "training" and "evaluation": what the user passed, and the prepared rows.
+        is_drawn: training began with random weights.
         recipe: the run's arguments in YAML.
         metrics: as in `FinetuneResult`; numbers that are not known yet are left out.
     """
@@ -48,13 +51,15 @@ def model_card(
     base = PRESETS[given].hub_name if given in PRESETS else given
     library = "peft" if (folder / ADAPTERS).is_file() else "transformers"
     header = ["---", f"library_name: {library}", "tags: [offloadkit]"]
-    if base is not None and base.count("/") == 1 and not base.startswith((".", "/", "~")):
+    is_name = base is not None and base.count("/") == 1 and not base.startswith((".", "/", "~"))
+    if is_name and not is_drawn and not os.path.isdir(str(given)):
         header.append(f"base_model: {base}")
-    figures = {"steps": f"{num_steps:,}", **{key: f"{value:.4g}" for key, value in metrics.items()}}
+    figures = {"steps": f"{num_steps:,}", **{key: rounded(value, 4) for key, value in metrics.items()}}
     for tier, words in (("vram", "peak VRAM"), ("ram", "peak RAM")):
         if peak := max((each.get(tier, 0) for each in peaks.values()), default=0):
             figures[words] = format_bytes(peak)
-    start = f"{given} was" if given is not None else "A model in memory was"
+    start = given if given is not None else "A model in memory"
+    how = "with random weights was trained" if is_drawn else "was fine-tuned"
     trained = f"{plan.num_trainable_parameters:,} of its {plan.num_parameters:,} parameters"
     if plan.num_trainable_parameters == plan.num_parameters:
         trained = f"all {plan.num_parameters:,} parameters"
@@ -70,7 +75,7 @@ def model_card(
     lines = [
         "\n".join([*header, "---"]),
         f"# {folder.resolve().parent.name}",
-        f"{start} fine-tuned by offloadkit {__version__}: {trained}.",
+        f"{start} {how} by offloadkit {__version__}: {trained}.",
         "\n".join(["```python", *imports, "", *load, "```"]),
         "## Figures",
         "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in figures.items())]),
@@ -87,7 +92,7 @@ def model_card(
 
 def _described(rows: Any, data: PreparedData) -> str:
     if isinstance(rows, float):
-        source = f"{rows:.0%} of the training rows, held out"
+        source = f"{rounded(100 * rows, 3)} % of the training rows, held out"
     else:
         source = str(rows) if isinstance(rows, str) or hasattr(rows, "__fspath__") else f"a {type(rows).__name__}"
     tokens = f"{data.longest_input:,}" + (f" + {data.longest_target:,}" if data.task == "seq2seq" else "")

@@ -75,14 +75,21 @@ def nearest(name: str) -> str | None:
     return next(iter(difflib.get_close_matches(Path(name).stem, names(), 1, cutoff=0.7)), None)
 
 
-def copy(name: str, folder: Path) -> Path:
-    """Copy a recipe into a folder; returns the new file. Raises `ConfigError` if there is a file already."""
-    file = find(name)
-    target = folder / file.name
+def copy(name: str, to: Path) -> Path:
+    """Copy a recipe into a folder, or to a file whose name ends as the recipe's; returns the new file.
+
+    Raises:
+        ConfigError: there is a file already, or the copy cannot be written.
+    """
+    file, to = find(name), to.expanduser()
+    target = to if to.suffix == file.suffix and not to.is_dir() else to / file.name
     if target.exists():
         raise ConfigError(f"{target} exists already: name another folder, or remove it first")
-    folder.mkdir(parents=True, exist_ok=True)
-    target.write_text(file.read_text())
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written ({error.strerror}): name another folder") from error
     return target
 
 

@@ -259,6 +259,10 @@ def _from_columns(columns: Mapping[Any, Any]) -> Dataset:
 
     values: dict[str, list[Any]] = {}
     for name, column in columns.items():
+        if isinstance(column, datasets.Dataset):
+            raise DataError(
+                f"{shown(name)} is a Dataset in a dict: pass that split alone, or datasets.DatasetDict(...)"
+            )
         if isinstance(column, str | bytes | Mapping) or not isinstance(column, Iterable):
             raise DataError(f"{shown(name)} is {shown(column)}, not the list of a column's values: pass {_ACCEPTED}")
         values[name] = list(column)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from transformers import ByT5Tokenizer, T5ForConditionalGeneration, TrainerCallb
 import offloadkit
 from offloadkit import OffloadConfig
 from offloadkit.doors import recipes
+from offloadkit.doors.model_card import model_card
 from offloadkit.doors.recipes import as_yaml
+from offloadkit.facts.units import rounded
 from offloadkit.hf.options import FinetuneOptions
 from tests.hf.tiny import t5_config
 
@@ -54,7 +57,7 @@ def test_the_model_card_has_plan_figures_data_and_arguments(run: Any) -> None:
     assert card.data.library_name == "transformers"
     assert f"{result.plan.num_parameters:,} parameters" in card.text
     for name, value in result.metrics.items():
-        assert f"| {name} | {value:.4g} |" in card.text
+        assert f"| {name} | {rounded(value, 4)} |" in card.text
     assert "| steps | 3 |" in card.text
     assert "peak RAM" in card.text
     assert "rows.jsonl: 18 rows" in card.text
@@ -65,6 +68,30 @@ def test_the_model_card_has_plan_figures_data_and_arguments(run: Any) -> None:
     assert "secret" not in card.text
 
 
+@pytest.mark.parametrize(
+    ("given", "is_drawn", "base"),
+    [("t5-small", False, "google-t5/t5-small"), ("t5-small", True, None), ("a/b", 0, None)],
+)
+def test_a_card_names_a_base_model_only_of_the_hub_whose_weights_were_read(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, is_drawn: bool, base: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a/b").mkdir(parents=True)
+    data: Any = SimpleNamespace(task="seq2seq", longest_input=1, longest_target=1, dataset=PAIRS)
+    options: Any = {
+        "is_drawn": is_drawn,
+        "recipe": "",
+        "num_steps": 1,
+        "peaks": {},
+        "metrics": {"train_seconds": 12345},
+    }
+    card = ModelCard(model_card(Path("out"), given, run[0].plan, {"training": (0.002, data)}, **options))
+    assert card.data.base_model == base
+    assert ("random weights" in card.text) == bool(is_drawn)
+    assert "| train_seconds | 12345 |" in card.text
+    assert "0.2 % of the training rows" in card.text
+
+
 def test_the_recipe_of_a_run_repeats_it_bit_for_bit(run: Any) -> None:
     result, folder = run
     arguments = recipes.read(str(folder / "out" / "recipe.yaml"))
@@ -72,7 +99,10 @@ def test_the_recipe_of_a_run_repeats_it_bit_for_bit(run: Any) -> None:
     assert arguments["offload"] == {"on_nonfinite": "skip"}
     assert "hub_token" not in arguments
     arguments["offload"] = OffloadConfig(**arguments["offload"])
+    (folder / "again").mkdir()
+    (folder / "again" / "recipe.yaml").write_text("# of the user\n")
     again = offloadkit.finetune(**arguments, output_dir=folder / "again")
+    assert (folder / "again" / "recipe.yaml").read_text() == "# of the user\n"
     weights, others = result.model.state_dict(), again.model.state_dict()
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 

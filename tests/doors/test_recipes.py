@@ -68,6 +68,10 @@ def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
     again = run("recipes", "cp", "chat", str(tmp_path / "new"))
     assert again.exit_code == 1
     assert "exists already" in again.stderr
+    assert run("recipes", "cp", "chat", str(tmp_path / "mine.yaml")).exit_code == 0
+    assert (tmp_path / "mine.yaml").read_text() == recipes.find("chat").read_text()
+    below = run("recipes", "cp", "chat", str(tmp_path / "mine.yaml" / "folder"))
+    assert "cannot be written" in below.stderr
 
 
 def test_a_recipe_that_is_not_there_names_the_nearest() -> None:
