@@ -75,9 +75,11 @@ def check_folder(source: str) -> None:
     if (folder / "config.json").is_file():
         return
     if (folder / "adapter_config.json").is_file():
+        task = str(read_json(folder / "adapter_config.json").get("task_type"))
+        auto_class = {"SEQ_2_SEQ_LM": "ForSeq2SeqLM", "SEQ_CLS": "ForSequenceClassification"}.get(task, "ForCausalLM")
         raise ModelError(
             f"the folder {source!r} has an adapter of PEFT, not a model: load both by "
-            f"peft.AutoPeftModelForCausalLM.from_pretrained({source!r}, is_trainable=True), and pass the model"
+            f"peft.AutoPeftModel{auto_class}.from_pretrained({source!r}, is_trainable=True), and pass the model"
         )
     inner = sorted(path.parent.name for path in folder.glob("*/config.json"))
     hint = f"; did you mean one of its folders: {', '.join(inner)}?" if inner else ""

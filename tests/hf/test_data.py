@@ -102,6 +102,8 @@ def test_texts_are_rows_of_the_column_text() -> None:
 def test_columns_of_different_lengths_are_named() -> None:
     with pytest.raises(DataError, match=r"\(input 2, target 1\)"):
         load_dataset_like({"input": ["a", "b"], "target": ["c"]})
+    with pytest.raises(DataError, match=r"'train' is a Dataset in a dict.*DatasetDict"):
+        load_dataset_like({"train": load_dataset_like(["a"])})
 
 
 def test_a_pattern_gives_the_rows_of_all_its_files_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

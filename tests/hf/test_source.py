@@ -183,6 +183,7 @@ def test_gguf_is_named_and_the_original_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_adapters_names_what_loads_it(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"adapter of PEFT, .*AutoPeftModelForCausalLM"):
-        offloadkit.plan(tmp_path)
+    for config, loader in (("{}", "ForCausalLM"), ('{"task_type": "SEQ_2_SEQ_LM"}', "ForSeq2SeqLM")):
+        (tmp_path / "adapter_config.json").write_text(config)
+        with pytest.raises(ModelError, match=rf"adapter of PEFT, .*AutoPeftModel{loader}"):
+            offloadkit.plan(tmp_path)
