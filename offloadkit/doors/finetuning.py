@@ -352,7 +352,7 @@ def dry_run(**arguments: Any) -> str:
             print("rows or tokenizer are on the hub: planned for the longest rows that are allowed", flush=True)
         else:
             setup, rows = _read_rows(setup)
-            print(f"{len(rows.training.dataset):,} rows to train on", flush=True)
+            print(f"{rows.training.rows_in_words} to train on", flush=True)
     except DataError as error:
         if "there is no file" not in str(error):
             raise

@@ -96,4 +96,4 @@ def _described(rows: Any, data: PreparedData) -> str:
     else:
         source = str(rows) if isinstance(rows, str) or hasattr(rows, "__fspath__") else f"a {type(rows).__name__}"
     tokens = f"{data.longest_input:,}" + (f" + {data.longest_target:,}" if data.task == "seq2seq" else "")
-    return f"{source}: {len(data.dataset):,} rows of at most {tokens} tokens"
+    return f"{source}: {data.rows_in_words} of at most {tokens} tokens"

@@ -26,6 +26,7 @@ from offloadkit.errors import ConfigError, cut, shown
 from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.options import LEARNING_RATES, FinetuneOptions
+from offloadkit.hf.read import is_stream
 from offloadkit.optim.table import trainer_names
 
 logger = logging.get_logger(__name__)
@@ -127,7 +128,7 @@ def arguments_of_finetune(options: FinetuneOptions) -> Seq2SeqTrainingArguments:
         "logging_steps": 0.05,
         "eval_strategy": ("steps" if "eval_steps" in given else "epoch") if evaluates else "no",
         "per_device_eval_batch_size": options.batch_size,
-        "train_sampling_strategy": "group_by_length",
+        "train_sampling_strategy": "sequential" if is_stream(options.train_dataset) else "group_by_length",
         "save_strategy": "steps" if "save_steps" in given else "epoch",
         "save_total_limit": 1,
         "report_to": "none",

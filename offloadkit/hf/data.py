@@ -21,8 +21,9 @@ import torch
 from offloadkit.errors import DataError
 from offloadkit.hf.columns import BY_NAME, ColumnOptions, Columns, Kind, choose
 from offloadkit.hf.load import Task, infer_task
-from offloadkit.hf.read import load_dataset_like
-from offloadkit.hf.tokenize import IGNORED, Tokenizing, label_names, tokenize
+from offloadkit.hf.read import is_stream, load_dataset_like
+from offloadkit.hf.streams import Rows, TokenizedStream
+from offloadkit.hf.tokenize import IGNORED, Tokenizing, known_names, label_names, tokenize
 from offloadkit.hf.widths import (
     Collate,
     PadToWidths,
@@ -49,8 +50,9 @@ Mask = Literal["padded", "unread", "full"]
 
 @dataclass(frozen=True)
 class PreparedData:
-    dataset: Dataset
-    """Columns input_ids, attention_mask and labels (lists of int; classification: one int)."""
+    dataset: Any
+    """A `datasets.Dataset` or a `TokenizedStream`: columns input_ids, attention_mask and labels (lists of int;
+    classification: one int)."""
 
     collator: PadToWidths
     """Rows -> tensors int64 [rows, width], padded; labels with -100. See `widths.width_step`."""
@@ -66,6 +68,10 @@ class PreparedData:
     """Tokens of the longest row's labels, padded; 1 in classification."""
 
     mask: Mask = "padded"
+
+    @property
+    def rows_in_words(self) -> str:
+        return "a stream of rows" if isinstance(self.dataset, TokenizedStream) else f"{len(self.dataset):,} rows"
 
 
 def prepare(
@@ -99,16 +105,7 @@ def prepare(
     task = _task_of(columns, dataset, model_config, task)
     if task == "classification" and id2label is None:
         id2label = label_names(dataset, columns.target or "labels", model_config)
-    run = Tokenizing(
-        dataset,
-        columns,
-        tokenizer,
-        task,
-        vocab_size=model_config.get_text_config().vocab_size,
-        max_input_length=max_input_length or default_input_length(model_config, task),
-        max_target_length=max_target_length or DEFAULT_TARGET_LENGTH,
-        id2label=id2label if task == "classification" else None,
-    )
+    run = _run(dataset, columns, tokenizer, model_config, task, max_input_length, max_target_length, id2label)
     tokenized = tokenize(run)
     if len(tokenized) == 0:
         why = "all labels are -100" if columns.kind == "tokenized" else "their text has no tokens to predict"
@@ -131,6 +128,63 @@ def prepare(
     return PreparedData(tokenized, collator, task, run.id2label, *widest, mask)
 
 
+def _run(
+    dataset: Dataset,
+    columns: Columns,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    task: Task,
+    max_input_length: int | None,
+    max_target_length: int | None,
+    id2label: dict[int, str] | None,
+) -> Tokenizing:
+    return Tokenizing(
+        dataset,
+        columns,
+        tokenizer,
+        task,
+        vocab_size=config.get_text_config().vocab_size,
+        max_input_length=max_input_length or default_input_length(config, task),
+        max_target_length=max_target_length or DEFAULT_TARGET_LENGTH,
+        id2label=id2label if task == "classification" else None,
+    )
+
+
+def _prepare_stream(
+    rows: Rows,
+    first: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    *,
+    max_input_length: int | None,
+    max_target_length: int | None,
+    column_options: ColumnOptions,
+) -> PreparedData:
+    """Like `prepare`, for a stream: columns, task and widths follow from its first rows, the longest row from the
+    maximum lengths.
+    """
+    columns = _columns(first, config, None, column_options)
+    task = _task_of(columns, first, config, None)
+    id2label = known_names(first, columns.target or "labels", config) if task == "classification" else None
+    if task == "classification" and id2label is None:
+        raise DataError(
+            "the labels of a stream are not known before it ends: give it a datasets.ClassLabel feature with their "
+            "names, or pass a model whose config.label2id has them"
+        )
+    lengths = {"max_input_length": max_input_length, "max_target_length": max_target_length}
+    data = prepare(first, tokenizer, config, task=task, id2label=id2label, column_options=column_options, **lengths)
+    run = _run(first, columns, tokenizer, config, task, max_input_length, max_target_length, id2label)
+    steps = data.collator.widths.steps
+    longest_target = {"seq2seq": run.max_target_length, "causal": run.max_input_length, "classification": 1}[task]
+    return replace(
+        data,
+        dataset=TokenizedStream(rows, run),
+        longest_input=rounded_up(run.max_input_length, steps[0]),
+        longest_target=longest_target if task == "classification" else rounded_up(longest_target, steps[-1]),
+        mask="unread" if task == "causal" and columns.kind != "tokenized" else "padded",
+    )
+
+
 def prepare_both(
     train_dataset: Any,
     eval_dataset: Any,
@@ -146,16 +200,21 @@ def prepare_both(
     Prints the chosen columns, unless the column names make the choice obvious.
 
     Args:
-        train_dataset, eval_dataset: see `load_dataset_like`. `eval_dataset` may also be the share of training rows to
-            hold out (0 < share < 1).
+        train_dataset, eval_dataset: see `load_dataset_like`. `train_dataset` may also be a stream, and `eval_dataset`
+            the share of training rows to hold out (0 < share < 1).
     """
     how: dict[str, Any] = {
         "max_input_length": max_input_length,
         "max_target_length": max_target_length,
         "column_options": column_options,
     }
-    rows = load_dataset_like(train_dataset, columns=column_options.named)
-    data = prepare(rows, tokenizer, model_config, **how)
+    if is_stream(train_dataset):
+        stream = Rows(train_dataset)
+        rows = stream.first()
+        data = _prepare_stream(stream, rows, tokenizer, model_config, **how)
+    else:
+        rows = load_dataset_like(train_dataset, columns=column_options.named)
+        data = prepare(rows, tokenizer, model_config, **how)
     if said := _columns(rows, model_config, data.task, column_options).in_words(rows.column_names):
         print(said, flush=True)
     if eval_dataset is None:

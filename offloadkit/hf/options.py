@@ -42,7 +42,12 @@ class FinetuneOptions:
     a `DatasetDict` the split "train" is learned and, without `eval_dataset`, "validation" evaluated on. Columns: input
     + target (or prompt + completion), text or messages (decoders), text + label (classifiers), or tokenized rows. Well-
     known names are recognized (Alpaca, Dolly, ShareGPT: see `hf/columns.py`). Decoders learn only the target of a pair:
-    through the tokenizer's chat template if it has one, else as the input followed by the target and the end token."""
+    through the tokenizer's chat template if it has one, else as the input followed by the target and the end token.
+
+    A torch dataset with a length is read into RAM. A stream is an `IterableDataset` of `datasets` or torch, or a
+    function that yields rows. It needs `max_steps`, trains on one GPU in its own order, and begins again where it ends.
+    It is planned for `max_input_length`. Its first 64 rows choose columns and task. Set `save_steps` for checkpoints
+    before the end. `resume` reads a stream from its start and skips the rows learned."""
 
     eval_dataset: Any = None
     """Rows to evaluate on after each epoch and at the end; 0.1 holds out a tenth of the training rows.
@@ -65,7 +70,7 @@ class FinetuneOptions:
     HuggingFace's name: `num_train_epochs`."""
 
     max_steps: int | None = None
-    """Updates; overrides the number of epochs."""
+    """Updates; overrides the number of epochs. A stream of rows needs it."""
 
     batch_size: int | Literal["auto"] = "auto"
     """Rows in a micro-batch, or auto.
@@ -232,6 +237,26 @@ class FinetuneOptions:
                 raise ConfigError(f"{name} must be True or False, got {shown(value)}")
         check_lora(self.lora)
         self._check_evaluation()
+        self._check_stream()
+
+    def _check_stream(self) -> None:
+        from offloadkit.distributed import world  # imports torch
+        from offloadkit.hf.read import is_stream
+
+        if not is_stream(self.train_dataset):
+            return
+        if self.max_steps is None:
+            raise ConfigError("train_dataset is a stream, which has no length: pass max_steps, the number of updates")
+        if isinstance(self.eval_dataset, float):
+            raise ConfigError(
+                f"eval_dataset={self.eval_dataset} cannot hold out a share of a stream: pass rows to evaluate on"
+            )
+        if self.baseline == "measure":
+            raise ConfigError("baseline='measure' reads the lengths of all rows: leave it out for a stream")
+        if self.engine == "deepspeed":
+            raise ConfigError("engine='deepspeed' takes no stream: leave engine out, or pass rows with a length")
+        if (self.num_gpus or 1) > 1 or world.size() > 1:
+            raise ConfigError("a stream is read by one process: train on one GPU, or pass rows with a length")
 
     def _check_evaluation(self) -> None:
         rows, metrics = self.eval_dataset, self.compute_metrics

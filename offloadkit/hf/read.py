@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import glob
+import inspect
 import json
 import os
 import tempfile
@@ -128,7 +130,7 @@ def _checked(value: Any, place: str) -> dict[str, Any]:
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _ACCEPTED = (
     "a datasets.Dataset, a list of dicts, a pandas DataFrame, a path to a .jsonl, .json, .csv or .parquet file, a "
-    "pattern such as 'rows/*.jsonl', a dict of lists, a list of texts, or a hub dataset name"
+    "pattern such as 'rows/*.jsonl', a dict of lists, a list of texts, a torch dataset, or a hub dataset name"
 )
 
 
@@ -138,7 +140,8 @@ def load_dataset_like(data: object, *, split: str = "train", columns: Collection
     Args:
         data: a `datasets.Dataset`, a list of dicts (rows), a dict of lists (columns), a list of texts (the column
             "text"), a pandas DataFrame, a path to a .jsonl, .json, .csv or .parquet file, a pattern such as
-            "rows/*.jsonl" or a list of paths, whose rows follow each other by name, or a hub dataset name.
+            "rows/*.jsonl" or a list of paths, whose rows follow each other by name, a hub dataset name, or a torch
+            dataset with a length, which is read into RAM.
         split: split of a hub dataset or a `DatasetDict`.
         columns: columns to read in addition to those with known names.
 
@@ -150,6 +153,13 @@ def load_dataset_like(data: object, *, split: str = "train", columns: Collection
     if len(dataset) == 0:
         raise DataError("the dataset is empty: at least one row is needed")
     return dataset
+
+
+def is_stream(data: object) -> bool:
+    """Whether `data` is an `IterableDataset` of `datasets` or torch, or a function that returns an iterator."""
+    bases = {base.__name__ for base in type(data).__mro__}
+    is_function = inspect.isroutine(data) or isinstance(data, functools.partial)
+    return is_function or not bases.isdisjoint({"IterableDataset", "IterableDatasetDict"})
 
 
 _VALIDATION = ("validation", "valid", "val", "dev", "eval")
@@ -224,8 +234,8 @@ def _load(data: object, split: str, columns: Collection[str]) -> Dataset:
         if split not in data:
             raise DataError(f"the DatasetDict has no split {split!r}, it has {', '.join(data)}: pass one of them")
         return cast("Dataset", data[split])
-    if isinstance(data, datasets.IterableDataset | datasets.IterableDatasetDict):
-        raise DataError("a streaming dataset has no length: load it without streaming=True")
+    if is_stream(data):
+        raise DataError("a stream has no length: pass a list of its rows, or load it without streaming=True")
     if isinstance(data, str | os.PathLike):
         return _from_name(data, split, columns)
     if hasattr(data, "columns") and hasattr(data, "iloc"):
@@ -240,7 +250,19 @@ def _load(data: object, split: str, columns: Collection[str]) -> Dataset:
         return _from_columns(data)
     if isinstance(data, Sequence):
         return _from_rows(data)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        rows = cast(Any, data)
+        return _from_rows([as_row(rows[index], index) for index in range(len(rows))])
     raise DataError(f"a {type(data).__name__} is not a dataset: pass {_ACCEPTED}")
+
+
+def as_row(row: Any, index: int) -> dict[str, Any]:
+    """A row of a stream or of a torch dataset, with tensors and arrays as lists. A text is the column "text"."""
+    if isinstance(row, str):
+        return {"text": row}
+    if not isinstance(row, Mapping):
+        raise DataError(f"row {index} is a {type(row).__name__}, not a dict of columns or a text")
+    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
 
 
 def _from_rows(rows: Sequence[Any]) -> Dataset:

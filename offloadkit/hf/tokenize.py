@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,8 +38,6 @@ def label_names(dataset: Dataset, column: str, config: PreTrainedConfig) -> dict
     Raises:
         DataError: a label is missing or neither string nor whole number, or all labels are equal.
     """
-    from datasets import ClassLabel
-
     values = dataset[column][:]
     for row, value in enumerate(values):
         if value is None:
@@ -51,13 +50,20 @@ def label_names(dataset: Dataset, column: str, config: PreTrainedConfig) -> dict
     found = sorted(set(values), key=int if all(str(value).isdecimal() for value in values) else None)
     if len(found) < 2:
         raise DataError(f"every row has the {column} {found[0]!r}: at least two labels are needed")
+    return known_names(dataset, column, config) or {index: str(value) for index, value in enumerate(found)}
+
+
+def known_names(dataset: Dataset, column: str, config: PreTrainedConfig) -> dict[int, str] | None:
+    """Names that a `ClassLabel` column or the model gives; None if neither knows all labels of the rows."""
+    from datasets import ClassLabel
+
     feature = dataset.features[column]
     if isinstance(feature, ClassLabel):
         return dict(enumerate(feature.names))
     known = getattr(config, "label2id", None) or {}
-    if all(str(value) in known for value in found):
+    if all(str(value) in known for value in dataset[column]):
         return {int(index): str(name) for index, name in (config.id2label or {}).items()}
-    return {index: str(value) for index, value in enumerate(found)}
+    return None
 
 
 def label_ids(values: list[Any], indices: list[int], feature: Any, id2label: dict[int, str]) -> list[int]:
@@ -177,29 +183,9 @@ def tokenize(run: Tokenizing) -> Dataset:
     """
     from datasets.fingerprint import generate_random_fingerprint
 
-    kind = run.columns.kind
-
-    def rows_that_teach(batch: _Columns, indices: list[int]) -> _Columns:
-        tokens = _TOKENIZERS[kind](run, batch, indices)
-        _check_token_ids(run, tokens, indices)
-        if kind != "tokenized":
-            _count_unknown(run, tokens)
-        keep = [_num_learned(run.task, labels) > 0 for labels in tokens["labels"]]
-        cut_off = set(run.cut_off)
-        run.num_skipped += sum(
-            not teaches and index not in cut_off for index, teaches in zip(indices, keep, strict=True)
-        )
-        run.longest_input = max(run.longest_input, *map(len, tokens["input_ids"]))
-        run.total_input += sum(map(len, tokens["input_ids"]))
-        run.num_attended += sum(map(sum, tokens["attention_mask"]))
-        if run.task != "classification":
-            run.longest_target = max(run.longest_target, *map(len, tokens["labels"]))
-            run.total_target += sum(map(len, tokens["labels"]))
-        return {name: list(compress(column, keep)) for name, column in tokens.items()}
-
     with _temporary_files():
         tokenized = run.dataset.map(
-            rows_that_teach,
+            partial(rows_that_teach, run),
             batched=True,
             with_indices=True,
             remove_columns=run.dataset.column_names,
@@ -207,6 +193,32 @@ def tokenize(run: Tokenizing) -> Dataset:
             desc="Tokenizing",
         )
         return cast("Dataset", tokenized)
+
+
+def rows_that_teach(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
+    """Tokenize the columns of a batch, leaving out rows without a target; adds to the counts of `run`.
+
+    Args:
+        indices: row numbers, for messages.
+
+    Raises:
+        DataError: see `tokenize`.
+    """
+    kind = run.columns.kind
+    tokens = _TOKENIZERS[kind](run, batch, indices)
+    _check_token_ids(run, tokens, indices)
+    if kind != "tokenized":
+        _count_unknown(run, tokens)
+    keep = [_num_learned(run.task, labels) > 0 for labels in tokens["labels"]]
+    cut_off = set(run.cut_off)
+    run.num_skipped += sum(not teaches and index not in cut_off for index, teaches in zip(indices, keep, strict=True))
+    run.longest_input = max(run.longest_input, *map(len, tokens["input_ids"]))
+    run.total_input += sum(map(len, tokens["input_ids"]))
+    run.num_attended += sum(map(sum, tokens["attention_mask"]))
+    if run.task != "classification":
+        run.longest_target = max(run.longest_target, *map(len, tokens["labels"]))
+        run.total_target += sum(map(len, tokens["labels"]))
+    return {name: list(compress(column, keep)) for name, column in tokens.items()}
 
 
 def _pairs(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
