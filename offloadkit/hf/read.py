@@ -253,6 +253,9 @@ def _load(data: object, split: str, columns: Collection[str]) -> Dataset:
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         rows = cast(Any, data)
         return _from_rows([as_row(rows[index], index) for index in range(len(rows))])
+    if isinstance(data, Iterator):
+        kind = type(data).__name__
+        raise DataError(f"a {kind} can be read only once: pass the function that makes it, or a list of its rows")
     raise DataError(f"a {type(data).__name__} is not a dataset: pass {_ACCEPTED}")
 
 

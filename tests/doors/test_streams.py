@@ -99,6 +99,11 @@ def test_options_that_need_a_length_are_refused(options: dict[str, Any], named: 
         finetune(rows, tmp_path, **options)
 
 
+def test_a_generator_is_refused_for_its_function(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="function"):
+        finetune(rows(), tmp_path)
+
+
 def test_a_stream_to_evaluate_on_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="eval_dataset: a stream"):
         finetune(rows, tmp_path, eval_dataset=Torch())
