@@ -101,8 +101,9 @@ class Widths:
 
     def __str__(self) -> str:
         listed = ", ".join("+".join(map(str, pair)) for pair in self.pairs)
+        widths = "1 width" if len(self.pairs) == 1 else f"{len(self.pairs)} widths"
         return (
-            f"batches are padded to {len(self.pairs)} widths ({listed}): {self.share_added:.1%} more tokens than "
+            f"batches are padded to {widths} ({listed}): {self.share_added:.1%} more tokens than "
             f"padded to their longest rows, {self.share_padding:.0%} of all tokens are padding"
         )
 
