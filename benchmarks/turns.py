@@ -143,6 +143,9 @@ class Commit:
         return rate
 
     def end(self) -> None:
+        write(self._folder / f"command{self._number}", ["end", 0])  # torchrun's ranks outlive it, if it is killed
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=10)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -159,7 +162,7 @@ def write(path: Path, value: Any) -> None:
 
 
 def train(case_name: str, folder: Path) -> None:
-    """Build the case's engine and obey commands until the process is killed."""
+    """Build the case's engine and obey commands until the last one."""
     import torch
 
     from benchmarks.cases import CASES, ENGINES, config_of
@@ -207,6 +210,8 @@ def train(case_name: str, folder: Path) -> None:
         while not command.exists():
             time.sleep(0.002)
         what, times = json.loads(command.read_text())
+        if what == "end":
+            os._exit(0)  # threads and process groups may hang an orderly exit
         answer(f"answer{number}", _obey(what, times, engine, step, folder / "checkpoint", on_gpu))
         number += 1
 

@@ -39,7 +39,7 @@ from offloadkit.facts.threads import ThreadPool
 from offloadkit.kernels import cpu
 from offloadkit.optim.table import DTYPES, FlatState, Segment, state_table
 
-_VERSION = 7
+_VERSION = 8
 """Raise it when the measurements change, to invalidate cached rates."""
 DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
 RATES = {
@@ -238,7 +238,7 @@ _STEADY_REPETITIONS, _STEADY_SECONDS = 5, 0.02
 """A least time is steady after this many repetitions and seconds that did not improve it by `_GAIN`."""
 _GAIN = 0.02
 _SLOW_SECONDS = 0.1
-"""Repeating stops after these total seconds, but never after one repetition. Slower matmuls are skipped."""
+"""Repeating stops after these total seconds, but never after one repetition. No matmul follows a slower one."""
 _LAUNCHING_SECONDS = 0.05
 """Total seconds of timing launches."""
 
@@ -492,14 +492,17 @@ def _launch_seconds(device: torch.device) -> float:
 
 
 def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
-    rate = 0.0
+    """FLOP/s of the fastest matmul. On a busy CPU threads wait for each other about as long in a small matmul as in a
+    large one, so a size is run once before it counts as too slow.
+    """
+    rate, on_gpu = 0.0, device.type == "cuda"
     for size in _MATMUL_SIZES:
         flops = 2 * size**3
-        if rate and flops / rate > _SLOW_SECONDS:
-            break
         factor = torch.full((size, size), 0.5, dtype=dtype, device=device)
         run = partial(torch.mm, factor, factor, out=torch.empty_like(factor))
-        rate = max(rate, flops / best_seconds(run, device, 8 if device.type == "cuda" else 1))
+        if not on_gpu and rate and (seconds := _timed(run, device, 1)) > _SLOW_SECONDS:
+            return max(rate, flops / seconds)
+        rate = max(rate, flops / best_seconds(run, device, 8 if on_gpu else 1))
     return rate
 
 

@@ -73,6 +73,7 @@ def test_ranks_meet_before_each_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count(step=0.03)
     copies = SimpleNamespace(copy=logs("copy"))
     monkeypatch.setattr(measuring.time, "perf_counter", clock)
+    monkeypatch.setattr(measuring, "_MATMUL_SIZES", (256,))
     monkeypatch.setattr(measuring, "CopyStream", lambda *_: copies)
     monkeypatch.setattr(hardware, "ram_available_bytes", lambda: 1 << 27)
     for name, function in (("available", lambda: True), ("triad", logs("triad")), ("optimizer_step", logs("step"))):
@@ -109,6 +110,18 @@ def test_slow_first_runs_do_not_end_the_measurement_of_matmuls(
     def matmul(a: torch.Tensor, *_: object, **__: object) -> None:
         seconds = 2 * len(a) ** 3 / 210e9
         now[0] += max(seconds, 0.008) if now[0] < disturbed_seconds else seconds
+
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch, "mm", matmul)
+    assert rates._matmul_rate(torch.bfloat16, CPU) == pytest.approx(210e9)
+
+
+def test_small_matmuls_that_wait_for_busy_cores_do_not_end_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """210 GFLOP/s, but no matmul takes less than 78 ms."""
+    now = [0.0]
+
+    def matmul(a: torch.Tensor, *_: object, **__: object) -> None:
+        now[0] += max(2 * len(a) ** 3 / 210e9, 0.078)
 
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(torch, "mm", matmul)
