@@ -156,7 +156,8 @@ def test_a_plan_counts_adapters_and_says_what_full_fine_tuning_takes(folder: Pat
 
 
 def test_a_frozen_base_that_does_not_fit_streams(folder: Path) -> None:
-    plan = offloadkit.plan("llama-3.1-8b", lora=16, batch_size=1, max_input_length=512, gpu="RTX 3060", vram="8GiB", ram="64GiB")
+    limits = {"gpu": "RTX 3060", "vram": "8GiB", "ram": "64GiB"}
+    plan = offloadkit.plan("llama-3.1-8b", lora=16, batch_size=1, max_input_length=512, **limits)
     assert plan.fits
     assert any(where.weights == "ram" for where in plan.placements)
     assert "frozen embeddings looked up in RAM" in plan.details()
