@@ -101,7 +101,8 @@ def _check_not_quantised(model: nn.Module) -> None:
     if what is not None:
         raise ModelError(
             f"{what} is quantised, and quantised weights cannot be trained: only the remaining weights would be. Load "
-            "the model without quantization_config, or call its dequantize() first; or add adapters (PEFT)"
+            "the model without quantization_config (a GGUF file with GgufConfig(dequantize=True)), or call its "
+            "dequantize() first; or add adapters (PEFT)"
         )
 
 

@@ -35,8 +35,8 @@ def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Execute:
     return run
 
 
-def test_there_are_five() -> None:
-    assert [name[:2] for name in NAMES] == ["01", "02", "03", "04", "05"]
+def test_there_are_six() -> None:
+    assert [name[:2] for name in NAMES] == ["01", "02", "03", "04", "05", "06"]
 
 
 def test_the_first_notebook_ends_in_success() -> None:
@@ -163,6 +163,15 @@ def test_a_plain_module_learns_and_is_timed_every_ten_steps(execute: Execute) ->
     assert float(lines[-1][1]) < 0.9 * float(lines[0][1])
     untrained, trained = re.findall(r"\d\.\d+", ran.text("after"))
     assert float(trained) < 0.9 * float(untrained)
+
+
+@pytest.mark.slow
+def test_a_chat_model_is_trained_on_functions_and_docstrings(execute: Execute) -> None:
+    ran = execute("06_pretrained_model")
+    assert re.search(r"[\d,]{5,} rows to learn, 32 held out", ran.text("data"))
+    before, after = re.findall(r"held-out loss (\d\.\d+) before, (\d\.\d+) after", ran.text("train"))[0]
+    assert float(after) < float(before)
+    assert ran.text("generate").count("  author: ") == 4
 
 
 def num_colours(png: str) -> int:
