@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -53,7 +54,12 @@ class EarlierRun:
 
 
 def earlier_run(
-    folder: str | os.PathLike[str], *, resume: bool, overwrite: bool, in_use: Iterable[object] = ()
+    folder: str | os.PathLike[str],
+    *,
+    resume: bool,
+    overwrite: bool,
+    in_use: Iterable[object] = (),
+    data: Iterable[object] = (),
 ) -> EarlierRun:
     """Check whether `folder`, which may be missing, can be used; returns what the new run will replace. Changes
     nothing.
@@ -61,11 +67,12 @@ def earlier_run(
     Args:
         resume: continue the earlier run, so replace nothing.
         overwrite: permission to replace an earlier run.
-        in_use: inputs of the new run: paths, names and other objects, which are ignored.
+        in_use: model and tokenizer of the new run: paths, names and other objects, which are ignored.
+        data: training and evaluation data: files, patterns and lists of them, and other objects, which are ignored.
 
     Raises:
         ConfigError: both flags are set; the folder holds an earlier run and neither is set; or the new run reads a
-            checkpoint that it would remove.
+            checkpoint that it would remove, or data inside the model's folder, which its model replaces.
         OutputError: `model` is no saved model, a link, a mount point or not writable; or another run uses the folder.
     """
     if resume and overwrite:
@@ -87,6 +94,14 @@ def earlier_run(
                 f"{model} is not a saved model, and training would replace it: pass another output_dir, such as "
                 f"{_free_beside(path)}"
             )
+    files = [file for used in data for file in _files(used)]
+    for file in files:
+        for model in models:
+            if file.is_relative_to(model.resolve()):
+                raise ConfigError(
+                    f"this run reads {file}, and its model would replace {model} with all files: move the data out of "
+                    f"output_dir, or pass another output_dir, such as {_free_beside(path)}"
+                )
     if resume:
         return EarlierRun([])
     named = [found for found in path.glob("checkpoint-*") if found.name.removeprefix("checkpoint-").isdigit()]
@@ -104,17 +119,26 @@ def earlier_run(
             f"the output folder {path} contains {there} of an earlier run: {goes_on}, or another output_dir "
             f"(--output), such as {_free_beside(path)}"
         )
-    for used in in_use:
-        name = os.fspath(used) if isinstance(used, str | os.PathLike) else ""
-        is_path = bool(name) and why_no_name(name) is None  # invalid names are rejected where they are read
-        read = Path(os.path.realpath(os.path.expanduser(name))) if is_path else None
+    for read in (*files, *(file for used in in_use for file in _files(used))):
         for checkpoint in checkpoints:
-            if read is not None and read.is_relative_to(checkpoint.resolve()):
+            if read.is_relative_to(checkpoint.resolve()):
                 raise ConfigError(
-                    f"this run reads {used}, which overwrite=True would remove: pass another output_dir, such as "
+                    f"this run reads {read}, which overwrite=True would remove: pass another output_dir, such as "
                     f"{_free_beside(path)}, or resume=True to continue from the newest checkpoint"
                 )
     return EarlierRun(checkpoints)
+
+
+def _files(used: object) -> Iterator[Path]:
+    """Real paths of files and folders, also by patterns and in lists. Invalid names are refused where they are read."""
+    if isinstance(used, list | tuple):
+        for each in used:
+            if isinstance(each, str | os.PathLike):
+                yield from _files(each)
+    elif isinstance(used, str | os.PathLike) and (name := os.fspath(used)) and why_no_name(name) is None:
+        path = os.path.expanduser(name)
+        for found in glob.glob(path, recursive=True) if glob.has_magic(path) else [path]:
+            yield Path(os.path.realpath(found))
 
 
 def _check_replaceable(model: Path) -> None:

@@ -298,8 +298,9 @@ def finetune(
     options = replace(options, offload=_with_working_dtype(options))
     check_there(train_dataset)
     check_there(eval_dataset, "eval_dataset: ")
-    in_use = (model, getattr(model, "name_or_path", None), tokenizer, train_dataset, eval_dataset)
-    replaces = functools.partial(earlier_run, output_dir, resume=resume, overwrite=overwrite, in_use=in_use)
+    in_use = (model, getattr(model, "name_or_path", None), tokenizer)
+    data = (train_dataset, eval_dataset)
+    replaces = functools.partial(earlier_run, output_dir, resume=resume, overwrite=overwrite, in_use=in_use, data=data)
     earlier = world.run_on_rank_0("checking output_dir", replaces)
     # Do not create the folder if a file of rows, or a checkpoint to resume from, is missing.
     own_files = resume and trained_by.is_planned

@@ -143,8 +143,19 @@ def test_a_model_that_a_killed_save_had_set_aside_counts(used: Path) -> None:
 def test_a_checkpoint_that_is_trained_from_is_not_removed(used: Path, in_memory: bool) -> None:
     t5().save_pretrained("out/checkpoint-7")
     model = T5ForConditionalGeneration.from_pretrained("out/checkpoint-7") if in_memory else "out/checkpoint-7"
-    with pytest.raises(ConfigError, match=r"reads out/checkpoint-7, which overwrite=True would remove"):
+    with pytest.raises(ConfigError, match=r"reads \S*out/checkpoint-7, which overwrite=True would remove"):
         finetune(model, overwrite=True)
+
+
+@pytest.mark.parametrize("permission", [{"overwrite": True}, {"resume": True}])
+@pytest.mark.parametrize("name", ["pairs.jsonl", "*.jsonl", "list"])
+def test_data_inside_the_model_that_is_replaced_is_not_lost(used: Path, name: str, permission: dict[str, bool]) -> None:
+    file = used / "model" / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    rows = [str(file)] if name == "list" else str(file.with_name(name))
+    with pytest.raises(ConfigError, match=r"reads \S*out/model/pairs.jsonl, and its model would replace out/model"):
+        finetune(t5(), rows, **permission)
+    assert file.exists()
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
