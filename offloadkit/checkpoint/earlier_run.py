@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -20,7 +19,7 @@ from offloadkit.checkpoint.folder import (
 )
 from offloadkit.checkpoint.one_run import CLAIM, one_run
 from offloadkit.errors import ConfigError, OutputError
-from offloadkit.facts.files import path_of, why_no_name
+from offloadkit.facts.files import matching, path_of, why_no_name
 
 
 @dataclass
@@ -136,9 +135,7 @@ def _files(used: object) -> Iterator[Path]:
             if isinstance(each, str | os.PathLike):
                 yield from _files(each)
     elif isinstance(used, str | os.PathLike) and (name := os.fspath(used)) and why_no_name(name) is None:
-        path = os.path.expanduser(name)
-        for found in glob.glob(path, recursive=True) if glob.has_magic(path) else [path]:
-            yield Path(os.path.realpath(found))
+        yield from (Path(os.path.realpath(each)) for each in matching(Path(name).expanduser()))
 
 
 def _check_replaceable(model: Path) -> None:

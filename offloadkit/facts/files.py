@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import stat
@@ -48,6 +49,16 @@ def path_of(given: object, option: str) -> Path:
     if (why := why_no_name(name)) is not None:
         raise ConfigError(f"{option} {shown(name)} cannot be used: {why}. Pass another path")
     return Path(os.path.expanduser(name))
+
+
+def is_pattern(path: Path) -> bool:
+    """Whether `path` is a pattern with *, ? or [], and not a file of that name."""
+    return glob.has_magic(str(path)) and not path.exists()
+
+
+def matching(path: Path) -> list[Path]:
+    """The files that a pattern matches, sorted; another path alone, which need not exist."""
+    return [Path(each) for each in sorted(glob.glob(str(path), recursive=True))] if is_pattern(path) else [path]
 
 
 def why_not_plain(path: str | os.PathLike[str]) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import glob
 import inspect
 import json
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from offloadkit.errors import DataError, cut, shown
-from offloadkit.facts.files import check_depth, parse_json, why_no_name, why_not_plain
+from offloadkit.facts.files import check_depth, is_pattern, matching, parse_json, why_no_name, why_not_plain
 from offloadkit.hf.columns import CONVERSATIONS, TEXTS, columns_to_read
 from offloadkit.hf.hub import causes, hub_answers, readable_hub_errors, unreachable
 from offloadkit.hf.quiet import no_loader_messages
@@ -194,8 +193,8 @@ def check_there(data: object, prefix: str = "") -> None:
     if (why := why_no_name(text)) is not None:
         raise DataError(f"{prefix}there can be no file {shown(text)}: {why}. Pass another name")
     path = Path(text).expanduser()
-    if _is_pattern(path):
-        if not glob.glob(str(path), recursive=True):
+    if is_pattern(path):
+        if not matching(path):
             raise DataError(f"{prefix}no file matches {text!r} (looked in {Path.cwd()})")
         return
     is_path = isinstance(data, os.PathLike) or text.startswith((".", "~", "/")) or text.count("/") > 1
@@ -207,12 +206,7 @@ def on_hub(data: object) -> bool:
     if not isinstance(data, str | os.PathLike):
         return False
     path = Path(data).expanduser()
-    return not path.exists() and not _is_pattern(path)
-
-
-def _is_pattern(path: Path) -> bool:
-    """Whether `path` is a pattern with *, ? or [], and not a file of that name."""
-    return glob.has_magic(str(path)) and not path.exists()
+    return not path.exists() and not is_pattern(path)
 
 
 def are_paths(data: object) -> TypeGuard[Sequence[str | os.PathLike[str]]]:
@@ -331,9 +325,8 @@ def _as_table(make: Callable[[], Any]) -> Dataset:
 def _from_name(name: str | os.PathLike[str], split: str, columns: Collection[str]) -> Dataset:
     check_there(name)
     text, path = os.fspath(name), Path(name).expanduser()
-    if _is_pattern(path):
-        found = sorted(glob.glob(str(path), recursive=True))
-        return _joined([(each, _from_name(Path(each), split, columns)) for each in found])
+    if is_pattern(path):
+        return _joined([(str(each), _from_name(each, split, columns)) for each in matching(path)])
     if path.is_file():
         return _from_file(path, columns)
     if (other := why_not_plain(path)) is not None and not path.is_dir():

@@ -100,44 +100,35 @@ def test_ranks_take_the_usual_time_and_not_that_of_a_moment_in_which_the_others_
     assert best or now[0] > 0.1, "all runs must be timed"
 
 
-@pytest.mark.parametrize("disturbed_seconds", [0.0, 0.03, 0.06])
-def test_slow_first_runs_do_not_end_the_measurement_of_matmuls(
-    disturbed_seconds: float, monkeypatch: pytest.MonkeyPatch
+def matmuls_take(seconds_of: Callable[[int, float], float], monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """Simulate `torch.mm` by `seconds_of(flops, now)`; returns the clock."""
+    now = [0.0]
+
+    def matmul(a: torch.Tensor, *_: object, **__: object) -> None:
+        now[0] += seconds_of(2 * len(a) ** 3, now[0])
+
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch, "mm", matmul)
+    return lambda: now[0]
+
+
+@pytest.mark.parametrize(
+    ("least_seconds", "until"), [(0.008, 0.0), (0.008, 0.03), (0.008, 0.06), (0.078, float("inf"))]
+)
+def test_small_matmuls_that_wait_for_busy_cores_do_not_end_the_measurement(
+    least_seconds: float, until: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """210 GFLOP/s, after the disturbed seconds, in which a matmul of 256 takes 8 ms: 4.2 GFLOP/s."""
-    now = [0.0]
-
-    def matmul(a: torch.Tensor, *_: object, **__: object) -> None:
-        seconds = 2 * len(a) ** 3 / 210e9
-        now[0] += max(seconds, 0.008) if now[0] < disturbed_seconds else seconds
-
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(torch, "mm", matmul)
-    assert rates._matmul_rate(torch.bfloat16, CPU) == pytest.approx(210e9)
-
-
-def test_small_matmuls_that_wait_for_busy_cores_do_not_end_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """210 GFLOP/s, but no matmul takes less than 78 ms."""
-    now = [0.0]
-
-    def matmul(a: torch.Tensor, *_: object, **__: object) -> None:
-        now[0] += max(2 * len(a) ** 3 / 210e9, 0.078)
-
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(torch, "mm", matmul)
+    """210 GFLOP/s, but up to some moment no matmul takes less than the least seconds: a matmul of 256 then reaches 4.2
+    or 0.43 GFLOP/s.
+    """
+    matmuls_take(lambda flops, now: max(flops / 210e9, least_seconds if now < until else 0.0), monkeypatch)
     assert rates._matmul_rate(torch.bfloat16, CPU) == pytest.approx(210e9)
 
 
 def test_a_slow_machine_is_measured_by_few_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-
-    def matmul(a: torch.Tensor, *_: object, **__: object) -> None:
-        now[0] += 2 * len(a) ** 3 / 1e9
-
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(torch, "mm", matmul)
+    clock = matmuls_take(lambda flops, now: flops / 1e9, monkeypatch)
     assert rates._matmul_rate(torch.float16, CPU) == pytest.approx(1e9)
-    assert now[0] < 0.5
+    assert clock() < 0.5
 
 
 def test_what_ranks_know_they_know_though_the_file_is_replaced(quick: list[torch.device], cache_folder: Path) -> None:

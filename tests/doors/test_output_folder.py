@@ -148,12 +148,14 @@ def test_a_checkpoint_that_is_trained_from_is_not_removed(used: Path, in_memory:
 
 
 @pytest.mark.parametrize("permission", [{"overwrite": True}, {"resume": True}])
-@pytest.mark.parametrize("name", ["pairs.jsonl", "*.jsonl", "list"])
+@pytest.mark.parametrize("name", ["pairs[1].jsonl", "*.jsonl", "list"])
 def test_data_inside_the_model_that_is_replaced_is_not_lost(used: Path, name: str, permission: dict[str, bool]) -> None:
-    file = used / "model" / "pairs.jsonl"
+    file = used / "model" / "pairs[1].jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     rows = [str(file)] if name == "list" else str(file.with_name(name))
-    with pytest.raises(ConfigError, match=r"reads \S*out/model/pairs.jsonl, and its model would replace out/model"):
+    with pytest.raises(
+        ConfigError, match=r"reads \S*out/model/pairs\[1\].jsonl, and its model would replace out/model"
+    ):
         finetune(t5(), rows, **permission)
     assert file.exists()
 
