@@ -42,7 +42,7 @@ _TITLES = {
     "rate": "At the card's rate: T5 of middle size, and decoders with many tokens an update",
     "cheap": "Matmuls kept and the rest recomputed, or all recomputed: the same Llama on a card with 64 GiB free",
     "muon": "Muon and AdamW on a card of 24 GB",
-    "lora": "LoRA of a Llama of 8 G parameters on cards of 6 and 10 GB",
+    "lora": "LoRA of a Llama of 8 G parameters on cards of 6, 10 and 24 GB",
     "doors": "The same work through every door",
     "growth": "How a step grows with the batch",
     "blog": "Every engine within a consumer card",

@@ -20,7 +20,9 @@ def test_a_try_without_a_gpu_writes_all_rows(tmp_path: Path, capsys: pytest.Capt
     assert len(made) == len(rows)
     assert rows[0]["planned_ram_bytes"]
     assert len({row["num_parameters"] for row in rows}) == 1
-    assert capsys.readouterr().out.count("tokens/s") == len(rows)
+    printed = capsys.readouterr().out
+    assert printed.count("tokens/s") == len(rows)
+    assert printed.count("x of PEFT alone") == 1
 
 
 def test_a_line_says_what_was_measured_and_planned() -> None:
@@ -31,3 +33,12 @@ def test_a_line_says_what_was_measured_and_planned() -> None:
     assert found.endswith("8,192 tokens/s, 0.5000 s a step (planned 0.2500), VRAM 6 GiB (planned 5 GiB), RAM 3 GiB")
     failed = lora.line_of(row | {"status": "does not fit", "reason": "too large"})
     assert failed.endswith(": does not fit, too large")
+
+
+def test_tokens_a_second_are_compared_with_the_same_rows_of_peft() -> None:
+    shape = {"model": "llama", "batch_size": 8, "input_length": 1024, "status": "measured"}
+    ours, peft = shape | {"engine": "offloadkit-lora", "seconds": 0.8}, shape | {"engine": "peft", "seconds": 0.6}
+    assert lora.beside_peft(ours, [ours, peft]) == ", 0.75x of PEFT alone"
+    assert lora.beside_peft(peft, [ours, peft]) == ""
+    assert lora.beside_peft(ours, [ours, peft | {"batch_size": 4}]) == ""
+    assert lora.beside_peft(ours, [ours, peft | {"status": "does not fit", "seconds": None}]) == ""
