@@ -372,7 +372,7 @@ def train(
     arguments |= by_option | by_setting | ({"init": "random"} if random_weights else {})
     for name in ("model", "train_dataset"):
         if name not in arguments:
-            raise typer.BadParameter(f"pass it, or {name}=... beside a recipe", param_hint=name.upper())
+            raise typer.BadParameter(f"pass it, or {name}=... with a recipe", param_hint=name.upper())
     arguments["offload"] = OffloadConfig(**config)
     if dry_run:
         typer.echo(finetuning.dry_run(**arguments))

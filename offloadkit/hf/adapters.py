@@ -35,7 +35,7 @@ def lora_config(lora: bool | int | LoraConfig | None, task: Task) -> LoraConfig 
 
     Args:
         lora: True is rank `RANK`. A rank adapts all linear layers but the head, with `lora_alpha` of twice the rank. A
-            `LoraConfig` is taken as it is, with the task if it names none.
+            `LoraConfig` is used unchanged, but for a missing task type.
 
     Raises:
         ConfigError: as `check_lora`.
@@ -91,7 +91,7 @@ def _needed(model: nn.Module, config: Any) -> list[nn.Parameter]:
 
 
 def _draw(model: Any, config: Any) -> None:
-    """Draw the adapters, which PEFT has moved to the device of the unread weights beside them, meta."""
+    """Draw the adapters: PEFT has moved them to the meta device, where the unread base weights are."""
     for module in model.modules():
         if not hasattr(module, "reset_lora_parameters"):
             continue
@@ -110,7 +110,7 @@ def has_adapters(model: Any) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    """The HuggingFace model inside a `PeftModel`; another model as it is."""
+    """The HuggingFace model inside a `PeftModel`; other models are returned unchanged."""
     return model.get_base_model() if has_adapters(model) else model
 
 

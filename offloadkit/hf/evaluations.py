@@ -30,7 +30,7 @@ def worker_errors_named() -> Iterator[None]:
         if not str(error).startswith("DataLoader worker"):
             raise
         raise WorkerError(
-            f"{error}. Whoever killed it says no more; RAM, or /dev/shm, may have been full. Start fewer "
+            f"{error}. Its process was killed without a message; RAM, or /dev/shm, may have been full. Start fewer "
             "(dataloader_num_workers), or none (0), and the error of a row itself is shown"
         ) from error
 

@@ -40,7 +40,7 @@ def saved_in_pieces() -> Iterator[None]:
 
 @contextmanager
 def arguments_as_data(folder: Path, trainer: Any) -> Iterator[None]:
-    """Context in which the Trainer writes its arguments to `folder` as JSON, not pickled as `training_args.bin`.
+    """While it is open, the Trainer writes its arguments to `folder` as JSON, not pickled as `training_args.bin`.
 
     The modules of the Trainer's classes are patched, because each may have imported the file name.
     """

@@ -124,7 +124,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             check_not_wrapped(self.model)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             raise ConfigError(
-                "offloadkit steps with optimizers of its own, chosen by `optim`, and takes no optimizer. Leave "
+                "offloadkit steps with its own optimizers, chosen by `optim`, and takes no optimizer. Leave "
                 "`optimizers` and `optimizer_cls_and_kwargs` out. Set learning_rate, adam_beta1, adam_beta2, "
                 "adam_epsilon and weight_decay in TrainingArguments. optimizers=(None, scheduler) may bring a scheduler"
             )
@@ -532,7 +532,7 @@ def _groups_of(theirs: torch.optim.Optimizer, trainer_class: type) -> list[dict[
     if type(theirs) is not torch.optim.AdamW or theirs.defaults["amsgrad"] or theirs.defaults["maximize"]:
         raise ConfigError(
             f"{trainer_class.__name__}.create_optimizer makes {type(theirs).__name__}; offloadkit steps with "
-            "optimizers of its own and can take over the groups of a plain torch.optim.AdamW only"
+            "its own optimizers and can take over the groups of a plain torch.optim.AdamW only"
         )
     return [{key: group[key] for key in _GROUP_KEYS} for group in theirs.param_groups if group["params"]]
 

@@ -266,7 +266,7 @@ _SWITCHES = (("log", "log scale of the loss"), ("phases", "phases of a step"))
 
 
 def switches(ident: str) -> str:
-    """Unfold parts of a page that is redrawn: an element of its own that is not redrawn, so that it keeps its state."""
+    """Unfold parts of a redrawn page, by a separate element that is not redrawn and so keeps its state."""
     folds = (
         f'<details class="okm-fold" id="{ident}-{name}"><summary>{words}</summary></details>'
         for name, words in _SWITCHES
@@ -275,7 +275,7 @@ def switches(ident: str) -> str:
 
 
 def _switched(ident: str) -> str:
-    """The rules by which `switches(ident)` unfold the page's parts."""
+    """CSS rules that unfold the page's parts with `switches(ident)`."""
     log, phases = (f"body:has(#{ident}-{name}[open]) #{ident}" for name, _ in _SWITCHES)
     return (
         f"{log} .okm-log{{display:block}}{log} .okm-linear{{display:none}}"

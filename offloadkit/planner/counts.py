@@ -45,8 +45,8 @@ class Counts(NamedTuple):
       gradients to RAM throughout and not all at once.
     - The last layers have their states on disk.
     - GPU steps are spread evenly over layers with states in RAM, so that CPU and GPU both advance with forward.
-    - The GPU steps all layers of matrices. Small layers beside them (norms) stay in VRAM.
-    - Frozen layers have no states. Weights of small layers beside them (adapters) stay in VRAM. Frozen embeddings are
+    - The GPU steps all layers of matrices. Small other layers (norms) stay in VRAM.
+    - Frozen layers have no states. Weights of small trained layers (adapters) stay in VRAM. Frozen embeddings are
       in RAM if any block is streamed.
     """
 

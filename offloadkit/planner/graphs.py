@@ -21,7 +21,7 @@ class Graphs:
     number: int
     """Graphs for micro-batches of the planned size: a forward and a backward of each captured block."""
     num_bytes: int
-    """VRAM beyond that of eager blocks: pool, static memory and the driver's."""
+    """VRAM that eager blocks do not need: pool, static memory and the driver's."""
     fit: bool = True
     """Whether the VRAM suffices. If not, all blocks run eagerly."""
 
@@ -55,7 +55,7 @@ class GraphBytes:
         ]
 
     def of(self, how: Sequence[str]) -> int:
-        """Bytes beyond those of eager blocks without `of_weights`; 0 if no block is captured."""
+        """Bytes that eager blocks do not need, without `of_weights`; 0 if no block is captured."""
         below = outside = scratch = kept_in_pool = 0
         static: dict[int, int] = {}
         for stage, choice, captured in zip(self._work.stages, how, self.captures(how), strict=True):

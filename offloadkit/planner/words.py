@@ -312,10 +312,10 @@ def _times(plan: Prediction) -> list[str]:
         lines += [line.replace(_KEPT, " ") for line in _wrapped("busy: " + ", ".join(each))]
     if plan.communicated:
         parts = (f"{name} {format_bytes(size)}".replace(" ", _KEPT) for name, size in plan.communicated.items())
-        told = "each GPU receives from the others a step: " + ", ".join(parts)
+        told = "each GPU receives from other GPUs a step: " + ", ".join(parts)
         lines += [line.replace(_KEPT, " ") for line in _wrapped(told)]
     if plan.basis.assumed:
-        lines += _wrapped(f"(not measured: seconds are those of an assumed {_rates(plan.basis.hardware)})")
+        lines += _wrapped(f"(not measured: seconds are computed for an assumed {_rates(plan.basis.hardware)})")
     return lines
 
 

@@ -29,7 +29,7 @@ class MirroredStepped(Stepped):
     def post(self) -> None:
         self._words[:] = self._expected
         own, scratch = self.ranks.own.get(self.index, (torch.empty(0),) * 2)
-        self.ranks.others.copy(scratch, own)
+        self.ranks.simulated.copy(scratch, own)
 
     def reached(self) -> bool:
         return self.ranks.wrote is None or self.ranks.wrote.done()
@@ -46,7 +46,7 @@ class MirroredRanks(Group):
         num_gathers: layers whose new weights were gathered.
         own: by layer index: this rank's part of the weights in RAM, and scratch memory of that size.
         foreign: parts of the simulated ranks, with copies.
-        others: stream of the simulated ranks.
+        simulated: stream of the simulated ranks.
         wrote: event after the last write of the simulated ranks.
     """
 
@@ -55,7 +55,7 @@ class MirroredRanks(Group):
         self.stream = CopyStream(device, "ranks")
         self.num_gathers = 0
         self._received = Counter()
-        self.others, self.wrote = CopyStream(device, "other ranks"), None
+        self.simulated, self.wrote = CopyStream(device, "other ranks"), None
         self.own = dict[int, tuple[torch.Tensor, torch.Tensor]]()
         self.foreign = list[tuple[torch.Tensor, torch.Tensor]]()
 
@@ -97,10 +97,10 @@ class MirroredRanks(Group):
 
     def sum(self, numbers: NDArray[np.float64]) -> None:
         """Simulated ranks add zeros. They have fetched all weights by now, and step theirs afterwards."""
-        self.others.record().synchronize()
+        self.simulated.record().synchronize()
         for part, copy in self.foreign:
-            self.others.copy(part, copy)
-        self.wrote = self.others.record()
+            self.simulated.copy(part, copy)
+        self.wrote = self.simulated.record()
 
     def meet(self) -> None:
         """Simulated ranks are always ready."""

@@ -173,7 +173,7 @@ def test_a_key_is_given_once() -> None:
 def test_a_model_and_rows_are_needed() -> None:
     done = train("t5-small")
     assert done.exit_code == 2
-    assert "TRAIN_DATASET: pass it, or train_dataset=... beside a recipe" in done.stderr
+    assert "TRAIN_DATASET: pass it, or train_dataset=... with a recipe" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["precison", "epoch", "overwite", "max_input_lenght"])

@@ -434,7 +434,7 @@ def test_a_full_gpu_gives_up_graphs_before_it_moves(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_short_batch_at_the_end_of_an_epoch_needs_its_own_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lengths are one kind too many, so blocks run eagerly beside the graphs."""
+    """Its lengths are one kind too many, so blocks run eagerly while the graphs stay."""
     asked = []
 
     def missing(self: RunAgain, other_bytes: int, kept_bytes: int | None, scale: float) -> int:

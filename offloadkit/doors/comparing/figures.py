@@ -318,7 +318,7 @@ def _label(result: DrawableSweep, times: int, scaling: str, key: str) -> str | N
     if len(result.accumulations) > 1:
         parts.append(f"{times} micro-batch{'es' if times > 1 else ''} a step")
     if key == "eval_loss":
-        parts.append("learning rate as it is" if scaling == "none" else f"learning rate scaled ({scaling})")
+        parts.append("learning rate not scaled" if scaling == "none" else f"learning rate scaled ({scaling})")
     if not parts and key == "step_seconds":
         parts.append("measured")
     return ", ".join(parts) or None
