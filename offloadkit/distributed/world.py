@@ -59,7 +59,7 @@ def size() -> int:
 
 
 def run_on_rank_0(what: str, run: Callable[[], _T]) -> _T:
-    """Call `run` on rank 0, for which all ranks wait, and broadcast its result, or the error that it raised.
+    """Call `run` on rank 0 while all ranks wait, and broadcast its result, or the error that it raised.
 
     `what` describes the work in messages. Raises `RankError` if the error cannot be pickled, or a rank never arrives.
     """

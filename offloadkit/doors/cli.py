@@ -210,7 +210,7 @@ def plan(
 
     On a machine without a GPU, --vram alone plans for an assumed card of that size.
 
-    With --num-gpus, --vram is that of each GPU and --ram that of a host.
+    With --num-gpus, --vram is for each GPU and --ram for a host.
     """
     from offloadkit.doors.planning import plan as plan_model
 

@@ -24,7 +24,7 @@ from offloadkit.facts.telemetry import Telemetry
 from offloadkit.offload.records import LOOK
 
 MAX_ROLLBACKS = 3
-"""Consecutive rollbacks after which NaN is an error."""
+"""More consecutive rollbacks raise an error."""
 
 
 class Checkpoints:

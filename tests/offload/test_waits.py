@@ -381,7 +381,7 @@ def ranks_that_share_weights() -> None:
             told = threading.Event()
             engine.step_thread.gpu_worker.jobs.put(told.set)
             told.wait()
-            ranks.others.record().synchronize()
+            ranks.simulated.record().synchronize()
 
         patch.setattr(SharedSlab, "part", lambda slab: (others_have_read(), part(slab)))
         with engine:
