@@ -75,6 +75,10 @@ class DataError(OffloadkitError, ValueError):
     """The dataset is unusable: unknown columns, no rows, no targets."""
 
 
+class DataNotFoundError(DataError):
+    """No file has this name, or none matches this pattern."""
+
+
 class EngineStateError(OffloadkitError, RuntimeError):
     """Engine methods were called in the wrong order (step before backward, use after close)."""
 

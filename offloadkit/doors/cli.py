@@ -23,7 +23,7 @@ from offloadkit.errors import ConfigError, OffloadkitError, TrainingStoppedError
 from offloadkit.facts.calls import Options, in_a_command
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.field_help import field_docs
-from offloadkit.facts.files import why_no_name
+from offloadkit.facts.files import matching, why_no_name
 from offloadkit.facts.starting import collector_off, is_loaded, say
 from offloadkit.facts.version import __version__
 from offloadkit.hf.options import FinetuneOptions
@@ -351,7 +351,7 @@ def train(
     }
     settings, by_option = list(settings or []), given(**options)
     for name in ("train_dataset", "model"):
-        if _SETTING.match(by_option.get(name) or ""):
+        if _is_setting(by_option.get(name) or ""):
             settings.insert(0, by_option.pop(name))
     arguments: dict[str, Any] = {}
     if recipes.is_recipe(by_option.get("model") or ""):
@@ -405,6 +405,17 @@ def _misspelled_recipe(name: str) -> str | None:
 
 
 _SETTING = re.compile(r"[A-Za-z_][\w.]*=")
+
+
+def _is_setting(given: str) -> bool:
+    """Whether a positional argument is KEY=VALUE, and neither a path nor a pattern of files that are there, such as
+    year=2024/rows.jsonl.
+    """
+    if not _SETTING.match(given) or why_no_name(given):
+        return bool(_SETTING.match(given))
+    return not any(path.exists() for path in matching(Path(given)))
+
+
 _WITHIN = "offload."
 _TEXTS = ("model", "train_dataset", "tokenizer", "output_dir", "input_column", "target_column", "template")
 

@@ -44,9 +44,9 @@ from offloadkit.doors.planning import (
     plan_source,
     shown_plan,
 )
-from offloadkit.doors.recipes import RECIPE_FILE, as_yaml
+from offloadkit.doors.recipes import RECIPE_FILE, as_yaml, is_of_user, with_head
 from offloadkit.doors.several_gpus import RankMonitor, check_num_gpus, on_several_gpus
-from offloadkit.errors import ConfigError, DataError, errors_hold_nothing, shown
+from offloadkit.errors import ConfigError, DataNotFoundError, errors_hold_nothing, shown
 from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig, Precision
 from offloadkit.facts.field_help import helps_with_fields
@@ -312,6 +312,7 @@ def finetune(
         setup, rows = _read_rows(setup)
         plan = setup.shown_plan(assumed) if trained_by.is_planned else setup.plan()
         recipe = as_yaml(given, batch_size=setup.args.per_device_train_batch_size, num_gpus=_num_started())
+        recipe = with_head(recipe, output / RECIPE_FILE, resumed=setup.checkpoint)
         if setup.checkpoint is not None:
             _say_resuming(setup, setup.checkpoint, is_planned=trained_by.is_planned)
         watch = _monitor(setup, rows, plan, is_planned=trained_by.is_planned)
@@ -354,9 +355,7 @@ def dry_run(**arguments: Any) -> str:
         else:
             setup, rows = _read_rows(setup)
             print(f"{rows.training.rows_in_words} to train on", flush=True)
-    except DataError as error:
-        if "there is no file" not in str(error):
-            raise
+    except DataNotFoundError as error:
         print(f"{error}: planned for the longest rows that are allowed", flush=True)
     setup.shown_plan()
     return as_yaml(options, batch_size=setup.args.per_device_train_batch_size, num_gpus=options.num_gpus or 1)
@@ -379,7 +378,7 @@ def _claimed(output: Path, earlier: EarlierRun) -> Iterator[None]:
 
 def _own_checkpoint(output: Path, source: ModelSource, offload: OffloadConfig) -> Path:
     checkpoint = newest_checkpoint(output, recut=offload.resume_incomplete)
-    check_same_adapters(checkpoint, source.adapters)
+    check_same_adapters(checkpoint, source.adapters, is_added=has_adapters(source.model))
     differing = check_same_model(checkpoint, source.config)
     if differing is not None and world.rank() == 0:
         taken = "the checkpoint's" if source.model is None else "the model passed's"
@@ -544,7 +543,7 @@ class TrainingRun:
     earlier: EarlierRun
     """Run whose checkpoints are removed once this run has done a step or written a checkpoint."""
     recipe: str
-    """The arguments in YAML."""
+    """The arguments in YAML, with their head."""
 
     def write_card(self, plan: Plan, trainer: Any, metrics: Mapping[str, float], peaks: Peaks) -> None:
         """Write the model card into the saved model's folder."""
@@ -637,9 +636,9 @@ class TrainingRun:
         from offloadkit.hf.callbacks import MonitorCallback, StepEndCallback
 
         if trainer.is_world_process_zero():
-            path, text = self.setup.output / RECIPE_FILE, _HEAD + self.recipe
-            is_own = not path.is_file() or path.read_bytes().startswith(_HEAD.encode())  # else the user's recipe
-            written = functools.cache(lambda: _write(path, text) if is_own else None)
+            path = self.setup.output / RECIPE_FILE
+            is_own = not is_of_user(path)
+            written = functools.cache(lambda: _write(path, self.recipe) if is_own else None)
             trainer.add_callback(StepEndCallback(self.earlier.remove_checkpoints, written))
         trainer.add_callback(asks := MonitorCallback(self.monitor, trainer.any_flag, **stopping))
         checkpoint = self.setup.checkpoint
@@ -723,9 +722,6 @@ def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 
     replace_folder(folder, write)
     print(f"the {'adapters are' if has_adapters(model) else 'model is'} in {folder}", flush=True)
-
-
-_HEAD = "# The arguments of a run. To repeat it: offloadkit train FILE output_dir=FOLDER\n"
 
 
 def _write(path: Path, text: str) -> None:

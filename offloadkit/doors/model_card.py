@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offloadkit.doors.recipes import repeats_the_run
 from offloadkit.facts.units import format_bytes, rounded
 from offloadkit.facts.version import __version__
 from offloadkit.hf.adapters import ADAPTERS
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from offloadkit.planner import Plan
 
 CARD = "README.md"
+_REPEATS = "; saved as recipe.yaml, `offloadkit train recipe.yaml` repeats the run."
 _AUTO_CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
     "causal": "AutoModelForCausalLM",
@@ -44,7 +46,7 @@ def model_card(
         given: the model's name or folder; None: it was in memory.
         sets: by "training" and "evaluation": what the user passed, and the prepared rows.
         is_drawn: training began with random weights.
-        recipe: the run's arguments in YAML.
+        recipe: the run's arguments in YAML, as `recipes.with_head` returns them.
         metrics: as in `FinetuneResult`; numbers that are not known yet are left out.
     """
     task = next(data.task for _, data in sets.values() if data is not None)
@@ -84,7 +86,7 @@ def model_card(
         "## Plan",
         f"{plan.verdict}",
         "## Arguments",
-        "The arguments of `offloadkit.finetune`; saved as recipe.yaml, `offloadkit train recipe.yaml` repeats the run.",
+        "The arguments of `offloadkit.finetune`" + (_REPEATS if repeats_the_run(recipe) else ", in parts."),
         f"```yaml\n{recipe.strip()}\n```",
     ]
     return "\n\n".join(lines) + "\n"

@@ -120,6 +120,36 @@ def as_yaml(options: FinetuneOptions, *, batch_size: int, num_gpus: int = 1) -> 
     return "\n".join([*others, text])
 
 
+_WHOLE = "# The arguments of a run. To repeat it: offloadkit train FILE output_dir=FOLDER\n"
+_LAST_PART = "# The arguments of the last part of a run, from "
+
+
+def is_of_user(path: Path) -> bool:
+    """Whether the file is there and no run wrote it."""
+    return path.is_file() and not path.read_bytes().startswith((_WHOLE.encode(), _LAST_PART.encode()))
+
+
+def with_head(recipe: str, path: Path, *, resumed: Path | None) -> str:
+    """A run's recipe and a comment: it repeats the run, unless the part before the checkpoint had other arguments.
+
+    Args:
+        path: the recipe file in the output folder, perhaps of the run that is resumed.
+        resumed: the checkpoint.
+    """
+    if resumed is None:
+        return _WHOLE + recipe
+    before = path.read_text(errors="replace") if path.is_file() and not is_of_user(path) else ""
+    if before.endswith(f"\n{recipe}"):
+        return before
+    earlier = "".join(f"# {line.removeprefix('# ')}\n" for line in before.splitlines()) or "# (not known)\n"
+    return f"{_LAST_PART}{resumed.name} on, which do not repeat the run. Before:\n{earlier}{recipe}"
+
+
+def repeats_the_run(text: str) -> bool:
+    """Whether `with_head` found one set of arguments for the whole run."""
+    return not text.startswith(_LAST_PART)
+
+
 def _put(values: dict[str, Any], others: list[str], name: str, value: Any, *, in_memory: bool = False) -> None:
     """Add a value, or a comment in its place."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from offloadkit.checkpoint.folder import read_object
-from offloadkit.errors import ConfigError, ModelError, cut
+from offloadkit.errors import ConfigError, ModelError, cut, shown
 from offloadkit.hf.load import Task
 from offloadkit.hf.options import check_lora
 from offloadkit.offload.unread import become, is_unread, make_real
@@ -109,6 +110,15 @@ def has_adapters(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def adapters_of(model: Any) -> Any:
+    """PEFT's config of the adapters that are trained; None if the model has none."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, Mapping) or not configs:
+        return None
+    active = getattr(model, "active_adapter", None)  # a method of transformers' own models
+    return configs.get(active) if isinstance(active, str) else next(iter(configs.values()))
+
+
 def base_of(model: Any) -> Any:
     """The HuggingFace model inside a `PeftModel`; other models are returned unchanged."""
     return model.get_base_model() if has_adapters(model) else model
@@ -133,11 +143,22 @@ def check_adapters(model: Any) -> None:
         )
 
 
-def check_same_adapters(checkpoint: Path, config: Any) -> None:
-    """Raise `ConfigError` unless the checkpoint has adapters of this `config`, or none if it is None."""
+def check_same_adapters(checkpoint: Path, config: Any, *, is_added: bool = True) -> str | None:
+    """Compare the checkpoint's adapters with this run's.
+
+    Args:
+        config: None: this run has no adapters.
+        is_added: PEFT has filled in what `config` leaves to it, such as the names for "all-linear".
+
+    Returns:
+        A line that names options that differ and change training alone, such as `lora_dropout`; None: there are none.
+
+    Raises:
+        ConfigError: the checkpoint has adapters of other shapes or places, or only one of both has adapters.
+    """
     path = checkpoint / ADAPTERS
     if config is None and not path.is_file():
-        return
+        return None
     if config is None:
         raise ConfigError(
             f"{checkpoint} is from a run with LoRA: resume with its lora= (rank {read_object(path).get('r')}), or pass "
@@ -145,11 +166,36 @@ def check_same_adapters(checkpoint: Path, config: Any) -> None:
         )
     if not path.is_file():
         raise ConfigError(f"{checkpoint} is from a run without LoRA: leave lora out, or pass another output_dir")
-    saved = read_object(path)
-    for name in ("peft_type", "r", "lora_alpha", "use_dora", "use_rslora", "bias"):
-        before, now = saved.get(name), getattr(config, name, None)
-        if before != getattr(now, "value", now):
+    saved, own = _as_saved(read_object(path)), _as_saved(config.to_dict())
+    drawn_alike = {str(each.get("init_lora_weights")) for each in (saved, own)} <= set(map(str, _DRAWN))
+    said = []
+    for name, now in own.items():
+        before = saved.get(name)
+        if name in _NOT_COMPARED or before == now or name not in saved or (name in _BY_PEFT and not is_added):
+            continue
+        if name == "init_lora_weights" and drawn_alike:
+            continue
+        if name not in _OF_TRAINING:
             raise ConfigError(
-                f"{checkpoint} has adapters with {name} {before}, and this run has {now}: resume with the lora= of "
-                "that run, or pass another output_dir"
+                f"{checkpoint} has adapters with {name} {shown(before)}, and this run has {shown(now)}: resume with "
+                "the adapters of that run (finetune: lora=), or pass another output_dir"
             )
+        said.append(f"{name} {before} (now {now})")
+    return f"the adapters in {checkpoint} differ from this run's: {', '.join(said)}" if said else None
+
+
+_NOT_COMPARED = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type")
+_BY_PEFT = ("modules_to_save", "target_modules", "target_parameters", "layers_pattern")
+"""Options that PEFT completes when it adds adapters."""
+_OF_TRAINING = ("lora_dropout", "total_step", "orth_reg_weight", "tinit", "tfinal", "deltaT", "beta1", "beta2")
+"""Options that change neither the adapters nor what they compute in evaluation. The latter ones are AdaLoRA's."""
+
+
+def _as_saved(options: Any) -> Any:
+    """`options` as PEFT writes them in JSON, with lists of names in order."""
+    if isinstance(options, Mapping):
+        return {str(getattr(name, "value", name)): _as_saved(value) for name, value in options.items()}
+    if isinstance(options, list | tuple | set):
+        items = [_as_saved(each) for each in options]
+        return sorted(items) if all(isinstance(each, str) for each in items) else items
+    return getattr(options, "value", options)

@@ -33,7 +33,7 @@ from offloadkit.checkpoint.weights import num_bytes_of
 from offloadkit.distributed import world
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.facts.files import path_of
-from offloadkit.hf.adapters import has_adapters
+from offloadkit.hf.adapters import ADAPTERS, adapters_of, check_same_adapters, has_adapters
 from offloadkit.hf.losses import WithLosses
 from offloadkit.hf.ragged import ResumableOrder
 from offloadkit.hf.resumed import check_same_model, check_trainer_state
@@ -79,6 +79,8 @@ class TrainerCheckpoints:
         config = getattr(trainer.model, "config", None)
         if isinstance(config, PreTrainedConfig) and (differing := check_same_model(found, config)) is not None:
             print_on_rank_0(trainer, f"{differing}. The run goes on with this model's")
+        if (found / ADAPTERS).is_file() and (said := check_same_adapters(found, adapters_of(trainer.model))):
+            print_on_rank_0(trainer, f"{said}. The run goes on with this run's")
         return str(found)
 
     def check_room(self, trainer: Any, num_steps: int) -> None:

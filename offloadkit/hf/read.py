@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
-from offloadkit.errors import DataError, cut, shown
+from offloadkit.errors import DataError, DataNotFoundError, cut, shown
 from offloadkit.facts.files import check_depth, is_pattern, matching, parse_json, why_no_name, why_not_plain
 from offloadkit.hf.columns import CONVERSATIONS, TEXTS, columns_to_read
 from offloadkit.hf.hub import causes, hub_answers, readable_hub_errors, unreachable
@@ -183,7 +183,7 @@ def with_validation(train_dataset: object, eval_dataset: object) -> object:
 
 
 def check_there(data: object, prefix: str = "") -> None:
-    """Raise `DataError`, beginning with `prefix`, if a path has no file. Possible hub names pass."""
+    """Raise `DataNotFoundError`, beginning with `prefix`, if a path has no file. Possible hub names pass."""
     if are_paths(data):
         for each in data:
             check_there(each, prefix)
@@ -195,11 +195,11 @@ def check_there(data: object, prefix: str = "") -> None:
     path = Path(text).expanduser()
     if is_pattern(path):
         if not matching(path):
-            raise DataError(f"{prefix}no file matches {text!r} (looked in {Path.cwd()})")
+            raise DataNotFoundError(f"{prefix}no file matches {text!r} (looked in {Path.cwd()})")
         return
     is_path = isinstance(data, os.PathLike) or text.startswith((".", "~", "/")) or text.count("/") > 1
     if not text or (not path.exists() and (is_path or path.suffix.lower() in _BUILDERS)):
-        raise DataError(f"{prefix}there is no file {text!r} (looked in {Path.cwd()})")
+        raise DataNotFoundError(f"{prefix}there is no file {text!r} (looked in {Path.cwd()})")
 
 
 def on_hub(data: object) -> bool:

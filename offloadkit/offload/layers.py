@@ -294,6 +294,7 @@ def plan_of(
         hardware=hardware,
         assumed=assumed,
         unsaved_bytes=sum(parameter.nbytes for parameter in frozen),
+        saves_adapters=bool(getattr(model, "peft_config", None)),
     )
 
 

@@ -92,7 +92,8 @@ def replanned(
         hardware = basis.hardware and for_ranks(basis.hardware, num_gpus)
     work, hardware = work or basis.work, hardware or basis.hardware
     fresh = Basis(config, basis.frozen, basis.frozen_bytes, work, hardware, basis.assumed)
-    return make(type(plan), layers, replace(fresh, unsaved_bytes=basis.unsaved_bytes, eager=basis.eager))
+    kept = {name: getattr(basis, name) for name in ("unsaved_bytes", "saves_adapters", "eager")}
+    return make(type(plan), layers, replace(fresh, **kept))
 
 
 def without_graphs(plan: P) -> P:
@@ -166,7 +167,7 @@ def _plan(
         num_trainable,
         tiers,
         checkpoint,
-        2 * checkpoint + weights,
+        2 * checkpoint + weights - (unsaved if basis.saves_adapters else 0),
         budgets,
         None,
         None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from offloadkit.errors import DoesNotFitError
@@ -100,9 +100,11 @@ def make_plan(
     hardware: Hardware | None = None,
     assumed: bool = False,
     unsaved_bytes: int = 0,
+    saves_adapters: bool = False,
 ) -> Plan:
     """The plan of a model cut into `layers`; see `make`, and `Basis` for the other arguments."""
-    return make(Plan, layers, Basis(config, frozen, frozen_bytes, work, hardware, assumed, unsaved_bytes=unsaved_bytes))
+    basis = Basis(config, frozen, frozen_bytes, work, hardware, assumed, unsaved_bytes=unsaved_bytes)
+    return make(Plan, layers, replace(basis, saves_adapters=saves_adapters))
 
 
 def check_fits(plan: Plan) -> None:

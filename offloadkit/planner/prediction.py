@@ -36,6 +36,8 @@ class Basis:
     """The machine with a folder for states at assumed rates, if the user has named none."""
     unsaved_bytes: int = 0
     """The part of `frozen_bytes` that no checkpoint has."""
+    saves_adapters: bool = False
+    """The trained model is saved without its frozen weights, as PEFT saves adapters."""
     held_bytes: int = 0
     """RAM of a model in memory, until the engine has taken over all of it."""
     eager: bool = False

@@ -107,6 +107,24 @@ def test_the_recipe_of_a_run_repeats_it_bit_for_bit(run: Any) -> None:
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
+def test_the_recipe_of_an_extended_run_does_not_say_that_it_repeats_the_run(tmp_path: Path) -> None:
+    path, checkpoint = tmp_path / "recipe.yaml", tmp_path / "checkpoint-2"
+    first = recipes.with_head("max_steps: 2\n", path, resumed=None)
+    path.write_text(first)
+    assert recipes.with_head("max_steps: 2\n", path, resumed=checkpoint) == first
+    longer = recipes.with_head("max_steps: 4\n", path, resumed=checkpoint)
+    path.write_text(longer)
+    assert "from checkpoint-2 on, which do not repeat the run" in longer
+    assert "# max_steps: 2\n" in longer
+    assert recipes.read(str(path)) == {"max_steps": 4}
+    assert not recipes.is_of_user(path)
+    assert [recipes.repeats_the_run(text) for text in (first, longer)] == [True, False]
+    assert recipes.with_head("max_steps: 4\n", path, resumed=checkpoint) == longer
+    assert recipes.repeats_the_run(recipes.with_head("max_steps: 4\n", path, resumed=None))
+    unknown = recipes.with_head("max_steps: 4\n", tmp_path / "none.yaml", resumed=checkpoint)
+    assert "# (not known)" in unknown
+
+
 def test_what_yaml_cannot_hold_is_named_in_a_comment() -> None:
     model = T5ForConditionalGeneration(t5_config())
     frame = pd.DataFrame(PAIRS)

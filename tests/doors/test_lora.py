@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 import offloadkit
 from offloadkit.doors.cli import app
 from offloadkit.errors import ConfigError, ModelError
+from offloadkit.planner.make import replanned
 from tests.hf.tiny import llama_config
 from tests.hf.training import causal_rows, t5
 
@@ -95,7 +98,9 @@ def test_the_folder_is_pefts_and_merges(folder: Path, tmp_path: Path) -> None:
     assert "library_name: peft" in card
 
 
-def test_a_resumed_run_has_the_adapters_of_an_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_adapters_of_an_uninterrupted_one(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run: dict[str, Any] = {"lora": peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"]), "save_steps": 2}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     offloadkit.finetune(folder, TEXTS, output_dir=whole, max_steps=4, **run, **USUAL)
@@ -105,7 +110,14 @@ def test_a_resumed_run_has_the_adapters_of_an_uninterrupted_one(folder: Path, tm
     for lora, why in ((8, "this run has 8"), (None, "from a run with LoRA")):
         with pytest.raises(ConfigError, match=why):
             offloadkit.finetune(folder, TEXTS, output_dir=parts, max_steps=4, resume=True, lora=lora, **USUAL)
+    copied = shutil.copytree(parts, tmp_path / "copied")
     offloadkit.finetune(folder, TEXTS, output_dir=parts, max_steps=4, resume=True, **run, **USUAL)
+    capsys.readouterr()
+    for targets, said in ((["q_proj"], "lora_dropout 0.1 (now 0.3)"), (["v_proj"], "")):
+        run["lora"] = peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=targets)
+        with nullcontext() if said else pytest.raises(ConfigError, match="target_modules"):
+            offloadkit.finetune(folder, TEXTS, output_dir=copied, max_steps=3, resume=True, **run, **USUAL)
+        assert said in capsys.readouterr().out
     found, wanted = saved(parts / "model"), saved(whole / "model")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -150,6 +162,10 @@ def test_a_plan_counts_adapters_and_says_what_full_fine_tuning_takes(folder: Pat
     full = offloadkit.plan(folder, batch_size=1, max_input_length=16)
     assert "full fine-tuning" not in str(full)
     assert plan.checkpoint_bytes < full.checkpoint_bytes / 2
+    adapters = sum(layer.weight_bytes() for layer in plan.layers if layer.kind.is_trained)
+    buffers = plan.basis.frozen_bytes - plan.basis.unsaved_bytes
+    assert plan.checkpoint_peak_bytes == 2 * plan.checkpoint_bytes + adapters + buffers
+    assert replanned(plan, ram="8GiB").checkpoint_peak_bytes == plan.checkpoint_peak_bytes
     of_model = offloadkit.plan(peft.get_peft_model(base(), config), batch_size=1, max_input_length=16)
     assert of_model.layers == plan.layers
     assert "full fine-tuning" in str(of_model)

@@ -120,6 +120,20 @@ def test_the_command_line_overrides_a_recipe(told: list[dict[str, Any]], tmp_pat
     ]
 
 
+def test_a_file_whose_name_looks_like_an_argument_is_a_file(
+    told: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("year=2024").mkdir()
+    Path("year=2024/rows.jsonl").write_text("")
+    for given in ("year=2024/rows.jsonl", "year=2024/*.jsonl"):
+        assert train("t5-small", given, "seed=3").exit_code == 0
+        assert told[-1]["train_dataset"] == given
+        assert told[-1]["seed"] == 3
+    done = train("t5-small", "year=2025/rows.jsonl")
+    assert "no argument 'year'" in done.stderr
+
+
 def test_arguments_by_name_need_no_recipe(told: list[dict[str, Any]]) -> None:
     train("t5-small", "rows.jsonl", "max_steps=3", "report_to=none", "use_cpu=True")
     train("model=t5-small", "train_dataset=rows.jsonl", "max_steps=3", "--batch-size", "2")

@@ -33,16 +33,22 @@ def test_a_missing_peft_is_named_with_the_command(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
-    def config(rank: int) -> Any:
-        return SimpleNamespace(peft_type="LORA", r=rank, lora_alpha=32, use_dora=False, use_rslora=False, bias="none")
+    def config(**changes: Any) -> Any:
+        values = {"peft_type": "LORA", "r": 16, "target_modules": {"q", "v"}, "lora_dropout": 0.0, "use_dora": False}
+        values |= {"init_lora_weights": True, "peft_version": "1"}
+        return SimpleNamespace(to_dict=lambda: values | changes)
 
-    check_same_adapters(tmp_path, None)
+    assert check_same_adapters(tmp_path, None) is None
     with pytest.raises(ConfigError, match="from a run without LoRA"):
-        check_same_adapters(tmp_path, config(16))
-    (tmp_path / "adapter_config.json").write_text(json.dumps(vars(config(16))))
-    check_same_adapters(tmp_path, config(16))
-    with pytest.raises(ConfigError, match="with r 16, and this run has 8"):
-        check_same_adapters(tmp_path, config(8))
+        check_same_adapters(tmp_path, config())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config(target_modules=["v", "q"]).to_dict()))
+    assert check_same_adapters(tmp_path, config(peft_version="2", init_lora_weights="gaussian", new=3)) is None
+    for changes in ({"r": 8}, {"use_dora": True}, {"target_modules": {"q"}}, {"init_lora_weights": "pissa"}):
+        with pytest.raises(ConfigError, match=f"with {next(iter(changes))} .*, and this run has .*: resume"):
+            check_same_adapters(tmp_path, config(**changes))
+    assert check_same_adapters(tmp_path, config(target_modules="all-linear"), is_added=False) is None
+    said = check_same_adapters(tmp_path, config(lora_dropout=0.1))
+    assert said == f"the adapters in {tmp_path} differ from this run's: lora_dropout 0.0 (now 0.1)"
     with pytest.raises(ConfigError, match=r"from a run with LoRA: .*rank 16"):
         check_same_adapters(tmp_path, None)
 
