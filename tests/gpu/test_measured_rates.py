@@ -19,6 +19,8 @@ from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.telemetry import Move
 from offloadkit.offload import rate_watch
 from offloadkit.offload.rate_watch import NUM_STEPS, WARM_UP
+from offloadkit.offload.update import StepBalancer
+from offloadkit.planner import Plan
 from offloadkit.planner.faster import Rate
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -57,6 +59,20 @@ def _budgets(machine: Hardware) -> dict[str, int]:
     return {"vram": machine.vram_context_bytes + torch.cuda.memory_allocated() + 22 * GIB // 10, "ram": 30 * GIB}
 
 
+def _rates(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Rate]]:
+    """The rates that the engine is going to compare, in order."""
+    found: list[dict[str, Rate]] = []
+    real = rate_watch.compared_rates
+
+    def recorded(plan: Plan, *rest: Any) -> dict[str, Rate]:
+        print(plan.details())
+        found.append(real(plan, *rest))
+        return found[-1]
+
+    monkeypatch.setattr(rate_watch, "compared_rates", recorded)
+    return found
+
+
 def test_a_plan_that_takes_the_bus_for_ten_times_slower_moves_and_no_bit_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -65,10 +81,13 @@ def test_a_plan_that_takes_the_bus_for_ten_times_slower_moves_and_no_bit_changes
     names = ("h2d_bytes_per_second", "d2h_bytes_per_second", "both_bytes_per_second")
     slow: dict[str, Any] = {name: getattr(machine, name) / 10 for name in names}
     monkeypatch.setattr(outline, "measured_by", lambda *_, **__: replace(measure(), **slow))
+    # A balanced plan is nearly as fast as the right one, and stays.
+    monkeypatch.setattr(StepBalancer, "correct", lambda *_: None)
+    rates = _rates(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # about the move
         found, moves = _trained(_config(**_budgets(machine)))
-    print(*moves, sep="\n")
+    print(*rates, *moves, sep="\n")
     assert moves
     assert "copies to the GPU run at" in moves[0].why
     assert [name for name, weight in expected.items() if not torch.equal(weight, found[name])] == []
@@ -76,9 +95,7 @@ def test_a_plan_that_takes_the_bus_for_ten_times_slower_moves_and_no_bit_changes
 
 def test_the_measured_rates_of_copies_and_steps_are_those_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without forward and backward, which Python bounds here, at the host's speed."""
-    found: list[dict[str, Rate]] = []
-    real = rate_watch.compared_rates
-    monkeypatch.setattr(rate_watch, "compared_rates", lambda *args: found.append(real(*args)) or found[-1])
+    found = _rates(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         _, moves = _trained(_config(**_budgets(measure())))
