@@ -28,8 +28,18 @@ def _decoder(
         "num_key_value_heads": kv_heads,
         "head_dim": hidden // heads,
         "tie_word_embeddings": tied,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 131_072,
         "pad_token_id": 0,
+    }
+
+
+def _experts(number: int, of_a_token: int, feed_forward: int) -> Any:
+    return {
+        "model_type": "qwen3_moe",
+        "num_experts": number,
+        "num_experts_per_tok": of_a_token,
+        "moe_intermediate_size": feed_forward,
+        "norm_topk_prob": True,
     }
 
 
@@ -47,6 +57,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral-7b": _decoder(4096, 14_336, 32, 32, 8, 32_000, tied=False) | {"model_type": "mistral"},
     "qwen3-4b": _decoder(2560, 9728, 36, 32, 8, 151_936, tied=True) | {"model_type": "qwen3", "head_dim": 128},
     "qwen3-32b": _decoder(5120, 25_600, 64, 64, 8, 151_936, tied=False) | {"model_type": "qwen3", "head_dim": 128},
+    "qwen3-30b-a3b": _decoder(2048, 6144, 48, 32, 4, 151_936, tied=False) | _experts(128, 8, 768) | {"head_dim": 128},
+    "qwen3-moe-tiny": _decoder(64, 128, 2, 4, 2, 512, tied=False) | _experts(4, 2, 32),
 }
 """Shapes of models other than T5; weights are random."""
 HUB_NAMES = {
@@ -62,6 +74,7 @@ HUB_NAMES = {
     "mistral-7b": "mistralai/Mistral-7B-v0.1",
     "qwen3-4b": "Qwen/Qwen3-4B",
     "qwen3-32b": "Qwen/Qwen3-32B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
 }
 """Names of these models for `offloadkit plan`. T5 models keep their names."""
 _T5_TINY = {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
@@ -77,7 +90,8 @@ def config_of(model: str) -> PreTrainedConfig:
         return AutoConfig.for_model("t5", **preset | tiny, dropout_rate=0.0)
     shape = dict(SHAPES[model])
     kind = shape.pop("model_type")
-    return AutoConfig.for_model(kind, architectures=[f"{kind.capitalize()}ForCausalLM"], **shape)
+    name = "".join(word.capitalize() for word in kind.split("_"))
+    return AutoConfig.for_model(kind, architectures=[f"{name}ForCausalLM"], **shape)
 
 
 @dataclass(frozen=True)
@@ -163,8 +177,8 @@ class Case:
     """A piece of work with a budget. Sizes are per micro-batch; budgets are in GiB."""
 
     claim: str
-    """Purpose of the case: "W1" to "W7", "rate", "cheap", "muon", "lora", "doors", "growth", "plan", "fit", "blog" or
-    "try"."""
+    """Purpose of the case: "W1" to "W7", "rate", "cheap", "muon", "lora", "long", "largest", "doors", "growth",
+    "plan", "fit", "blog" or "try"."""
     model: str
     batch_size: int
     input_length: int
@@ -273,6 +287,16 @@ CASES: dict[str, Case] = {
     "lora-llama-8b-6": _llama("lora", 4, 1024, 6, "llama-3.1-8b", ram=20, engines=("offloadkit-lora", "peft")),
     "lora-llama-8b-10": _llama("lora", 8, 1024, 10, "llama-3.1-8b", ram=20, engines=("offloadkit-lora",)),
     "lora-llama-8b-24": _llama("lora", 8, 1024, 24, "llama-3.1-8b", ram=20, engines=("offloadkit-lora", "peft")),
+    "llama-3b-1x65536-40": _llama("long", 1, 65_536, 40, engines=("offloadkit",)),
+    "llama-3b-1x131072-40": _llama("long", 1, 131_072, 40, engines=("offloadkit",)),
+    "llama-8b-1x131072-77": _llama("long", 1, 131_072, 77, "llama-3.1-8b", engines=("offloadkit",)),
+    **{
+        f"{model}-{rows}x1024-h200": _llama(
+            "largest", rows, 1024, 138, model, ram=120, precision="tiny", engines=("offloadkit",)
+        )
+        for model in ("qwen3-32b", "qwen3-30b-a3b")
+        for rows in (1, 2)
+    },
     "doors-t5-3b-24": _t5("doors", "t5-3b", 8, 24, engines=DOORS),
     "doors-t5-3b-6": _t5("doors", "t5-3b", 1, 6, engines=DOORS),
     "doors-llama-3b-24": _llama("doors", 8, 1024, 24, engines=(*DOORS, "offloadkit-sft")),
@@ -329,5 +353,7 @@ CASES: dict[str, Case] = {
     "tiny-doors": Case("try", "t5-tiny", 2, 16, 8, engines=(*DOORS, *WHOLE_RUN)),
     "tiny-llama": Case("try", "llama-tiny", 2, 16, vram=2, engines=("hf", "offloadkit")),
     "tiny-lora": Case("try", "llama-tiny", 2, 16, vram=2, engines=LORA),
+    "tiny-long": Case("try", "llama-tiny", 1, 4096, vram=2, engines=("offloadkit",)),
+    "tiny-largest": Case("try", "qwen3-moe-tiny", 2, 16, vram=2, precision="tiny", engines=("offloadkit",)),
     "tiny-muon": Case("try", "t5-tiny", 2, 16, 8, vram=2, engines=MUON),
 }

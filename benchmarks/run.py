@@ -22,8 +22,8 @@ from offloadkit.doors.engines.work import RAGGED_STEPS, Work
 ROOT = Path(__file__).parent.parent
 WARMUP, STEPS = 6, 6
 """For every engine: layers that the plan moves between processors have settled after six steps."""
-MANY_MICRO_BATCHES, FEW_WARMUP, FEW_STEPS = 16, 1, 2
-"""Warm-up and timed steps where a step has this many micro-batches or more."""
+MANY_MICRO_BATCHES, LONG_ROW, FEW_WARMUP, FEW_STEPS = 16, 65_536, 1, 2
+"""Warm-up and timed steps where a step has this many micro-batches or more, or rows of this many tokens or more."""
 ROUNDS = 3
 """Number of timings of each step with ragged rows."""
 
@@ -87,7 +87,7 @@ def _measured(
         if case.mask == "ragged" and not setup.is_door:
             steps = ROUNDS * RAGGED_STEPS
         warmup = WARMUP
-        if case.accumulation >= MANY_MICRO_BATCHES:
+        if case.accumulation >= MANY_MICRO_BATCHES or case.input_length >= LONG_ROW:
             steps, warmup = min(steps, FEW_STEPS), FEW_WARMUP
         work = replace(case.work(setup, scratch, tempfile.gettempdir()), steps=steps, warmup=warmup)
         if setup.is_door:
