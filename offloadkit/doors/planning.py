@@ -195,7 +195,7 @@ def plan_source(source: ModelSource, config: OffloadConfig, request: PlanRequest
                 )
             outline = replace(found, outline=replace(found.outline, num_ranks=number))
             made = outline.outline.plan(outline.work(rows))
-            if source.adapters is not None:
+            if source.adapters is not None and not source.is_quantised:
                 whole = replace(request, batch_size=rows.batch_size)
                 full = _outline(
                     source.without_adapters(), _with_dtype(config, machine), machine, whole, assumed=assumed

@@ -48,7 +48,7 @@ def check_not_wrapped(model: nn.Module) -> None:
 
     Raises:
         ModelError: the model is wrapped for training on several ranks, has DTensors, has a trained part that was
-            compiled or scripted, or is quantised without adapters.
+            compiled or scripted, is quantised without adapters, or by another library than bitsandbytes.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {shown(model)}")
@@ -86,10 +86,11 @@ _QUANTISERS = ("bitsandbytes", "torchao", "quanto", "optimum")
 
 def _check_not_quantised(model: nn.Module) -> None:
     """Raise `ModelError` if weights are quantised and there are no adapters (PEFT): only the other weights would be
-    trained.
+    trained. bitsandbytes' weights alone were compared with PEFT's training.
     """
     modules = dict(model.named_modules())
     if any(getattr(module, "peft_config", None) for module in modules.values()):
+        _check_base(model)
         return
     what = None
     for path, module in modules.items():
@@ -102,8 +103,25 @@ def _check_not_quantised(model: nn.Module) -> None:
         raise ModelError(
             f"{what} is quantised, and quantised weights cannot be trained: only the remaining weights would be. Load "
             "the model without quantization_config (a GGUF file with GgufConfig(dequantize=True)), or call its "
-            "dequantize() first; or add adapters (PEFT)"
+            "dequantize() first; or, with weights of bitsandbytes, add adapters by peft.get_peft_model and pass that"
         )
+
+
+def _check_base(model: nn.Module) -> None:
+    for module in model.modules():
+        method = getattr(module, "quantization_method", None)
+        if getattr(module, "is_quantized", False) is True and method not in (None, "bitsandbytes"):
+            method = getattr(method, "value", method)
+            raise ModelError(
+                f"the {type(module).__name__} under the adapters is quantised by {method}, which is not supported: "
+                "load it without quantization_config or with dequantize=True there, or quantise it by bitsandbytes"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.dtype.is_floating_point and parameter.dtype.itemsize == 1:
+            raise ModelError(
+                f"the parameter {name!r} is {parameter.dtype}, and adapters on weights of 8-bit floating point are not "
+                "supported: load the model in bf16 (quantization_config with dequantize=True)"
+            )
 
 
 def check_free(model: nn.Module, config: OffloadConfig) -> None:

@@ -91,12 +91,10 @@ class ModelSource:
 
     def check_trainable(self, *, reads_weights: bool) -> None:
         """Raise `ModelError` if `finetune` can train no task of the model, or it would read weights that stay
-        quantised.
+        quantised. (`resolve` checks a model in memory.)
         """
         _ = self.task
-        of, stored = repr(self.given), None if self.model is not None or not reads_weights else self.config
-        if self.model is not None and (self.lora is not None or has_adapters(self.model)):
-            of, stored = f"this {type(base_of(self.model)).__name__}", self.config
+        stored = None if self.model is not None or not reads_weights else self.config
         quantisation = getattr(stored, "quantization_config", None)
         if quantisation is None:
             return
@@ -105,9 +103,13 @@ class ModelSource:
         if not said.get("dequantize") and method not in ("mxfp4", "fp8"):  # transformers can dequantise these
             bits = said.get("bits") or (4 if said.get("load_in_4bit") else 8 if said.get("load_in_8bit") else None)
             how = f"{bits}-bit {method}" if bits else method
+            loaded = (
+                ", or load it with transformers' from_pretrained, add adapters by peft.get_peft_model and pass that"
+            )
             raise ModelError(
-                f"the weights of {of} are quantised (quantization_config in its config.json: {how}), and "
+                f"the weights of {self.given!r} are quantised (quantization_config in its config.json: {how}), and "
                 "quantised weights cannot be trained: pass the checkpoint that they were made from"
+                + (loaded if method == "bitsandbytes" else "")
             )
 
     @cached_property
@@ -142,6 +144,11 @@ class ModelSource:
         if has_adapters(self.model):
             return cast("PeftModel", self.model).active_peft_config
         return lora_config(self.lora, self.task)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether a model in memory has quantised weights, on which only adapters can be trained."""
+        return getattr(base_of(self.model), "is_quantized", False) is True
 
     def without_adapters(self) -> ModelSource:
         """The same model, with all weights trained. A model with adapters is on the meta device there."""

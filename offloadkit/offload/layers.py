@@ -237,20 +237,31 @@ def _frozen_in_layers(
         for parameter in module._parameters.values():
             if parameter is None or parameter in groups or parameter in apart or used[parameter] > 1:
                 continue
-            is_plain = type(parameter).__module__.partition(".")[0] in ("torch", "offloadkit")
-            if is_plain and not is_lazy(parameter) and parameter.is_contiguous() and module not in without_hooks:
+            if (
+                _is_plain(parameter)
+                and not is_lazy(parameter)
+                and parameter.is_contiguous()
+                and module not in without_hooks
+            ):
                 found.append(parameter)
     return found
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether the elements are the weights. Quantisers have parameters of their own classes, whose bits mean more."""
+    return type(parameter).__module__.partition(".")[0] in ("torch", "offloadkit")
 
 
 def frozen_dtypes(
     model: nn.Module, parameters: Iterable[nn.Parameter], choice: Dtype | Literal["auto"]
 ) -> dict[nn.Parameter, torch.dtype]:
-    """dtype that each frozen parameter has in training: the working dtype, unless "auto". Integers keep theirs."""
+    """dtype that each frozen parameter has in training: the working dtype, unless "auto". Integers and quantised
+    parameters keep theirs.
+    """
     in_fp32 = stays_fp32(model) if choice == "fp16" else set()
 
     def dtype_of(parameter: nn.Parameter) -> torch.dtype:
-        if choice == "auto" or not parameter.dtype.is_floating_point:
+        if choice == "auto" or not parameter.dtype.is_floating_point or not _is_plain(parameter):
             return parameter.dtype
         return torch.float32 if parameter in in_fp32 else DTYPES[choice]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer, LlamaForCausalLM, set_seed
+from transformers import BitsAndBytesConfig, ByT5Tokenizer, LlamaForCausalLM, TrainingArguments, set_seed
 from typer.testing import CliRunner
 
 import offloadkit
@@ -55,6 +55,22 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+def losses_of_peft(model: Any, rows: list[dict[str, list[int]]], num_steps: int) -> list[float]:
+    """Train a `PeftModel` by torch alone, with all rows in each step."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-4, weight_decay=0.0)
+    batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+    losses = []
+    for _ in range(num_steps):
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"init_lora_weights": "gaussian"}], ids=str)
 def test_steps_equal_pefts(options: dict[str, Any], tmp_path: Path) -> None:
     config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options)
@@ -64,17 +80,7 @@ def test_steps_equal_pefts(options: dict[str, Any], tmp_path: Path) -> None:
     result = offloadkit.finetune(ours, rows, lora=config, output_dir=tmp_path, max_steps=5, **USUAL, **hyper)
     set_seed(0)
     model = peft.get_peft_model(theirs, copy.deepcopy(config)).train()
-    trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-4, weight_decay=0.0)
-    batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
-    losses = []
-    for _ in range(5):
-        loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of_peft(model, rows, 5)
     assert [entry["loss"] for entry in result.history if "loss" in entry] == pytest.approx(losses, abs=1e-6)
     assert losses[-1] < losses[0] - 0.01
     for name, weight in model.state_dict().items():
@@ -194,6 +200,38 @@ def test_quantised_bases_are_refused_by_name(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path / "base")
     with pytest.raises(ModelError, match=r"quantised .*4-bit bitsandbytes"):
         offloadkit.plan(tmp_path / "base", lora=4)
+
+
+def test_adapters_train_on_4_bit_weights_as_pefts_do(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+
+    def quantised() -> Any:
+        given = LlamaForCausalLM.from_pretrained(folder, quantization_config=four_bits, device_map={"": "cpu"})
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(given, config)
+
+    hyper: dict[str, Any] = {"learning_rate": 1e-2, "adam_epsilon": 1e-4}
+    result = offloadkit.finetune(quantised(), ROWS[:4], output_dir=tmp_path / "out", max_steps=5, **USUAL, **hyper)
+    found = [entry["loss"] for entry in result.history if "loss" in entry]
+    assert found == pytest.approx(losses_of_peft(quantised().train(), ROWS[:4], 5), abs=1e-6)
+    assert offloadkit.plan(quantised(), max_input_length=16).fits
+    trainer = offloadkit.OffloadTrainer(
+        quantised(), TrainingArguments(str(tmp_path / "trainer"), max_steps=1, report_to=[]), train_dataset=ROWS
+    )
+    assert trainer.train().global_step == 1
+    plain = quantised().unload()
+    config = peft.LoraConfig(r=4)
+    refused = (
+        lambda: offloadkit.plan(plain, lora=config),
+        lambda: offloadkit.finetune(plain, ROWS, lora=config, output_dir=tmp_path / "no", **USUAL),
+        lambda: offloadkit.OffloadTrainer(plain),
+        lambda: offloadkit.OffloadEngine(plain),
+    )
+    for each in refused:
+        with pytest.raises(ModelError, match=r"is quantised, .* add adapters by peft\.get_peft_model and pass that"):
+            each()
 
 
 def test_the_command_line_plans_and_trains_adapters(folder: Path, tmp_path: Path) -> None:

@@ -440,6 +440,32 @@ def test_a_quantised_model_is_refused_by_name_and_adapters_beside_it_train(quant
     OffloadEngine(model, device="cpu").close()
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "torchao"])
+def test_adapters_on_weights_of_other_quantisers_are_refused_by_name(method: str) -> None:
+    model = with_a_quantiser(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model.peft_config, model[0].quantization_method = {"default": object()}, method
+    with pytest.raises(ModelError, match=f"the Sequential under the adapters is quantised by {method}, .*: load it"):
+        OffloadEngine(model, device="cpu")
+
+
+def test_adapters_on_weights_of_8_bit_floating_point_are_refused_by_name() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(model[0].weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+    model.peft_config = {"default": object()}
+    with pytest.raises(ModelError, match=r"'0\.weight' is torch\.float8_e4m3fn, .*dequantize=True"):
+        OffloadEngine(model, device="cpu")
+
+
+def test_a_quantised_tensor_keeps_its_bits_beside_adapters() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    kind: Any = type("Params4bit", (nn.Parameter,), {"__module__": "bitsandbytes.nn.modules"})
+    model[0].weight = kind(torch.ones(4, 4, dtype=torch.bfloat16), requires_grad=False)  # bnb_4bit_quant_storage
+    model.peft_config = {"default": object()}
+    with OffloadEngine(model, OffloadConfig(working_dtype="fp32"), device="cpu"):
+        assert model[0].weight.dtype == torch.bfloat16
+        assert type(model[0].weight) is kind
+
+
 @pytest.mark.parametrize("activations", ["checkpoint", "cheap", "keep"])
 @pytest.mark.parametrize("weights", ["vram", "ram"])
 def test_autograd_grad_gives_a_gradient_or_says_what_is_not_possible(weights: Any, activations: Any) -> None:

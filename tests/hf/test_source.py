@@ -114,7 +114,7 @@ def test_a_model_in_memory_is_not_read_again() -> None:
     assert found.on_meta is found.on_meta
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "gptq"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "compressed-tensors"])
 def test_finetune_refuses_a_quantised_checkpoint_by_name(tmp_path: Path, method: str) -> None:
     config: Any = tiny.t5_config()
     config.quantization_config = {"quant_method": method}
