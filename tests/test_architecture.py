@@ -224,3 +224,31 @@ def test_names_say_what_a_thing_is() -> None:
         if words(name) & FORBIDDEN_WORDS
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def rough_figures(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, code) of figures in f-strings that may show an exponent (`:.3g`), and of sizes divided by hand."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FormattedValue):
+            continue
+        spec = ast.unparse(node.format_spec)[2:-1] if node.format_spec is not None else ""
+        divisors = {ast.unparse(each.right) for each in ast.walk(node.value) if isinstance(each, ast.BinOp)}
+        sized = spec.endswith("f") and divisors & {"2 ** 20", "2 ** 30", "1000000000.0", "1000000000000.0"}
+        if re.search("[0-9]?[geGE]$", spec) or sized:
+            yield node.lineno, ast.unparse(node.value) + ":" + spec
+
+
+@pytest.mark.parametrize("code", ["f'{x:.3g}'", "f'{x:g}'", "f'{x:.2e}'", "f'{x / 2**30:.2f}'", "f'{x / 1e9:.0f}'"])
+def test_a_rough_figure_is_found(code: str) -> None:
+    assert [*rough_figures(ast.parse(code))]
+    assert not [*rough_figures(ast.parse("f'{rounded(x)} {x:.1%} {x:,.0f} {x:>8} {x!r}'"))]
+
+
+def test_figures_are_formatted_by_units_which_shows_1180_and_not_an_exponent() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line} {code}"
+        for path in FILES
+        if path != PACKAGE / "facts" / "units.py"
+        for line, code in rough_figures(ast.parse(path.read_text()))
+    ]
+    assert not wrong, "\n".join(wrong)

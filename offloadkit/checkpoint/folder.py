@@ -28,6 +28,7 @@ from offloadkit.checkpoint.origin import Origin, parse_origin, recorded_origin
 from offloadkit.errors import ConfigError, ModelError, OffloadkitError, OutputError, cut, shown
 from offloadkit.facts.files import path_of, read_json, why_not_plain
 from offloadkit.facts.threads import ThreadPool
+from offloadkit.facts.units import format_bytes
 
 MANIFEST = "manifest.json"
 REPLACED = ".offloadkit-replaced.json"
@@ -556,7 +557,7 @@ def check_room(folder: Path, num_bytes: int, what: str) -> None:
     """
     if (free := free_bytes(folder)) < num_bytes:
         raise OutputError(
-            f"{what} in {folder} takes {num_bytes / 2**30:.2f} GiB, but only {free / 2**30:.2f} GiB are free there: "
+            f"{what} in {folder} takes {format_bytes(num_bytes)}, but only {format_bytes(free)} are free there: "
             "make room, or pass another output_dir"
         )
 
@@ -585,7 +586,7 @@ def explained_write_errors(folder: Path) -> Iterator[None]:
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch's zip writer
             raise
         free, room = free_bytes(folder), "make room"
-        there = "" if free == sys.maxsize else f", {free / 2**30:.2f} GiB are free there"
+        there = "" if free == sys.maxsize else f", {format_bytes(free)} are free there"
         if getattr(error, "errno", None) == errno.EDQUOT or f"os error {errno.EDQUOT}" in str(error):  # Rust's words
             there, room = ", a quota there is used up", "make room within it"
         raise OutputError(

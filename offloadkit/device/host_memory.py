@@ -225,7 +225,7 @@ def _check_available(needed: int, what: str) -> None:
     available = ram_available_bytes()
     if needed > available:
         raise OffloadkitError(
-            f"{what} need {needed / 2**30:.2f} GiB of RAM, {available / 2**30:.2f} GiB are available: "
+            f"{what} need {format_bytes(needed)} of RAM, {format_bytes(available)} are available: "
             "free RAM, train a smaller model, or freeze part of this one"
         )
 

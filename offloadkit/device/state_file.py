@@ -25,6 +25,7 @@ from offloadkit.device import watchdog
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.errors import OutputError
 from offloadkit.facts.threads import ThreadPool
+from offloadkit.facts.units import format_bytes
 from offloadkit.optim.table import aligned
 
 NETWORK_MOUNTS = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre", "afs"}
@@ -280,8 +281,8 @@ def _cannot_be_put(folder: Path, error: OSError) -> OutputError:
 
 def _too_small(folder: Path, num_bytes: int, free: int) -> OutputError:
     return OutputError(
-        f"the optimizer states need {num_bytes / 2**30:.2f} GiB of disk and {folder} has "
-        f"{free / 2**30:.2f} GiB free: free some, or name another folder: OffloadConfig(disk=...)"
+        f"the optimizer states need {format_bytes(num_bytes)} of disk and {folder} has "
+        f"{format_bytes(free)} free: free some, or name another folder: OffloadConfig(disk=...)"
     )
 
 

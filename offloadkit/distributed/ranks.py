@@ -44,6 +44,7 @@ from offloadkit.errors import ConfigError, RankError
 from offloadkit.facts import hardware
 from offloadkit.facts.fitted import NCCL_BYTES, NCCL_BYTES_EACH
 from offloadkit.facts.threads import Thread
+from offloadkit.facts.units import rounded
 from offloadkit.planner.ranks import GPUS_PER_HOST
 
 _T = TypeVar("_T")
@@ -498,7 +499,7 @@ class Group:
                 if lost is not None
                 else (
                     f"{what} with the other ranks failed: a rank has ended, has raised an error, or did not arrive "
-                    f"here within {self._timeout.total_seconds():g} seconds (ddp_timeout of finetune and "
+                    f"here within {rounded(self._timeout.total_seconds())} seconds (ddp_timeout of finetune and "
                     "TrainingArguments, timeout of init_process_group). Every rank must call the engine alike. Look at "
                     "the other ranks' errors, and resume from a checkpoint"
                 )

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offloadkit.errors import RankError
+from offloadkit.facts.units import rounded
 
 _PAUSE = 2e-5
 """Initial polling interval in seconds; it doubles up to `_LONGEST_PAUSE`."""
@@ -90,7 +91,7 @@ class Stepped:
                 )
             if now - began > self._of.timeout:
                 raise RankError(
-                    f"the other ranks have not stepped all weights within {self._of.timeout:g} seconds (ddp_timeout of "
-                    "finetune and TrainingArguments, timeout of init_process_group): look at their errors, and resume "
-                    "from a checkpoint"
+                    f"the other ranks have not stepped all weights within {rounded(self._of.timeout)} seconds "
+                    "(ddp_timeout of finetune and TrainingArguments, timeout of init_process_group): look at their "
+                    "errors, and resume from a checkpoint"
                 )

@@ -19,7 +19,7 @@ from offloadkit.errors import OutputError
 from offloadkit.facts import hardware
 from offloadkit.facts.files import path_of
 from offloadkit.facts.hardware import CPU_STEP_RATES, PCI_DEVICES, Hardware, text_of
-from offloadkit.facts.units import format_bytes
+from offloadkit.facts.units import format_bytes, format_rate, rounded
 from offloadkit.kernels import cpu, gpu
 
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
@@ -202,7 +202,7 @@ def _warnings(facts: Facts) -> Iterator[str]:
     rate = machine.h2d_bytes_per_second  # idle cards lower their link speed, so a faster copy means the card was idle
     slow = [link for link in facts.links if 0 < link.speed < link.max_speed and rate < link.bytes_per_second()]
     if machine.gpu_name and slow:
-        slots = ", ".join(f"{link.address} at {link.speed:g} of {link.max_speed:g} GT/s" for link in slow)
+        slots = ", ".join(f"{link.address} at {rounded(link.speed)} of {rounded(link.max_speed)} GT/s" for link in slow)
         yield f"PCIe runs slower than the card can ({slots}): check the slot and the BIOS's link speed."
     if facts.swap_used_bytes >= _LITTLE_SWAP_BYTES:
         yield (
@@ -219,7 +219,8 @@ def _notes(facts: Facts) -> Iterator[str]:
     if machine.disk_folder is not None and free < _LITTLE_DISK_BYTES:
         yield (
             f"{machine.disk_folder} has {format_bytes(free)} free: a checkpoint takes about {_CHECKPOINT_BYTES} bytes "
-            f"per parameter, so one of up to {free / _CHECKPOINT_BYTES / 1e9:.2g} billion parameters can be saved."
+            f"per parameter, so one of up to {rounded(free / _CHECKPOINT_BYTES / 1e9, 2)} billion parameters can be "
+            "saved."
         )
     if machine.gpu_name and not machine.supports_bf16:
         yield (
@@ -229,8 +230,8 @@ def _notes(facts: Facts) -> Iterator[str]:
     if cores < _FEW_CORES:
         rate = machine.cpu_adamw_bytes_per_second / step_traffic_bytes("exact") / 1e9
         yield (
-            f"{cores} CPU core{'s' * (cores != 1)}, which step {rate:.2g} billion parameters per second: layers "
-            "stepped on the CPU wait for them, and DataLoader workers use some of them."
+            f"{cores} CPU core{'s' * (cores != 1)}, which step {rounded(rate, 2)} billion parameters per second: "
+            "layers stepped on the CPU wait for them, and DataLoader workers use some of them."
         )
     if limit <= 0.95 * facts.machine_ram_bytes:
         yield (
@@ -270,30 +271,28 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         rows += [("GPU", "none: RAM takes the role of VRAM")]
     to, back, both = machine.h2d_bytes_per_second, machine.d2h_bytes_per_second, machine.both_bytes_per_second
     rates = {precision: getattr(machine, name) for precision, name in CPU_STEP_RATES.items()}
-    steps = ", ".join(f"{kept} {rate / step_traffic_bytes(kept) / 1e9:.2g}" for kept, rate in rates.items())
+    steps = ", ".join(f"{kept} {rounded(rate / step_traffic_bytes(kept) / 1e9, 2)}" for kept, rate in rates.items())
     flops = ((name, getattr(machine, f"{name}_flops_per_second")) for name in ("bf16", "fp16", "fp32"))
     kernel = facts.kernel_levels[-1] if facts.kernel_levels else "no C kernel"
     rows += [
-        ("copies", f"{_giga(to)}B/s to VRAM, {_giga(back)}B/s back, {_giga(both)}B/s both ways at once"),
-        ("memory of the GPU" if machine.gpu_name else "memory", f"{_giga(machine.vram_bytes_per_second)}B/s"),
-        ("matrix multiplication", ", ".join(f"{name} {_giga(rate)}FLOP/s" for name, rate in flops)),
-        ("operation launch", f"{machine.launch_seconds * 1e6:.1f} µs"),
+        ("copies", f"{format_rate(to)} to VRAM, {format_rate(back)} back, {format_rate(both)} both ways at once"),
+        ("memory of the GPU" if machine.gpu_name else "memory", format_rate(machine.vram_bytes_per_second)),
+        ("matrix multiplication", ", ".join(f"{name} {format_rate(rate, 'FLOP/s')}" for name, rate in flops)),
+        ("operation launch", f"{rounded(machine.launch_seconds * 1e6)} µs"),
         ("CPU", f"{machine.cpu_name}, {machine.num_cores} cores"),
         ("RAM", f"{format_bytes(machine.ram_available_bytes)} available of {format_bytes(machine.ram_total_bytes)}"),
-        ("DRAM triad", f"{_giga(machine.dram_bytes_per_second)}B/s"),
+        ("DRAM triad", format_rate(machine.dram_bytes_per_second)),
         ("AdamW on the CPU", f"{steps} billion parameters/s ({kernel})"),
-        ("AdamW beside copies", f"{_giga(machine.cpu_and_bus_bytes_per_second)}B/s, its own and theirs"),
+        ("AdamW beside copies", f"{format_rate(machine.cpu_and_bus_bytes_per_second)}, its own and theirs"),
     ]
     if machine.disk_folder:
         read, write = machine.disk_read_bytes_per_second, machine.disk_write_bytes_per_second
         free = format_bytes(machine.disk_free_bytes)
-        rows += [("disk", f"{free} free, {_giga(read)}B/s read, {_giga(write)}B/s written ({machine.disk_folder})")]
+        rows += [
+            ("disk", f"{free} free, {format_rate(read)} read, {format_rate(write)} written ({machine.disk_folder})")
+        ]
     build = f"built for CUDA {facts.torch_cuda}" if facts.torch_cuda else "built for the CPU"
     return [*rows, ("torch", f"{torch.__version__}, {build}")]
-
-
-def _giga(rate: float) -> str:
-    return f"{rate / 1e12:.3g} T" if rate >= 1e12 else f"{rate / 1e9:.3g} G"
 
 
 def as_json(facts: Facts) -> dict[str, Any]:

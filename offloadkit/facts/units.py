@@ -1,4 +1,4 @@
-"""Parse and format sizes and times: "8GiB", "1.23 GiB", "45.6 ms"."""
+"""Parse and format sizes, times and rates: "8GiB", "1.23 GiB", "45.6 ms", "52.5 GB/s"."""
 
 from __future__ import annotations
 
@@ -68,6 +68,12 @@ def rounded(number: float, digits: int = 3) -> str:
     if 10**digits - 0.5 <= abs(number) < 1e9:
         return f"{number:.0f}"
     return re.sub(r"e([+-])0*", lambda sign: "e" + sign[1].strip("+"), f"{number:.{digits}g}")
+
+
+def format_rate(per_second: float, unit: str = "B/s") -> str:
+    """ "1.23 TB/s" or "52.5 GB/s"; `unit` may be "FLOP/s"."""
+    prefix, size = ("T", 1e12) if per_second >= 0.9995e12 else ("G", 1e9)
+    return f"{rounded(per_second / size)} {prefix}{unit}"
 
 
 def format_range(least: float, most: float, digits: int = 3) -> str:

@@ -33,6 +33,7 @@ from offloadkit.checkpoint.weights import num_bytes_of
 from offloadkit.distributed import world
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.facts.files import path_of
+from offloadkit.facts.units import format_bytes
 from offloadkit.hf.adapters import ADAPTERS, adapters_of, check_same_adapters, has_adapters
 from offloadkit.hf.losses import WithLosses
 from offloadkit.hf.ragged import ResumableOrder
@@ -118,7 +119,7 @@ class TrainerCheckpoints:
             if room < most:
                 print_on_rank_0(
                     trainer,
-                    f"{output} has room for {room} checkpoints of {num_bytes / 2**30:.2f} GiB, and {most} will be "
+                    f"{output} has room for {room} checkpoints of {format_bytes(num_bytes)}, and {most} will be "
                     "there: pass a smaller save_total_limit, or make room",
                 )
 

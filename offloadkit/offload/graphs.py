@@ -45,6 +45,7 @@ from torch.utils._pytree import tree_leaves
 from offloadkit.device.graphs import Graph, Results, Work, pools, without_owning
 from offloadkit.device.host_random import HostRandom
 from offloadkit.errors import EngineStateError
+from offloadkit.facts.units import format_bytes
 from offloadkit.offload.layers import hooks_of, replace_forwards
 from offloadkit.offload.weights import LayerWeights, has_hooks
 
@@ -296,7 +297,7 @@ class BlockGraphs:
 
     def _check_memory(self, kept_bytes: int | None, scale: float) -> None:
         if (missing := self.pool.missing_bytes(self._static_bytes(), kept_bytes, scale)) > 0:
-            why = f"graphs need {missing / 2**20:.0f} MiB more VRAM than is free"
+            why = f"graphs need {format_bytes(missing)} more VRAM than is free"
             self._num_shortages += 1
             if kept_bytes is None or self._num_shortages >= MOST_CHANGES:
                 self.give_up(why)

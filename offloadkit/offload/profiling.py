@@ -25,7 +25,7 @@ from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.errors import ConfigError, OutputError, shown
 from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.telemetry import StepRecord, Telemetry
-from offloadkit.facts.units import format_seconds
+from offloadkit.facts.units import format_bytes, format_seconds
 from offloadkit.offload.graphs import BlockGraphs
 from offloadkit.planner.seconds import both_ways
 
@@ -76,7 +76,7 @@ class Bound:
 
 
 def _described(share: Share) -> str:
-    moved = f", {share.num_bytes / 1e9:.3g} GB" if share.num_bytes else ""
+    moved = f", {format_bytes(share.num_bytes)}" if share.num_bytes else ""
     return f"{share.resource}, {format_seconds(share.seconds)}{moved} (busy for {format_seconds(share.busy_seconds)})"
 
 

@@ -11,7 +11,7 @@ from offloadkit.distributed.ranks import SOLO, Ranks
 from offloadkit.facts.config import Placement
 from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.telemetry import StepRecord
-from offloadkit.facts.units import format_seconds, rounded
+from offloadkit.facts.units import format_rate, format_seconds, rounded
 from offloadkit.offload.shortage import minimum_over_ranks
 from offloadkit.planner import Plan
 from offloadkit.planner.faster import COMPUTE, MIN_GAIN, PYTHON, Rate, compared_rates, corrected, faster
@@ -155,6 +155,6 @@ def in_words(rates: Mapping[str, Rate]) -> str:
             of = " of shorter micro-batches" if name == PYTHON else ""
             parts.append(f"forward and backward{of} take {took}, but {planned} were planned")
         else:
-            took, planned = (f"{each / 1e9:.3g} GB/s" for each in (rate.measured, rate.planned))
+            took, planned = (format_rate(each) for each in (rate.measured, rate.planned))
             parts.append(f"{_RESOURCES[name]} {took}, but {planned} were planned")
     return ", and ".join(parts)

@@ -10,6 +10,7 @@ from typing import Any
 
 from offloadkit.errors import ConfigError
 from offloadkit.facts.hardware import CPU_STEP_RATES, Hardware, is_bus
+from offloadkit.facts.units import format_rate
 from offloadkit.planner.cards import card_named
 
 GPUS_PER_HOST = 8
@@ -49,7 +50,9 @@ def for_ranks(
     between = 0.0
     if num_ranks > here:
         between = network
-        where = f"{where or 'their link'}, and between hosts of {here} by a network with {_gb(network)} for each"
+        where = (
+            f"{where or 'their link'}, and between hosts of {here} by a network with {format_rate(network)} for each"
+        )
     cores = max(1, round(machine.num_cores * share))
     assumed = f"{num_ranks} GPUs are taken to be linked by {where}." if where else machine.link_assumed
     others: dict[str, Any] = {**rates, "link_bytes_per_second": rate, "link_assumed": assumed}
@@ -65,10 +68,6 @@ def _link(machine: Hardware) -> tuple[float, bool, str]:
     except ConfigError:
         rate = 0.0
     if rate:
-        return rate, False, f"NVLink with {_gb(rate)}, by the card's data sheet"
+        return rate, False, f"NVLink with {format_rate(rate)}, by the card's data sheet"
     through_ram = machine.both_bytes_per_second / 2
-    return through_ram, is_bus(through_ram, machine), f"their buses alone, with {_gb(through_ram)}"
-
-
-def _gb(rate: float) -> str:
-    return f"{rate / 1e9:.3g} GB/s"
+    return through_ram, is_bus(through_ram, machine), f"their buses alone, with {format_rate(through_ram)}"

@@ -9,7 +9,15 @@ from typing import Any
 
 from offloadkit.facts.config import Precision
 from offloadkit.facts.starting import said_if_long
-from offloadkit.facts.units import format_bytes, format_range, format_seconds, parse_bytes, rounded, rounded_up
+from offloadkit.facts.units import (
+    format_bytes,
+    format_range,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    rounded,
+    rounded_up,
+)
 from offloadkit.optim.table import optimizer_named
 from offloadkit.planner.layout import TIERS
 from offloadkit.planner.make import P, budget_options, is_short_of_ram, replanned, with_other_exchange
@@ -270,7 +278,7 @@ def _bound(plan: Prediction) -> Iterator[str]:
     bound, seconds, machine = plan.bound, plan.seconds, plan.basis.hardware
     if bound is None or seconds is None or machine is None:
         return
-    ram = f"RAM at {machine.cpu_and_bus_bytes_per_second / 1e9:.0f} GB/s"
+    ram = f"RAM at {format_rate(machine.cpu_and_bus_bytes_per_second)}"
     names = {"GPU": "computing", "DRAM": ram, "bus": "the bus", "disk": "the disk"}
     parts = [f"{each.name} {format_seconds(each.seconds)} ({names[each.slowest]})" for each in bound.phases]
     planned = f"the plan takes {rounded(seconds.step / bound.step)}x as long"

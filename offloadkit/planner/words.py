@@ -9,7 +9,7 @@ from itertools import groupby
 from textwrap import wrap
 
 from offloadkit.facts.hardware import Hardware
-from offloadkit.facts.units import format_bytes, format_range, format_seconds, rounded, rounded_up
+from offloadkit.facts.units import format_bytes, format_range, format_rate, format_seconds, rounded, rounded_up
 from offloadkit.optim.table import MOMENTS
 from offloadkit.planner.layout import TIERS
 from offloadkit.planner.prediction import Prediction
@@ -331,9 +331,9 @@ def _rates(machine: Hardware | None) -> str:
     half = "bf16" if machine.supports_bf16 else "fp16"
     flops = getattr(machine, f"{half}_flops_per_second")
     return (
-        f"card with {flops / 1e12:.3g} TFLOP/s in {half} and VRAM of "
-        f"{machine.vram_bytes_per_second / 1e9:.3g} GB/s, {machine.h2d_bytes_per_second / 1e9:.3g} GB/s from RAM of "
-        f"{machine.dram_bytes_per_second / 1e9:.3g} GB/s, and {machine.num_cores} cores"
+        f"card with {format_rate(flops, 'FLOP/s')} in {half} and VRAM of "
+        f"{format_rate(machine.vram_bytes_per_second)}, {format_rate(machine.h2d_bytes_per_second)} from RAM of "
+        f"{format_rate(machine.dram_bytes_per_second)}, and {machine.num_cores} cores"
     )
 
 

@@ -161,7 +161,7 @@ def test_states_on_disk_are_saved_by_torch_and_go_on(tmp_path: Path, precision: 
 
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    with pytest.raises(OutputError, match=r"need .* GiB of disk and .* has 0.00 GiB free: free some, or name another"):
+    with pytest.raises(OutputError, match=r"need .* of disk and .* has 0.977 KiB free: free some, or name another"):
         engine_on(tmp_path)
 
 

@@ -66,7 +66,7 @@ def test_each_phase_is_bound_by_what_takes_the_longest_and_the_step_by_their_sum
     assert backward["bus up"].busy_seconds == pytest.approx(0.24)
     assert found.seconds == pytest.approx(0.52, abs=1e-6)
     assert has_facts(found.lines()[0], "1 s", "520 ms", "52%")
-    assert any(has_facts(line, "backward", "bus up", "200 ms", "1 GB", "240 ms") for line in found.lines())
+    assert any(has_facts(line, "backward", "bus up", "200 ms", "954 MiB", "240 ms") for line in found.lines())
 
 
 def test_slow_cores_are_told_from_slow_memory() -> None:

@@ -11,7 +11,7 @@ import pytest
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.fitted import LOADED_LATER_BYTES
 from offloadkit.facts.hardware import Hardware
-from offloadkit.facts.units import format_bytes, format_seconds, parse_bytes, rounded_up
+from offloadkit.facts.units import format_bytes, format_rate, format_seconds, parse_bytes, rounded_up
 from offloadkit.planner import MicroBatch, Plan, make_plan
 from offloadkit.planner.remedies import nearest_fits
 from tests.messages import has_facts
@@ -165,6 +165,13 @@ def test_a_machine_without_contention_is_not_said_to_be_slow() -> None:
 )
 def test_bytes_are_never_said_in_powers_of_ten(num_bytes: int, words: str) -> None:
     assert format_bytes(num_bytes) == words
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"), [(52.46e9, "52.5 GB/s"), (999.4e9, "999 GB/s"), (999.9e9, "1 TB/s"), (1.234e15, "1234 TB/s")]
+)
+def test_rates_are_never_said_in_powers_of_ten(rate: float, words: str) -> None:
+    assert format_rate(rate) == words
 
 
 @pytest.mark.parametrize("num_bytes", [70_001, 2**20 - 1, 4_776_543_210, 2**30 - 1, 38_400_400 * 1024, 1234 * GIB + 1])

@@ -41,7 +41,7 @@ from offloadkit.doors.engines.runner import Row, Runs
 from offloadkit.doors.engines.work import Work, limits_of
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts.config import Precision, check_counts
-from offloadkit.facts.units import format_bytes
+from offloadkit.facts.units import format_bytes, rounded
 from offloadkit.hf.columns import ColumnOptions
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH
 from offloadkit.hf.quiet import bars_where_live
@@ -156,7 +156,7 @@ class Sweep:
         if learns:
             scaled = f" ({row['scaling']})" if row["scaling"] != "none" else ""
             loss = f"{row['eval_loss']:.4f}" if "eval_loss" in row else "-"
-            cells += [f"{row['learning_rate']:.3g}{scaled}", loss]
+            cells += [f"{rounded(row['learning_rate'])}{scaled}", loss]
         return cells
 
 
@@ -335,7 +335,7 @@ def _trained(
 ) -> Iterator[Row]:
     tried = [(s, t, scaling, rate) for s, t in grid for rows, scaling, rate in rates if rows == s * t]
     for number, (size, times, scaling, rate) in enumerate(tried, start=1):
-        say = progress(f"[{number}/{len(tried)}] batch {size} x {times}, learning rate {rate:.3g} ({scaling})")
+        say = progress(f"[{number}/{len(tried)}] batch {size} x {times}, learning rate {rounded(rate)} ({scaling})")
         row: Row = {"batch_size": size, "accumulation": times, "scaling": scaling, "learning_rate": rate}
         of_size = {"batch_size": size, "gradient_accumulation": times, "learning_rate": rate}
         row |= _trained_row(told | of_size, num_samples, runs)
@@ -472,5 +472,5 @@ def _learned(result: Sweep) -> Iterator[str]:
             yield f"At {most} rows and {how} it is {row['eval_loss']:.4f} ({change:+.4f})"
     best = min(rows, key=lambda row: row["eval_loss"])
     scaled = "" if best["scaling"] == "none" else f", scaled ({best['scaling']})"
-    where = f"at {count[id(best)]} rows and learning rate {best['learning_rate']:.3g}{scaled}"
+    where = f"at {count[id(best)]} rows and learning rate {rounded(best['learning_rate'])}{scaled}"
     yield f"The lowest is {best['eval_loss']:.4f}, {where}"

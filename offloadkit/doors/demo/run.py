@@ -14,7 +14,7 @@ from offloadkit.doors.demo.dates import date_pairs
 from offloadkit.doors.finetuning import NUM_PREDICTED, FinetuneResult, finetune
 from offloadkit.facts import hardware
 from offloadkit.facts.telemetry import mean_seconds
-from offloadkit.facts.units import format_bytes
+from offloadkit.facts.units import format_bytes, format_seconds
 from offloadkit.hf.data import load_dataset_like, prepare
 from offloadkit.hf.evaluate import predict, share_correct
 from offloadkit.hf.quiet import bars_where_live
@@ -133,7 +133,7 @@ def _summary(result: FinetuneResult, before: float, seconds: float, machine: dic
 
 def _show(summary: dict[str, Any], result: FinetuneResult) -> None:
     step = summary["mean_step_seconds"]
-    print(f"\none step takes {step['step'] * 1e3:.0f} ms; its phases overlap:")
+    print(f"\none step takes {format_seconds(step['step'])}; its phases overlap:")
     for phase, name in _PHASES.items():
         if phase in step:
             print(f"  {name:32} {step[phase] * 1e3:8.2f} ms")

@@ -23,7 +23,7 @@ from offloadkit.device.process_memory import tree_ram_bytes
 from offloadkit.doors.engines.work import Work
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts import hardware
-from offloadkit.facts.units import format_bytes
+from offloadkit.facts.units import format_bytes, rounded
 from offloadkit.facts.version import __version__
 
 Row = dict[str, Any]
@@ -206,7 +206,7 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, ram: int | None) ->
         if ram is not None and peak > ram:
             return peak, too_much_ram(ram)
         if time.monotonic() > end:
-            return peak, {"status": "failed", "reason": f"took more than {timeout:g} s (--timeout)"}
+            return peak, {"status": "failed", "reason": f"took more than {rounded(timeout)} s (--timeout)"}
 
 
 def too_much_ram(ram: int) -> Row:
