@@ -73,6 +73,7 @@ Precision = Annotated[str, typer.Option(help=_HELP["precision"])]
 Dtype = Annotated[str, typer.Option("--dtype", help="Working weights: auto, bf16, fp16 or fp32.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help=_HELP["verbose"])]
 Lora = Annotated[str | None, typer.Option(metavar="RANK", help=_HELP["lora"])]
+Packing = Annotated[bool, typer.Option("--packing", help=_HELP["packing"])]
 Vram = Annotated[str | None, typer.Option(help=_HELP["vram"])]
 Ram = Annotated[str | None, typer.Option(help=_HELP["ram"])]
 ProcessVram = Annotated[str | None, typer.Option(help="VRAM that each process may use, e.g. 11GiB.")]
@@ -191,6 +192,7 @@ def plan(
     max_input_length: InputLength = None,
     max_target_length: TargetLength = None,
     gradient_accumulation: Accumulation = 1,
+    packing: Packing = False,
     lora: Lora = None,
     disk: Disk = None,
     compile_blocks: Annotated[bool, typer.Option("--compile-blocks", help="Plan for compiled blocks.")] = False,
@@ -221,6 +223,7 @@ def plan(
         batch_size=_rows(batch_size),
         max_input_length=max_input_length,
         max_target_length=max_target_length,
+        packing=packing,
         lora=_rank(lora),
         offload=OffloadConfig(**config),
         gpu=gpu,

@@ -58,6 +58,7 @@ from offloadkit.hf.columns import ColumnOptions
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
 from offloadkit.hf.options import FinetuneOptions, documented_arguments
+from offloadkit.hf.packing import check_packing, packed, planned_row, share_of_padding
 from offloadkit.hf.quiet import bars_where_live
 from offloadkit.hf.read import check_there, on_hub, with_validation
 from offloadkit.hf.resumed import check_same_model, other_rows
@@ -252,6 +253,7 @@ def finetune(
     init: Literal["pretrained", "random"] = "pretrained",
     max_input_length: int | None = None,
     max_target_length: int | None = None,
+    packing: bool = False,
     seed: int = 0,
     num_gpus: int | None = None,
     engine: Literal["offloadkit", "deepspeed"] = "offloadkit",
@@ -475,7 +477,13 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
         _say(f"reading the config of {source.given}")
     newest = functools.partial(engine.newest_checkpoint, Path(options.output_dir), source, config)
     checkpoint = world.run_on_rank_0("looking for a checkpoint", newest) if options.resume else None
-    request = PlanRequest(options.batch_size, options.max_input_length, options.max_target_length, _device(given))
+    request = PlanRequest(
+        options.batch_size,
+        options.max_input_length,
+        options.max_target_length,
+        _device(given),
+        packing=options.packing,
+    )
     if options.batch_size == "auto":
         wanted = replace(request, label_smoothing=given.get("label_smoothing_factor") or 0.0)
         chosen = functools.partial(auto_batch_size, source, config, wanted)
@@ -483,6 +491,8 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
     args = arguments_of_finetune(options)
     check_arguments(args)
     source.check_trainable(reads_weights=options.init == "pretrained")
+    if options.packing:
+        check_packing(source)
     source.read_ahead()
     offload = engine_config(config, args)
     engine.check_options(offload)
@@ -503,7 +513,10 @@ def _read_rows(setup: Setup) -> tuple[Setup, TrainingRows]:
     tokenizer, config = setup.source.load_tokenizer(options.tokenizer), setup.source.config
     sets = options.train_dataset, options.eval_dataset
     data, evaluation = prepare_both(*sets, tokenizer, config, **options.lengths, column_options=column_options)
-    request = replace(setup.request, **longest_row(data, evaluation))
+    if options.packing:
+        seed = setup.args.seed if setup.args.data_seed is None else setup.args.data_seed
+        data = packed(data, config, tokenizer, max_input_length=options.max_input_length, seed=seed)
+    request = replace(setup.request, **longest_row(data, evaluation), packed_row=planned_row(data.dataset))
     if evaluation is not None and request.eval_batch_size is not None:
         request = replace(request, eval_batch_size=min(request.eval_batch_size, len(evaluation.dataset)))
     source = setup.source.for_rows(data.task, data.id2label)
@@ -577,6 +590,7 @@ class TrainingRun:
         given, telemetry = self._given_to_trainer(model, setup.args), self.monitor.telemetry
         trainer = OffloadSeq2SeqTrainer(plan=plan, offload=setup.offload, telemetry=telemetry, **given)
         trainer.order_of_seed = trainer.saves_model = True
+        telemetry.padding_share = share_of_padding(self.rows.training.dataset)
         show_progress(trainer, monitored=self.monitor.is_drawn)
         self.monitor.plan = plan
         metrics, _ = self._train(trainer, **trainer.stopping_options())

@@ -30,6 +30,8 @@ from offloadkit.facts.units import format_bytes, parse_bytes
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length, num_positions
 from offloadkit.hf.load import Task
 from offloadkit.hf.masks import Padding, known_padding
+from offloadkit.hf.packed import known_boundaries, planned_boundaries
+from offloadkit.hf.packing import check_packing
 from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
 from offloadkit.planner.cards import CARDS, card_named
@@ -89,6 +91,7 @@ def plan(
     max_target_length: int | None = None,
     gradient_accumulation: int | None = None,
     task: Task | None = None,
+    packing: bool = False,
     lora: bool | int | LoraConfig | None = None,
     offload: OffloadConfig | None = None,
     device: torch.device | None = None,
@@ -109,6 +112,7 @@ def plan(
         max_input_length, max_target_length: tokens of a row; None: as in `finetune`.
         gradient_accumulation: micro-batches in an update; None: the config's.
         task: "seq2seq", "causal" or "classification"; None: the task of the architecture.
+        packing: rows are packed, as in `finetune`; the plan counts attention as if each filled `max_input_length`.
         lora: adapters to train, as in `finetune`. The plan's `beside` is then the verdict of full fine-tuning.
         offload: as in `finetune`; its `working_dtype` "auto" means `default_dtype`.
         device: the device for training; None: the GPU if there is one.
@@ -125,16 +129,18 @@ def plan(
     """
     source = resolve(model, init="random", task=task, lora=lora)
     source.check_trainable(reads_weights=True)
+    if packing:
+        check_packing(source)
     config = with_wishes(offload, vram=vram, ram=ram, precision=precision, gradient_accumulation=gradient_accumulation)
     if device is not None and not isinstance(device, torch.device):
         device = hardware.device_of(device)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     others: dict[str, Any] = {"vram": vram, "ram": ram, "precision": precision, "task": task, "lora": lora}
-    others |= {"offload": offload}
+    others |= {"offload": offload} | ({"packing": True} if packing else {})
     others |= {"gradient_accumulation": gradient_accumulation, "device": device, "gpu": gpu, "num_gpus": num_gpus}
     size = None if batch_size == "auto" else batch_size
     call = call_of("offloadkit.plan", model, batch_size=size, **lengths, **others)
-    request = PlanRequest(batch_size, **lengths, device=device, gpu=gpu, num_gpus=num_gpus, call=call)
+    request = PlanRequest(batch_size, **lengths, device=device, gpu=gpu, num_gpus=num_gpus, packing=packing, call=call)
     return plan_source(source, config, request)
 
 
@@ -164,6 +170,11 @@ class PlanRequest:
     """The batches' attention mask: over padding, over padding that no label reads (`masks.Padding`), or masking
     nothing, or there is none. None: as `finetune` pads on the right, "unread" for causal models and else "padded".
     """
+
+    packing: bool = False
+    """The micro-batches are packed (`hf/packing.py`)."""
+    packed_row: int | None = None
+    """Tokens of equal rows whose attention takes as long as that of the packed rows. None: `max_input_length`."""
 
     call: WrittenCall = BY_FINETUNE
     """For remedies if the plan does not fit."""
@@ -387,11 +398,16 @@ class _TaskOutline:
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
         batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
-        if self.request.mask == "absent":
+        if self.request.mask == "absent" or self.request.packing:
             del batch["attention_mask"]
+        rows_within = None
+        if self.request.packing:
+            batch["position_ids"] = torch.empty_like(batch["input_ids"])
+            row = next(each for each in range(self.request.packed_row or length, length + 1) if length % each == 0)
+            rows_within = planned_boundaries(size * length // row, row)
         loss_of = self._smoothed(batch) if self.request.label_smoothing else None
         mask = self.request.mask or ("unread" if self.task == "causal" else "padded")
-        with known_padding(Padding.UNREAD if mask == "unread" else None):
+        with known_padding(Padding.UNREAD if mask == "unread" else None), known_boundaries(rows_within):
             work = self.outline.work(Call((), batch, mask == "full"), rows, loss_of)
         evaluated = self.request.eval_batch_size or 0
         if work is None or evaluated <= size:

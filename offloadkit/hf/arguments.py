@@ -91,6 +91,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {shown(near[0])}?" if near else ""
 
 
+def _order(options: FinetuneOptions) -> str:
+    if is_stream(options.train_dataset):
+        return "sequential"
+    return "random" if options.packing else "group_by_length"  # packs have one length
+
+
 def arguments_of_finetune(options: FinetuneOptions) -> Seq2SeqTrainingArguments:
     """Build the Trainer's arguments; `options.training_arguments` take precedence. Batch size and working dtype must be
     decided.
@@ -128,7 +134,7 @@ def arguments_of_finetune(options: FinetuneOptions) -> Seq2SeqTrainingArguments:
         "logging_steps": 0.05,
         "eval_strategy": ("steps" if "eval_steps" in given else "epoch") if evaluates else "no",
         "per_device_eval_batch_size": options.batch_size,
-        "train_sampling_strategy": "sequential" if is_stream(options.train_dataset) else "group_by_length",
+        "train_sampling_strategy": _order(options),
         "save_strategy": "steps" if "save_steps" in given else "epoch",
         "save_total_limit": 1,
         "report_to": "none",

@@ -51,8 +51,8 @@ Mask = Literal["padded", "unread", "full"]
 @dataclass(frozen=True)
 class PreparedData:
     dataset: Any
-    """A `datasets.Dataset` or a `TokenizedStream`: columns input_ids, attention_mask and labels (lists of int;
-    classification: one int)."""
+    """A `datasets.Dataset`, a `TokenizedStream`, or packs of either (`packing.py`): columns input_ids, attention_mask
+    (packs: position_ids) and labels (lists of int; classification: one int)."""
 
     collator: PadToWidths
     """Rows -> tensors int64 [rows, width], padded; labels with -100. See `widths.width_step`."""
@@ -71,7 +71,7 @@ class PreparedData:
 
     @property
     def rows_in_words(self) -> str:
-        return "a stream of rows" if isinstance(self.dataset, TokenizedStream) else f"{len(self.dataset):,} rows"
+        return f"{len(self.dataset):,} rows" if hasattr(self.dataset, "__len__") else "a stream of rows"
 
 
 def prepare(

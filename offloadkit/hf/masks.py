@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from offloadkit.facts.changes import claim
+from offloadkit.hf import packed
 from offloadkit.hf.loss import shifts_labels
 from offloadkit.hf.tokenize import IGNORED
 
@@ -87,12 +88,24 @@ class CollatorWrapper:
         return getattr(self.collate, name)
 
 
+@dataclass(frozen=True)
 class PaddingCollator(CollatorWrapper):
-    """A collator that stores the batch's `Padding` under `NOTE`, if all attention masks agree."""
+    """A collator that stores the batch's `Padding` under `NOTE`, if all attention masks agree, and the boundaries of
+    packed rows under `packed.NOTE`. Raises `DataError` if packed rows would cross.
+    """
+
+    shifted: bool = False
+    """Whether the model `shifts_labels`."""
 
     def __call__(self, rows: Any) -> Any:
         batch = self.collate(rows)
         if isinstance(batch, MutableMapping):
+            positions = batch.get("position_ids")
+            if isinstance(positions, Tensor) and positions.dim() == 2 and batch.get("attention_mask") is None:
+                if (boundaries := packed.boundaries(positions)) is not None:
+                    batch[packed.NOTE] = boundaries
+                    if self.shifted:
+                        packed.check_labels(positions, batch.get("labels"), IGNORED)
             masks = [value for name, value in batch.items() if name.endswith("attention_mask")]
             if all(isinstance(mask, Tensor) and mask.dim() == 2 for mask in masks):
                 labels = batch.get("labels") if len(masks) == 1 else None
@@ -102,11 +115,12 @@ class PaddingCollator(CollatorWrapper):
         return batch
 
 
-def split_padding(batch: Any) -> tuple[Any, Padding | None]:
-    """Split a batch into the collator's batch and the value under `NOTE` (None if missing)."""
-    if not isinstance(batch, MutableMapping) or NOTE not in batch:
-        return batch, None
-    return {name: value for name, value in batch.items() if name != NOTE}, batch[NOTE]
+def split_notes(batch: Any) -> tuple[Any, Padding | None, Tensor | None]:
+    """Split a batch into the collator's batch and the values under `NOTE` and `packed.NOTE` (None if missing)."""
+    if not isinstance(batch, MutableMapping) or not {NOTE, packed.NOTE} & batch.keys():
+        return batch, None, None
+    own = {name: value for name, value in batch.items() if name not in (NOTE, packed.NOTE)}
+    return own, batch.get(NOTE), batch.get(packed.NOTE)
 
 
 @contextmanager
@@ -119,7 +133,8 @@ def known_padding(padding: Padding | None) -> Iterator[None]:
 
 
 def avoid_mask_syncs(model: PreTrainedModel, *, leave_out: bool) -> Callable[[], None]:
-    """Answer transformers' questions in forwards of `model`; returns a function that undoes it.
+    """Answer transformers' questions in forwards of `model`, whose packed rows `packed.keep_rows_apart`; returns a
+    function that undoes it.
 
     Args:
         leave_out: leave out masks of unread padding, if the model has a causal loss.
@@ -215,6 +230,8 @@ def _asked_of_us() -> ExitStack:
     def find_packed(position_ids: Tensor) -> Any:
         if torch.compiler.is_compiling():
             return ask_packed(position_ids)
+        if packed.is_packed():
+            return None
         # transformers made the positions from a length alone
         shared = position_ids.shape[0] == 1 or position_ids.stride(0) == 0
         return None if shared and _known.is_packed is False else ask_packed(position_ids)
@@ -224,6 +241,7 @@ def _asked_of_us() -> ExitStack:
     undo.callback(claim(asked, "_ignore_causal_mask_sdpa", ignore_causal))
     undo.callback(claim(asked, "_ignore_bidirectional_mask_sdpa", ignore_bidirectional))
     undo.callback(claim(asked, "find_packed_sequence_indices", find_packed))
+    packed.answer(undo)
     return undo
 
 

@@ -42,7 +42,8 @@ class FinetuneOptions:
     a `DatasetDict` the split "train" is learned and, without `eval_dataset`, "validation" evaluated on. Columns: input
     + target (or prompt + completion), text or messages (decoders), text + label (classifiers), or tokenized rows. Well-
     known names are recognized (Alpaca, Dolly, ShareGPT: see `hf/columns.py`). Decoders learn only the target of a pair:
-    through the tokenizer's chat template if it has one, else as the input followed by the target and the end token.
+    through the tokenizer's chat template if it has one, else as the input followed by the target and the end token. Of
+    messages they learn all of the assistant's.
 
     A torch dataset with a length is read into RAM. A stream is an `IterableDataset` of `datasets` or torch, or a
     function that yields rows. It needs `max_steps`, trains on one GPU in its own order, and begins again where it ends.
@@ -135,6 +136,15 @@ class FinetuneOptions:
 
     max_target_length: int | None = None
     """Longest target in tokens, at least 2. Default: 128."""
+
+    packing: bool = False
+    """Put rows of a decoder together in rows of max_input_length tokens, which do not see each other.
+
+    Saves the padding of rows of different lengths. A micro-batch is then `batch_size` packed rows. Which rows share one
+    follows from their lengths and the seed. Attention and positions begin anew with each row, so the loss of an update
+    is that of the same rows without packing. Evaluation is not packed. Encoder-decoders, classifiers, and models whose
+    layers carry a state or a convolution from token to token (Mamba, Qwen3-Next) are refused. A stream is packed 128
+    rows at a time."""
 
     seed: int = 0
     """Seed of the order of rows, dropout and random weights, from 0 to 2**32 - 1.
@@ -235,12 +245,16 @@ class FinetuneOptions:
                 raise ConfigError(f"{name} must be {choices[0]!r} or {choices[1]!r}, got {shown(value)}")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {shown(self.seed)}")
-        for name in ("verbose", "resume", "overwrite", "monitor"):
+        for name in ("verbose", "resume", "overwrite", "monitor", "packing"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {shown(value)}")
         check_lora(self.lora)
         self._check_evaluation()
         self._check_stream()
+        if self.packing and self.engine == "deepspeed":
+            raise ConfigError("engine='deepspeed' packs no rows: leave engine or packing out")
+        if self.packing and self.baseline == "measure":
+            raise ConfigError("baseline='measure' times rows that are not packed: leave baseline or packing out")
 
     def _check_stream(self) -> None:
         from offloadkit.distributed import world  # imports torch

@@ -1,7 +1,7 @@
 """Changes to how transformers' models compute during training, by model family (`FAMILIES`).
 
 For every family, the loss over a large vocabulary is computed in chunks from fp32 logits, and masks do not synchronise
-with the GPU, or are left out (`masks.py`).
+with the GPU, or are left out (`masks.py`), and rows of packed batches do not see each other (`packed.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from offloadkit.facts.changes import claim, configs_of, unclaimed
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
 from offloadkit.hf.masks import added_mask, avoid_mask_syncs
+from offloadkit.hf.packed import keep_rows_apart
 from offloadkit.kernels import attention as attention_kernel
 from offloadkit.kernels import decoder as decoder_kernel
 from offloadkit.kernels import linear_cross_entropy as loss_kernel
@@ -97,6 +98,7 @@ def patched(
         changes.callback(compute_loss_in_chunks(whole, fused=fused))
         changes.callback(_take_loss_in_fp32(whole))
         changes.callback(avoid_mask_syncs(whole, leave_out=config.attention == "ours"))
+        changes.callback(keep_rows_apart(whole, on_gpu=kernels, capability=capability))
     if config.attention == "ours":
         for own in (own for own in configs_of(model) if hasattr(own, "model_type")):
             changes.callback(choose_attention(own))

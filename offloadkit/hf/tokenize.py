@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from offloadkit.errors import DataError, shown
 from offloadkit.facts.files import parse_json
 from offloadkit.hf.columns import Columns, strings
+from offloadkit.hf.conversations import conversation
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -233,11 +234,17 @@ def _pairs(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
 def _prompts(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     """Input and target joined in one row of at most `max_input_length`; labels of the input are -100."""
     whole = _with_chat_template if run.tokenizer.chat_template is not None else _one_after_the_other
+    found = whole(run, batch, indices)
+    return _learned_in_part(run, indices, ((row, [IGNORED] * prompt + row[prompt:]) for prompt, row in found))
+
+
+def _learned_in_part(run: Tokenizing, indices: list[int], found: Iterable[tuple[list[int], list[int]]]) -> _Columns:
+    """Cut rows (tokens, labels) to `max_input_length`; rows of which no label is left count in `run.cut_off`."""
     rows, labels = [], []
-    for index, (prompt, row) in zip(indices, whole(run, batch, indices), strict=True):
-        row_labels, length = [IGNORED] * prompt + row[prompt:], len(row)
+    for index, (row, row_labels) in zip(indices, found, strict=True):
+        length, teaches = len(row), bool(_num_learned(run.task, row_labels))
         row, row_labels = row[: run.max_input_length], row_labels[: run.max_input_length]
-        if length > run.max_input_length and not _num_learned(run.task, row_labels):
+        if teaches and length > run.max_input_length and not _num_learned(run.task, row_labels):
             run.cut_off.append(index)
         else:
             run.inputs_cut.add(length)
@@ -286,7 +293,7 @@ def _with_chat_template(run: Tokenizing, batch: _Columns, indices: list[int]) ->
             raise DataError(
                 f"row {index}: the tokenizer's chat template writes the input differently if an answer follows, so the "
                 f"start of {run.columns.target!r} is unknown: set tokenizer.chat_template to one that does not, or "
-                "give the rows as `messages`, which are learned as a whole"
+                "give the rows as `messages`"
             )
         texts.append((opened, whole))
     if not texts:
@@ -323,17 +330,17 @@ def _text(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
 
 
 def _messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
+    """Conversations through the chat template. All messages of the assistant have labels, all others -100."""
     (column,) = run.columns.inputs
     if run.tokenizer.chat_template is None:
         raise DataError(_NO_TEMPLATE.format(column=column))
-    rows = []
-    for index, value in zip(indices, batch[column], strict=True):
-        messages = _messages_of(value, column, index)
-        text = run.tokenizer.apply_chat_template(messages, tokenize=False)
-        row = run.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        run.inputs_cut.add(len(row))
-        rows.append(row[: run.max_input_length])
-    return _causal_columns(rows)
+    conversations = [_messages_of(value, column, index) for index, value in zip(indices, batch[column], strict=True)]
+    found = (conversation(run.tokenizer, each, index) for index, each in zip(indices, conversations, strict=True))
+    labelled = (
+        (row, [token if is_learned else IGNORED for token, is_learned in zip(row, learned, strict=True)])
+        for row, learned in found
+    )
+    return _learned_in_part(run, indices, labelled)
 
 
 _NO_TEMPLATE = (

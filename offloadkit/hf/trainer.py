@@ -44,6 +44,7 @@ from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError, DataError, cut, shown
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.telemetry import Telemetry
+from offloadkit.hf import packing
 from offloadkit.hf.arguments import check_arguments, check_optim, engine_config
 from offloadkit.hf.checkpoints import TrainerCheckpoints, check_best_model, missing_weights, report_ignored_scaler
 from offloadkit.hf.evaluations import TrainerEvaluations
@@ -242,7 +243,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """
         own, is_shared = self.data_collator, self.args.world_size > 1
         if not (is_shared and isinstance(self.train_dataset, IterableDataset)):
-            self.data_collator = PaddingCollator(self.widths.collator(self))
+            self.data_collator = PaddingCollator(self.widths.collator(self), shifts_labels(self.model))
             if is_shared:
                 count = partial(targets_in, shifted=shifts_labels(self.model))
                 self.data_collator = Counted(self.data_collator, count)
@@ -384,6 +385,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         values = self._checkpoints.load_states(self, Path(checkpoint), theirs)
         self._evaluations.load(values)
         self.widths.compare(self, values)
+        packing.compare(self, values)
         if other_length(Path(checkpoint), self.state.max_steps):
             follow_own_schedule(self.lr_scheduler)
         if self.lr_scheduler is self._own_scheduler:
@@ -422,6 +424,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         values = self._evaluations.values(self, self._run.stops) | self.widths.to_dict()
+        values |= packing.record(self.train_dataset)
         self._checkpoints.save_states(self, Path(output_dir), **values)
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -17,7 +17,8 @@ from offloadkit.engine.replanner import Window
 from offloadkit.errors import RepeatWindowError
 from offloadkit.hf.longest import is_standard
 from offloadkit.hf.loss import num_targets, on_device, with_dummy_target
-from offloadkit.hf.masks import Padding, known_padding, split_padding
+from offloadkit.hf.masks import Padding, known_padding, split_notes
+from offloadkit.hf.packed import known_boundaries
 from offloadkit.hf.sharding import TARGETS, without_targets
 from offloadkit.hf.trained import called_through_engine
 
@@ -102,7 +103,7 @@ class TrainingWindow:
 
     def _train_once(self, trainer: Any, inputs: Any, step: TrainingStep) -> torch.Tensor:
         model = trainer.model
-        inputs, padding = split_padding(inputs)
+        inputs, padding, boundaries = split_notes(inputs)
         inputs, targets = without_targets(inputs)
         one_mask = not getattr(getattr(model, "config", None), "is_encoder_decoder", True)
         if not is_standard(type(trainer).compute_loss) or (padding is Padding.NONE and not one_mask):
@@ -122,6 +123,7 @@ class TrainingWindow:
         with (
             trainer.engine.recover_from_oom(),
             known_padding(padding),
+            known_boundaries(boundaries),
             called_through_engine(trainer),
         ):  # also in a custom loss
             loss = step(inputs, on_device(num_items, trainer.args.device))

@@ -26,7 +26,7 @@ memory of its result, and is as cheap to compute again as an element-wise operat
 """
 _LEFT_MATRIX = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0, "_grouped_mm": 0}
 """The position of the left matrix among the arguments. Its last size is the number of products."""
-_NAMESPACES = ("aten", "offloadkit", "flash_attn")
+_NAMESPACES = ("aten", "offloadkit", "flash_attn", "torch_attn")
 """Namespaces of operations whose use of random numbers is known (`_draws`). All other operations are run again."""
 
 RandomStates = Sequence[tuple[torch.Generator, torch.Tensor]]
