@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,16 @@ ADAPTERS = "adapter_config.json"
 RANK = 16
 """The rank of `lora=True`."""
 _TASKS: dict[Task, str] = {"seq2seq": "SEQ_2_SEQ_LM", "causal": "CAUSAL_LM", "classification": "SEQ_CLS"}
-_READ_THE_BASE = ("use_dora", "use_qalora", "arrow_config", "loftq_config", "eva_config", "corda_config")
-"""Options of `LoraConfig` whose adapters begin with numbers computed from the base's weights."""
+_READ_THE_BASE = (
+    "use_dora",
+    "use_qalora",
+    "arrow_config",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "layer_replication",
+)
+"""Options of `LoraConfig` that compute adapters from the base's weights, or copy whole layers."""
 _DRAWN = (True, False, "gaussian")
 """Values of `init_lora_weights` that read no weight of the base."""
 
@@ -57,8 +66,8 @@ def lora_config(lora: bool | int | LoraConfig | None, task: Task) -> LoraConfig 
 def add_adapters(model: Any, config: LoraConfig) -> Any:
     """`model` as a `PeftModel`, with new adapters and everything else frozen.
 
-    Weights may be unread or on the meta device. The adapters of unread weights are drawn now, by torch's generator as
-    PEFT draws them; weights that are copied or that the adapters begin from are read before.
+    Weights may be unread or on the meta device. The adapters of unread weights are drawn now, as PEFT draws them;
+    weights that are copied or that the adapters begin from are read before.
 
     Raises:
         ModelError: PEFT cannot adapt the model in this way.
@@ -71,14 +80,11 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
     waits = is_unread(model)
     is_empty = not waits and all(each.is_meta for each in model.parameters())
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _kept_draws() if waits else nullcontext():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an old name of transformers
-            adapted = get_peft_model(model, config, low_cpu_mem_usage=is_empty)
+            return get_peft_model(model, config, low_cpu_mem_usage=is_empty)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         raise ModelError(f"PEFT cannot adapt a {type(model).__name__} so: {cut(str(error))}") from error
-    if waits:
-        _draw(adapted, config)
-    return adapted
 
 
 def _needed(model: nn.Module, config: Any) -> list[nn.Parameter]:
@@ -91,18 +97,39 @@ def _needed(model: nn.Module, config: Any) -> list[nn.Parameter]:
     return [parameter for name, parameter in model.named_parameters() if copied & set(name.split("."))]
 
 
-def _draw(model: Any, config: Any) -> None:
-    """Draw the adapters: PEFT has moved them to the meta device, where the unread base weights are."""
-    for module in model.modules():
-        if not hasattr(module, "reset_lora_parameters"):
-            continue
-        for name in module.adapter_layer_names:
-            for adapter in getattr(module, name).values():
-                if isinstance(adapter, nn.Module):
-                    adapter.to_empty(device="cpu")
-                elif isinstance(adapter, nn.Parameter):
-                    become(adapter, torch.empty_like(adapter, device="cpu"))
-        module.reset_lora_parameters(model.active_adapter, config.init_lora_weights)
+@contextmanager
+def _kept_draws() -> Iterator[None]:
+    """PEFT draws adapters on the CPU and then moves them beside their weights, for unread ones to the meta device. The
+    adapters have PEFT's numbers again at the end.
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    drawn: dict[nn.Module, dict[str, torch.Tensor]] = {}
+
+    def keep(module: Any, move: Any, adapter: str, *args: Any) -> None:
+        def own() -> Iterator[tuple[str, nn.Parameter]]:
+            names = [*module.adapter_layer_names]
+            return ((name, each) for name, each in module.named_parameters() if name.partition(".")[0] in names)
+
+        values = {name: each.detach() for name, each in own() if not each.is_meta}
+        move(module, adapter, *args)
+        dtypes = {name: each.dtype for name, each in own()}
+        drawn.setdefault(module, {}).update({name: value.to(dtypes[name]) for name, value in values.items()})
+
+    name = "_move_adapter_to_device_of_base_layer"
+    moves = {kind: vars(kind)[name] for kind in (BaseTunerLayer, ParamWrapper) if name in vars(kind)}
+    try:
+        for kind, move in moves.items():
+            setattr(kind, name, lambda self, *args, move=move: keep(self, move, *args))
+        yield
+    finally:
+        for kind, move in moves.items():
+            setattr(kind, name, move)
+    for module, values in drawn.items():
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta and name in values:
+                become(parameter, values[name].to(parameter.dtype))
 
 
 def has_adapters(model: Any) -> bool:

@@ -10,14 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BitsAndBytesConfig, ByT5Tokenizer, LlamaForCausalLM, TrainingArguments, set_seed
+from transformers import (
+    BertForSequenceClassification,
+    BitsAndBytesConfig,
+    ByT5Tokenizer,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    T5ForConditionalGeneration,
+    TrainingArguments,
+    set_seed,
+)
 from typer.testing import CliRunner
 
 import offloadkit
 from offloadkit.doors.cli import app
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.planner.make import replanned
-from tests.hf.tiny import llama_config
+from tests.hf.tiny import bert_config, llama_config, t5_config
 from tests.hf.training import causal_rows, t5
 
 peft = pytest.importorskip("peft")
@@ -85,6 +95,106 @@ def test_steps_equal_pefts(options: dict[str, Any], tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.01
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(result.model.state_dict()[name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+def test_losses_in_bf16_are_nearer_to_pefts_than_pefts_with_another_seed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    LlamaForCausalLM(llama_config(vocab_size=384, hidden_size=64, intermediate_size=128)).save_pretrained(
+        tmp_path / "b"
+    )
+    config = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    curves = []
+    for seed in (0, 1):
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.bfloat16)
+        set_seed(seed)
+        adapted = peft.get_peft_model(model, copy.deepcopy(config)).train()
+        curves.append(torch.tensor(losses_of_peft(adapted, ROWS, 15)))
+    hyper: dict[str, Any] = USUAL | {"learning_rate": 1e-2, "adam_epsilon": 1e-4, "batch_size": len(ROWS)}
+    in_bf16 = offloadkit.OffloadConfig(working_dtype="bf16")
+    options: dict[str, Any] = {"lora": config, "offload": in_bf16, "max_steps": 15, "output_dir": tmp_path / "out"}
+    result = offloadkit.finetune(tmp_path / "b", ROWS, **options, **hyper)
+    ours = torch.tensor([entry["loss"] for entry in result.history if "loss" in entry])
+    between_seeds, from_peft = curves[0] - curves[1], ours - curves[0]
+    assert curves[0][-1] < curves[0][0] - 0.2
+    assert from_peft.abs().mean() < between_seeds.abs().mean()
+    assert from_peft.abs().max() < between_seeds.abs().max()
+
+
+def tied() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(llama_config(vocab_size=384, tie_word_embeddings=True))
+
+
+def experts() -> Any:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4}
+    config = Qwen3MoeConfig(vocab_size=384, num_experts_per_tok=2, pad_token_id=0, **shape)
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    return Qwen3MoeForCausalLM(config)
+
+
+def seq2seq() -> Any:
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(t5_config(dropout_rate=0.0))
+
+
+def classifier() -> Any:
+    torch.manual_seed(0)
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(bert_config(vocab_size=384, **no_dropout))
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "rsLoRA": (base, {"target_modules": "all-linear", "use_rslora": True}),
+    "embeddings": (base, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "tied embeddings": (
+        tied,
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "embedding adapters": (base, {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True}),
+    "tokens": (base, {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6, 7]}),
+    "tied tokens": (tied, {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [5, 6]}}),
+    "experts": (experts, {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
+    "biases and patterns": (base, {"target_modules": "all-linear", "rank_pattern": {"q_proj": 2}, "bias": "lora_only"}),
+    "PiSSA": (base, {"target_modules": ["q_proj"], "init_lora_weights": "pissa"}),
+    "T5": (seq2seq, {"target_modules": "all-linear", "task_type": "SEQ_2_SEQ_LM"}),
+    "BERT": (classifier, {"target_modules": "all-linear", "task_type": "SEQ_CLS"}),
+}
+CLASSES = {"SEQ_2_SEQ_LM": peft.AutoPeftModelForSeq2SeqLM, "SEQ_CLS": peft.AutoPeftModelForSequenceClassification}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_adapters_trains_saves_merges_and_resumes_as_pefts_do(kind: str, tmp_path: Path) -> None:
+    make, options = KINDS[kind]
+    config = peft.LoraConfig(r=4, **{"task_type": "CAUSAL_LM", **options})
+    labels: list[Any] = {"T5": [[6, 7], [8, 9]], "BERT": [0, 1]}.get(kind, [[5, 6, 7], [9, 8, 7]])
+    pairs = zip([[5, 6, 7], [9, 8, 7]], labels, strict=True)
+    rows = [{"input_ids": ids, "labels": label} for ids, label in pairs] * 2
+    make().save_pretrained(tmp_path / "base")
+    run: dict[str, Any] = {**USUAL, "learning_rate": 1e-2, "adam_epsilon": 1e-4, "save_steps": 2, "max_steps": 4}
+
+    def finetune(folder: str, **more: Any) -> offloadkit.FinetuneResult:
+        lora = copy.deepcopy(config)
+        return offloadkit.finetune(tmp_path / "base", rows, lora=lora, output_dir=tmp_path / folder, **run | more)
+
+    result = finetune("whole")
+    theirs = type(make()).from_pretrained(tmp_path / "base")
+    set_seed(0)
+    losses = losses_of_peft(peft.get_peft_model(theirs, copy.deepcopy(config)).train(), rows, 4)
+    assert [entry["loss"] for entry in result.history if "loss" in entry] == pytest.approx(losses, abs=2e-6)
+    assert losses[-1] < losses[0]
+    x = {"input_ids": torch.tensor([[5, 6, 7, 8]])} | ({"labels": torch.tensor([[6, 7]])} if kind == "T5" else {})
+    with torch.no_grad():
+        trained = result.model.eval()(**x).logits
+        again = CLASSES.get(config.task_type, peft.AutoPeftModelForCausalLM).from_pretrained(result.model_dir).eval()
+        torch.testing.assert_close(again(**x).logits, trained, rtol=0, atol=1e-6)
+        torch.testing.assert_close(again.merge_and_unload()(**x).logits, trained, rtol=1e-5, atol=2e-6)
+    finetune("parts", max_steps=2)
+    finetune("parts", resume=True)
+    found, wanted = saved(tmp_path / "parts" / "model"), saved(result.model_dir)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_the_folder_is_pefts_and_merges(folder: Path, tmp_path: Path) -> None:
