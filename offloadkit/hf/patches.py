@@ -26,6 +26,7 @@ from offloadkit.hf.masks import added_mask, avoid_mask_syncs
 from offloadkit.hf.packed import keep_rows_apart
 from offloadkit.kernels import attention as attention_kernel
 from offloadkit.kernels import decoder as decoder_kernel
+from offloadkit.kernels import feed_forward as feed_forward_kernel
 from offloadkit.kernels import linear_cross_entropy as loss_kernel
 from offloadkit.offload.layers import hooks_of
 
@@ -104,8 +105,8 @@ def patched(
             changes.callback(choose_attention(own))
         if kernels:
             changes.callback(fuse_attention(model, capability))
-    if kernels and not config.compile_blocks:
-        changes.callback(_fuse_blocks(model, capability))
+    if not config.compile_blocks:
+        changes.callback(_fuse_blocks(model, capability) if kernels else change_feed_forwards(model, kernels=False))
     return changes.close
 
 
@@ -221,13 +222,12 @@ def fuse_decoders(model: nn.Module, capability: tuple[int, int] | None = None) -
         capability: compute capability of the GPU to plan for, if not the present GPU.
     """
     changes, files = ExitStack(), dict[int, Any]()
-    if not _kernels_run(decoder_kernel.LEAST_CAPABILITY, decoder_kernel.available, capability):
+    kernels = _kernels_run(decoder_kernel.LEAST_CAPABILITY, decoder_kernel.available, capability)
+    changes.callback(change_feed_forwards(model, kernels=kernels))
+    if not kernels:
         return changes.close
     for module in model.modules():
         kind: Any = type(module)
-        for forward in (_feed_forward, _joint_feed_forward):
-            if "forward" not in vars(module) and _computes(kind, forward):
-                changes.callback(give_method(module, "forward", forward))
         if "forward" not in vars(module) and _is_norm(kind, ("RMSNorm",), "eps", 1.0):
             changes.callback(give_method(module, "forward", _normalize_by_one_plus_weight))
         file = sys.modules.get(kind.__module__)
@@ -240,11 +240,27 @@ def fuse_decoders(model: nn.Module, capability: tuple[int, int] | None = None) -
     return changes.close
 
 
-def _feed_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    if not _runs_gated(self.act_fn, hidden_states):
+def change_feed_forwards(model: nn.Module, *, kernels: bool) -> Callable[[], None]:
+    """Compute gated feed-forward layers of long rows in tiles, and of all other rows by one kernel if `kernels`;
+    returns a function that undoes it.
+    """
+    changes = ExitStack()
+    for module in model.modules():
+        kind: Any = type(module)
+        for forward in (_feed_forward, _joint_feed_forward):
+            if "forward" not in vars(module) and _computes(kind, forward):
+                changes.callback(give_method(module, "forward", partial(forward, kernels=kernels)))
+    return changes.close
+
+
+def _feed_forward(self: Any, hidden_states: Tensor, *, kernels: bool) -> Tensor:
+    into = self.gate_proj, self.up_proj
+    if (tiled := _tiled(hidden_states, into, self.down_proj, self.act_fn, kernels=kernels)) is not None:
+        return tiled
+    if not kernels or not _runs_gated(self.act_fn, hidden_states):
         own: Tensor = type(self).forward(self, hidden_states)
         return own
-    gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+    gate, up = (project(hidden_states) for project in into)
     if gate.dtype == up.dtype in decoder_kernel.DTYPES and gate.shape == up.shape:
         product = decoder_kernel.gated(gate, up, _ACTIVATIONS[type(self.act_fn).__name__])
     else:
@@ -253,9 +269,12 @@ def _feed_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return output
 
 
-def _joint_feed_forward(self: Any, hidden_states: Tensor) -> Tensor:
+def _joint_feed_forward(self: Any, hidden_states: Tensor, *, kernels: bool) -> Tensor:
     """`_feed_forward` with one matrix for gate and up."""
-    if not _runs_gated(self.activation_fn, hidden_states):
+    into = (self.gate_up_proj,)
+    if (tiled := _tiled(hidden_states, into, self.down_proj, self.activation_fn, kernels=kernels)) is not None:
+        return tiled
+    if not kernels or not _runs_gated(self.activation_fn, hidden_states):
         own: Tensor = type(self).forward(self, hidden_states)
         return own
     both = self.gate_up_proj(hidden_states)
@@ -268,11 +287,35 @@ def _joint_feed_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return output
 
 
+def _tiled(x: Tensor, into: tuple[Any, ...], back: Any, activation: Any, *, kernels: bool) -> Tensor | None:
+    """The layer in tiles if the rows of `x` are long; None if they are not, or if a projection is no plain linear layer
+    in the dtype of `x`, such as one with adapters or hooks.
+    """
+    if not feed_forward_kernel.is_long(x, getattr(back, "in_features", 0)) or not _is_known(activation):
+        return None
+    matrices = *into, back
+    if autocasts(x.device.type) or not all(map(_is_plain, matrices)):
+        return None
+    weights, biases = [each.weight for each in matrices], [each.bias for each in matrices]
+    if not all(each is None or each.dtype == x.dtype in feed_forward_kernel.DTYPES for each in (*weights, *biases)):
+        return None
+    name = _ACTIVATIONS[type(activation).__name__]
+    return feed_forward_kernel.gated_feed_forward(x, weights[:-1], weights[-1], biases, name, kernels=kernels)
+
+
+def _is_plain(projection: Any) -> bool:
+    is_linear = isinstance(projection, nn.Linear) and type(projection).forward is nn.Linear.forward
+    return is_linear and "forward" not in vars(projection) and not any(hooks_of(projection))
+
+
 def _runs_gated(activation: Any, hidden_states: Tensor) -> bool:
+    return hidden_states.device.type in KINDS and _is_known(activation)
+
+
+def _is_known(activation: Any) -> bool:
     kind = type(activation)
     return (
-        hidden_states.device.type in KINDS
-        and kind.__name__ in _ACTIVATIONS
+        kind.__name__ in _ACTIVATIONS
         and kind.__module__.startswith(("torch.", "transformers."))
         and not any(hooks_of(activation))
         and not torch.compiler.is_compiling()

@@ -58,7 +58,7 @@ def available() -> bool:
     return is_built("the kernels of decoder blocks, so torch's operations are used", run)
 
 
-def _gradients(output: Tensor, inputs: Sequence[Tensor | None], gradient: Tensor) -> list[Tensor | None]:
+def differentiable_gradients(output: Tensor, inputs: Sequence[Tensor | None], gradient: Tensor) -> list[Tensor | None]:
     """Differentiable gradients of the inputs that require one; None for all other inputs."""
     wanted = [one is not None and one.requires_grad for one in inputs]
     given = [one for one, is_wanted in zip(inputs, wanted, strict=True) if one is not None and is_wanted]
@@ -92,15 +92,38 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (gate, up) = gradients, ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            return *_gradients(_eager(gate, up, ctx.activation), (gate, up), gradient), None
-        run = gated_backward_op if gate.is_meta else _gated_backward
-        d_gate, *d_up = run(gradient, gate, up, ctx.activation)
+            return *differentiable_gradients(eager(gate, up, ctx.activation), (gate, up), gradient), None
+        d_gate, *d_up = gated_gradients(gradient, gate, up, ctx.activation)
         return d_gate, d_up[0] if d_up else None, None
 
 
-def _eager(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def gated_gradients(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> list[Tensor]:
+    """[gradient of `gate`, gradient of `up`] of `gated`; one gradient if `up` is None."""
+    found: list[Tensor] = (gated_backward_op if gate.is_meta else _gated_backward)(gradient, gate, up, activation)
+    return found
+
+
+def eager(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """`gated` by torch's operations."""
     gate, up = _halves(gate, up)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    return _activated(gate, activation) * up
+
+
+def eager_gradients(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> list[Tensor]:
+    """`gated_gradients` by torch's operations."""
+    first, second = _halves(gate, up)
+    aten = torch.ops.aten
+    d_first = gradient * second
+    if activation == "silu":
+        d_first = aten.silu_backward(d_first, first)
+    else:
+        d_first = aten.gelu_backward(d_first, first, approximate="tanh")
+    d_second = gradient * _activated(first, activation)
+    return [d_first, d_second] if up is not None else [torch.cat((d_first, d_second), dim=-1)]
+
+
+def _activated(gate: Tensor, activation: str) -> Tensor:
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
 
 
 def _gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
@@ -224,7 +247,11 @@ class _Normed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (x, weight, scales) = gradients, ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            return *_gradients(_eager_norm(x, weight, ctx.eps, ctx.offset), (x, weight), gradient), None, None
+            return (
+                *differentiable_gradients(_eager_norm(x, weight, ctx.eps, ctx.offset), (x, weight), gradient),
+                None,
+                None,
+            )
         d_x, d_weight, _ = (norm_backward_op if x.is_meta else _norm_backward)(gradient, x, weight, scales, ctx.offset)
         return d_x, d_weight, None, None
 

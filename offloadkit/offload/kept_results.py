@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offloadkit.errors import ModelError
+from offloadkit.kernels.feed_forward import is_tiling
 
 MIN_PRODUCTS = 257
 """Fewest products in an element of a kept result. A matmul that adds fewer, such as attention's scores, is bound by the
@@ -49,7 +50,7 @@ def _kind(operation: Any) -> int | None:
 
 def is_kept(operation: Any, args: Sequence[Any]) -> bool:
     kind = _kind(operation)
-    return kind is not None and (kind < 0 or args[kind].shape[-1] >= MIN_PRODUCTS)
+    return kind is not None and not is_tiling() and (kind < 0 or args[kind].shape[-1] >= MIN_PRODUCTS)
 
 
 @cache

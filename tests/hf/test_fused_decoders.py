@@ -196,9 +196,18 @@ def test_on_the_cpu_the_numbers_are_the_models_own(model_type: str) -> None:
 
 def test_an_old_gpu_keeps_the_models_own() -> None:
     model = tiny("llama")
-    fuse_decoders(model, (7, 5))
-    assert not replaced(model)
-    fuse_decoders(model, (8, 0))()
+    undo = fuse_decoders(model, (7, 5))
+    assert not uses_kernels(model)
+    undo()
+    undo = fuse_decoders(model, (8, 0))
+    assert uses_kernels(model)
+    undo()
+
+
+def uses_kernels(model: Any) -> bool:
+    with AsOnGpu(), OpCounter([], mask_is_full=True), Called() as called:
+        model(torch.zeros((2, 5), dtype=torch.long, device=META))
+    return not {"gated", "rotary", "norm"}.isdisjoint(called.names)
 
 
 def test_backward_reads_what_forward_kept() -> None:
@@ -276,8 +285,9 @@ def test_without_triton_or_a_gpu_there_are_no_kernels(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     decoder.available.cache_clear()
     model = tiny("llama")
-    fuse_decoders(model)
-    assert not replaced(model)
+    undo = fuse_decoders(model)
+    assert not uses_kernels(model)
+    undo()
     decoder.available.cache_clear()
 
 
