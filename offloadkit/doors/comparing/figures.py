@@ -8,7 +8,7 @@ import textwrap
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -67,7 +67,7 @@ class Chart(Figure):
         """`width`, `height`: in inches. `table`: the drawn figures as plain text."""
         super().__init__(figsize=(width, height), layout="constrained", facecolor="white")
         self._table = table
-        self._panels: list[Axes] = []
+        self.panels: list[Axes | Chart] = []
         self._words: list[str] = []
         # 0.1 inch between the edge and the title or remarks
         self.get_layout_engine().set(h_pad=0.1)  # type: ignore[union-attr,call-arg]
@@ -80,20 +80,22 @@ class Chart(Figure):
             "text/plain": self._table,
         }
 
-    def wraps(self, panels: Sequence[Axes], words: Sequence[str]) -> None:
+    def wraps(self, panels: Sequence[Axes | Chart], words: Sequence[str]) -> None:
         """On a page the panels may stand below each other; `words` are then paragraphs, in place of the title and the
-        remarks.
+        remarks. A panel is cropped from this figure, or a chart of its size on the page.
         """
-        self._panels, self._words = list(panels), list(words)
+        self.panels, self._words = list(panels), list(words)
 
     def _html(self) -> str:
         """Images, which pages that are not trusted show too; SVG's own style chooses light or dark colours."""
-        drawn = [self._cropped(panel) for panel in self._panels] or [self._written("svg")]
+        drawn = [self._cropped(panel) for panel in self.panels] or [self._written("svg")]
         images = " ".join(map(_image, drawn))
         head, *rest = (f"<p>{escape(line)}</p>" for line in self._words or [""])
         return f"{head if self._words else ''}<div>{images}</div>{''.join(rest)}"
 
-    def _cropped(self, panel: Axes) -> bytes:
+    def _cropped(self, panel: Axes | Chart) -> bytes:
+        if isinstance(panel, Chart):
+            return panel._written("svg")
         self.draw_without_rendering()
         layout, others = self.get_layout_engine(), [each for each in self.get_children() if each is not panel]
         visible = [each for each in others if each.get_visible() and each is not self.patch]
@@ -132,18 +134,54 @@ def _image(svg: bytes) -> str:
 def comparison_chart(result: DrawableComparison) -> Chart:
     models = list(dict.fromkeys(row["model"] for row in result.rows))
     engines = list(dict.fromkeys(row["engine"] for row in result.rows))
-    by_model = [[result.row(model, engine) for engine in engines] for model in models]
-    figure = Chart(12, 1.3 + len(models) * (0.4 + 0.33 * len(engines)), str(result))
+    bars = [_Bars(model, [result.row(model, engine) for engine in engines]) for model in models]
+    labels = [result.label(engine) for engine in engines]
+    num_rows = len(models) * (0.4 + 0.33 * len(engines))
+    figure = Chart(12, 1.3 + num_rows, str(result))
     panels: Any = figure.subplots(len(models), 3, squeeze=False, width_ratios=(2.9, 1, 1))
-    for line, model, rows in zip(panels, models, by_model, strict=True):
-        _times(line[0], model, rows, [result.label(row["engine"]) for row in rows])
-    _title(panels[0][0], f"time for {result.num_samples:,} samples (each model in its own scale)", pad=10)
-    _sizes(panels[:, 1], by_model, "vram_bytes", result.vram, "peak VRAM")
-    _sizes(panels[:, 2], by_model, "peak_ram_bytes", result.ram, "peak RAM")
+    _draw_times(panels[:, 0], bars, labels, result.num_samples, widest=96)
+    _draw_sizes(panels[:, 1:], bars, result)
+    # the same bars on a page, which may be narrow: both charts have the names, and may stand below each other
+    times, sizes = (Chart(_PAGE_INCHES, 0.5 + num_rows, "") for _ in range(2))
+    _draw_times(times.subplots(len(models), 1, squeeze=False)[:, 0], bars, labels, result.num_samples, widest=56)
+    panels = sizes.subplots(len(models), 2, squeeze=False)
+    _draw_sizes(panels, bars, result)
+    for axes, each in zip(panels[:, 0], bars, strict=True):
+        _name(axes, each, labels)
+    figure.wraps([times, sizes], [result.title, *result.remarks])
     figure.suptitle("\n".join(textwrap.wrap(result.title, 130)), x=0.01, ha="left", fontsize=10.5, color=INK)
     if result.remarks:
         figure.supxlabel(" ".join(result.remarks), x=0.01, ha="left", fontsize=8.5, color=QUIET)
     return figure
+
+
+_PAGE_INCHES = 5.9
+"""Width of a chart on a page: two stand side by side in a notebook on a screen of 1280 pixels."""
+
+
+class _Bars(NamedTuple):
+    model: str
+    rows: list[dict[str, Any]]
+    """Of each engine."""
+
+
+def _draw_times(column: Any, bars: Sequence[_Bars], labels: list[str], num_samples: int, widest: int) -> None:
+    for axes, each in zip(column, bars, strict=True):
+        _times(axes, each.rows, widest)
+        _name(axes, each, labels)
+    _title(column[0], f"time for {num_samples:,} samples (each model in its own scale)", pad=10)
+
+
+def _draw_sizes(columns: Any, bars: Sequence[_Bars], result: DrawableComparison) -> None:
+    by_model = [each.rows for each in bars]
+    _sizes(columns[:, 0], by_model, "vram_bytes", result.vram, "peak VRAM")
+    _sizes(columns[:, 1], by_model, "peak_ram_bytes", result.ram, "peak RAM")
+
+
+def _name(axes: Axes, bars: _Bars, labels: list[str]) -> None:
+    axes.set_yticks(range(len(labels)), labels)
+    place: dict[str, Any] = {"rotation": 0, "ha": "right", "va": "center", "labelpad": 12}
+    axes.set_ylabel(bars.model, **place, fontsize=11, fontweight="bold", color=INK)
 
 
 def _title(axes: Axes, text: str, pad: float | None = None) -> None:
@@ -158,19 +196,19 @@ def _bare(axes: Axes, num_rows: int) -> None:
     axes.set_ylim(num_rows - 0.45, -0.55)
 
 
-def _times(axes: Axes, model: str, rows: list[dict[str, Any]], labels: list[str]) -> None:
+def _times(axes: Axes, rows: list[dict[str, Any]], widest: int) -> None:
+    """`widest`: characters of a line of text."""
     _bare(axes, len(rows))
     longest = max((row["seconds"] for row in rows if row["status"] == "measured"), default=1.0)
     axes.set_xlim(0, 1.75 * longest)
-    axes.set_yticks(range(len(rows)), labels)
-    axes.set_ylabel(model, rotation=0, ha="right", va="center", labelpad=12, fontsize=11, fontweight="bold", color=INK)
     for place, row in enumerate(rows):
         if row["status"] == "measured":
             _bar(axes, place, row["seconds"], row["engine"])
             how = f"  ({row['variant']})" if row["variant"] else ""
-            text, colour, left = f"{words.duration(row['seconds'])}{how}", INK, row["seconds"]
+            text = textwrap.fill(f"{words.duration(row['seconds'])}{how}", widest // 2 - 4)
+            colour, left = INK, row["seconds"]
         else:
-            text = textwrap.shorten(f"✕ {_shown_reason(row)}", 96, placeholder=" …")
+            text = textwrap.fill(textwrap.shorten(f"✕ {_shown_reason(row)}", 96, placeholder=" …"), widest)
             colour, left = QUIET, 0.0
         axes.annotate(text, (left, place), (5, 0), textcoords="offset points", va="center", fontsize=9, color=colour)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from matplotlib.text import Text
 
 from offloadkit.doors.comparing import comparison
 from offloadkit.doors.comparing.comparison import Comparison, compare
+from offloadkit.doors.comparing.figures import Chart
 from offloadkit.doors.engines import forecast, runner
 from offloadkit.errors import ConfigError, ModelNotFoundError, OutputError
 from tests.doors.comparing import made_up
@@ -280,7 +282,10 @@ def test_the_chart_shows_bars_and_reasons(drawn: Comparison, tmp_path: Path) -> 
 def test_a_chart_in_a_notebook_is_an_svg_a_png_and_a_table(drawn: Comparison) -> None:
     shown = InteractiveShell.instance().display_formatter.format(drawn.chart())[0]
     assert "<svg" in shown["image/svg+xml"]
-    assert shown["text/html"].count("max-width:100%") == 1
+    images = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)', shown["text/html"])
+    widths = [float(re.findall(r'<svg[^>]* width="([\d.]+)pt"', b64decode(each).decode())[0]) for each in images]
+    assert len(widths) == 2, "they stand below each other where the page is narrow"
+    assert max(widths) * 96 / 72 < 600, "each fits on a page of 600 pixels"
     assert b64decode(shown["image/png"]).startswith(b"\x89PNG")
     assert shown["text/plain"] == str(drawn)
 
@@ -289,13 +294,15 @@ def test_no_value_lies_on_the_line_of_a_limit_and_the_title_is_off_the_edge(draw
     for row, gib in zip(drawn.rows, (9.7, 8.6, 10.8, 0, 7, 0), strict=True):
         row.update({"vram_bytes": int(gib * GIB)} if gib else {})
     chart = drawn.chart()
-    chart.savefig(io.BytesIO())
+    parts = [each for each in chart.panels if isinstance(each, Chart)]
+    for each in (chart, *parts):
+        each.savefig(io.BytesIO())
     values = []
-    for axes in chart.axes:
+    for axes in (axes for each in (chart, *parts) for axes in each.axes):
         lines = [line.get_window_extent().x0 for line in axes.get_lines()]
         boxes = [text.get_window_extent() for text in axes.texts]
         assert not [x for x in lines for box in boxes if box.x0 - 1 < x < box.x1 + 1]
-        assert all(box.x1 < chart.bbox.x1 for box in boxes)
+        assert all(box.x1 < axes.figure.bbox.x1 for box in boxes)
         values += [text.get_text() for text in axes.texts] if lines else []
     assert {"9.7", "8.6", "10.8", "7"} < set(values)
     title = chart._suptitle  # type: ignore[attr-defined]
