@@ -211,16 +211,21 @@ def _plan_for(outline: Outline | None, example: Any, rows_option: str, evaluatio
     if made.fits or work.rows is None or not rows_option:
         return made
     numbers = [1 << power for power in reversed(range((work.rows.batch_size - 1).bit_length()))]
-    fewer = (((f"{rows_option}={number}",), outline.work(_with_rows(example, number))) for number in numbers)
+    calls = ((number, _with_rows(example, number)) for number in numbers)
+    fewer = (((f"{rows_option}={number}",), outline.work(call)) for number, call in calls if call is not None)
     smaller = tuple((options, replace(less, evaluation=work.evaluation)) for options, less in fewer if less is not None)
     return replace(made, basis=replace(made.basis, smaller=smaller))
 
 
 def _work(outline: Outline, example: Any, evaluation_rows: int) -> MicroBatch | None:
-    work = outline.work(example)
-    if work is None or evaluation_rows <= _num_rows(example):
-        return work
-    return replace(work, evaluation=outline.work(_with_rows(example, evaluation_rows)))
+    """The work of the example, or of its alternative that needs the most VRAM."""
+    call = Call.of(example)
+    found = [(work, each) for each in (call, *call.alternatives) if (work := outline.work(each)) is not None]
+    if not found:
+        return None
+    work, largest = max(found, key=lambda each: each[0].vram_bytes)
+    evaluated = _with_rows(largest, evaluation_rows) if evaluation_rows > _num_rows(largest) else None
+    return work if evaluated is None else replace(work, evaluation=outline.work(evaluated))
 
 
 def _num_rows(example: Any) -> int:
@@ -231,16 +236,37 @@ def _num_rows(example: Any) -> int:
 
 
 def _num_elements(example: Any) -> int:
-    return sum(tensor.numel() for tensor in Call.of(example).tensors())
+    return sum(_sizes(Call.of(example)).values())
 
 
-def _with_rows(example: Any, number: int) -> Call:
-    rows = _num_rows(example)
+def _sizes(call: Call) -> dict[str, int]:
+    """Numbers of integers and of floating-point numbers."""
+    tensors = call.tensors()
+    floats = sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
+    return {"integers": sum(tensor.numel() for tensor in tensors) - floats, "floats": floats}
+
+
+def _with_rows(example: Any, number: int) -> Call | None:
+    """The example with another number of rows, which repeat its own.
+
+    Patches of the images of all rows, as in Qwen2.5-VL's `pixel_values`, have no dimension of rows: such an example is
+    repeated as a whole.
+
+    Returns:
+        None for fewer rows than such an example has.
+    """
+    rows, call = _num_rows(example), Call.of(example).without_memory()
+    is_packed = any(each.is_floating_point() and each.dim() and len(each) not in (1, rows) for each in call.tensors())
+    if is_packed and number < rows:
+        return None
+    times = -(-number // rows)
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.new_empty((number, *tensor.shape[1:])) if tensor.shape[:1] == (rows,) else tensor
+        if not tensor.dim() or not (is_packed or len(tensor) == rows):
+            return tensor
+        repeated = tensor.repeat(times, *[1] * (tensor.dim() - 1))
+        return repeated if is_packed else repeated[:number]
 
-    call = Call.of(example).without_memory()
     args, kwargs = tree_map_only(torch.Tensor, resized, (call.args, dict(call.kwargs)))
     return replace(call, args=args, kwargs=kwargs)
 
@@ -322,8 +348,8 @@ class FirstWindow:
         """
         self._evaluation_rows, self._ranks = evaluation_rows, ranks
         self._outline = _outline_of_copy(model, config, device, ranks, param_groups)
-        self._example: Call | None = None
-        self._example_elements = -1
+        self._examples: dict[str, Call] = {}
+        self._most: dict[str, int] = {}
         if self._outline is None:
             self.plan = plan_of(model, layers, config)
         else:
@@ -342,11 +368,14 @@ class FirstWindow:
         return self._outline is not None and self._outline.machine.device == "cpu"
 
     def record_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record a micro-batch of the first window. Only the shapes of the largest one are kept."""
-        call = Call(args, kwargs)
-        elements = _num_elements(call)
-        if elements > self._example_elements:
-            self._example, self._example_elements = call.without_memory(), elements
+        """Record a micro-batch of the first window. Only the one with the most integers, such as tokens, and the one
+        with the most other numbers, such as pixels, are kept.
+        """
+        call, light = Call(args, kwargs), None
+        for kind, number in _sizes(call).items():
+            if number > self._most.get(kind, -1):
+                light = light or call.without_memory()
+                self._examples[kind], self._most[kind] = light, number
 
     def plan_now(self) -> Plan | None:
         """The plan for the recorded micro-batches; None if it does not fit or the model cannot be traced. All ranks
@@ -355,15 +384,16 @@ class FirstWindow:
         Raises:
             DoesNotFitError: there is no GPU, and the plan does not fit.
         """
-        made = _of_the_largest(self._ranks, self._example_elements, self._plan_now)
+        made = _of_the_largest(self._ranks, sum(self._most.values()), self._plan_now)
         if made is not None:
             check_fits(proposing_disk(made))
         return made
 
     def _plan_now(self) -> Plan | None:
-        if self._outline is None or self._example is None:
+        if self._outline is None or not self._examples:
             return None
-        work = _work(self._outline, self._example, self._evaluation_rows)
+        first, *others = {id(call): call for call in self._examples.values()}.values()
+        work = _work(self._outline, replace(first, alternatives=tuple(others)), self._evaluation_rows)
         made = None if work is None else self._outline.plan(work)
         if made is not None and not made.fits and not self._is_on_cpu:
             logger.warning(

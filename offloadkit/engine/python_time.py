@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offloadkit.device.host_random import HostRandom
 from offloadkit.device.measure import kept
+from offloadkit.engine.values import noted
 from offloadkit.facts import hardware
 from offloadkit.offload.layers import repeated_blocks
 from offloadkit.planner.seconds import weighed
@@ -48,6 +49,8 @@ class _Shape:
     size: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    ends: tuple[int, ...] = ()
+    """Ends of the parts that a block cuts its input into, such as the images of a vision tower."""
 
 
 @dataclass
@@ -83,7 +86,8 @@ class Blocks:
 
     def called(self, name: str, block: nn.Module, arguments: Any) -> None:
         leaves, spec = tree_flatten(arguments)
-        shapes = [_described(leaf) for leaf in leaves]
+        first = next((tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)), ())
+        shapes = [_described(leaf, first) for leaf in leaves]
         parts = (shape if isinstance(shape, _Shape) else type(shape) for shape in shapes)
         sizes = tuple(parameter.shape for parameter in block.parameters())
         key = type(block), sizes, repr(spec), *parts
@@ -127,10 +131,17 @@ def blocks_called(model: nn.Module) -> Iterator[Blocks]:
             hook.remove()
 
 
-def _described(leaf: Any) -> Any:
+def _described(leaf: Any, sizes: Sequence[int]) -> Any:
+    """`sizes`: shape of the block's first tensor."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return _Shape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    return _Shape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad, _ends(leaf, sizes))
+
+
+def _ends(leaf: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
+    values = noted(leaf) if leaf.dim() == 1 and len(leaf) > 1 and not leaf.is_floating_point() else None
+    numbers: list[int] = [] if values is None else values.tolist()
+    return tuple(numbers) if numbers and numbers[0] == 0 and numbers[-1] in sizes[:2] else ()
 
 
 def _kept_seconds(kind: _Kind, stage: Stage, device: torch.device) -> BlockSeconds | None:
@@ -170,7 +181,9 @@ def timed(kind: _Kind, device: torch.device) -> BlockSeconds:
         for tensor in (*block.parameters(), *block.buffers()):
             tensor.zero_()
     first = next(leaf for leaf in kind.arguments if isinstance(leaf, _Shape))
-    leaves = [_made(leaf, first.size[0], device) if isinstance(leaf, _Shape) else leaf for leaf in kind.arguments]
+    is_cut = any(leaf.ends for leaf in kind.arguments if isinstance(leaf, _Shape))
+    rows = 0 if is_cut else first.size[0]
+    leaves = [_made(leaf, rows, device) if isinstance(leaf, _Shape) else leaf for leaf in kind.arguments]
     args, kwargs = tree_unflatten(leaves, kind.spec)
 
     def once() -> tuple[float, float]:
@@ -199,6 +212,8 @@ def timed(kind: _Kind, device: torch.device) -> BlockSeconds:
 
 
 def _made(shape: _Shape, rows: int, device: torch.device) -> torch.Tensor:
-    """Zeros of that shape, with at most `_ROWS` rows if the first size is the micro-batch's rows."""
+    """The ends of parts, or zeros, with at most `_ROWS` rows if the first size is the micro-batch's rows."""
+    if shape.ends:
+        return torch.tensor(shape.ends, dtype=shape.dtype, device=device)
     size = (min(rows, _ROWS), *shape.size[1:]) if shape.size[:1] == (rows,) else shape.size
     return torch.zeros(size, dtype=shape.dtype, device=device, requires_grad=shape.requires_grad)

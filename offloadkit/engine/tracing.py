@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_o
 from torch.utils.flop_counter import flop_registry
 
 from offloadkit.device.host_random import HostRandom
+from offloadkit.engine.values import META, NOTHING, Values, is_dynamic, keeps_values, tensors_of
 from offloadkit.errors import ModelError
 from offloadkit.kernels.attention import OPERATIONS as FUSED_ATTENTION
 from offloadkit.offload.layers import repeated_blocks
@@ -29,7 +30,6 @@ from offloadkit.offload.recompute import cheaply_recomputed_in_backward
 from offloadkit.offload.records import num_tokens
 from offloadkit.planner.work import Cheap, MicroBatch, Pass, Stage
 
-META = torch.device("meta")
 _CPU = torch.device("cpu")
 _FLASH = (
     torch.ops.aten._scaled_dot_product_flash_attention,
@@ -41,6 +41,7 @@ _SDPA = (
     torch.ops.aten._scaled_dot_product_efficient_attention_backward,
 )
 _ITEM, _UNIQUE = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.unique_consecutive.default
+_COPY, _INDEX = torch.ops.aten._to_copy.default, torch.ops.aten.index.Tensor
 _INDEXING = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "_index_put_impl_"))
 _UNLIKE_THE_FIRST_RUN = (ModelError, RuntimeError, ValueError, TypeError, AttributeError, LookupError)
 """Errors of a block that cannot run again with the same arguments, because they changed: a cache of keys and values."""
@@ -121,7 +122,45 @@ class _FusedNorm(torch.autograd.Function):
         return torch.addcmul(gradient, input, weight), gradient.sum(tuple(range(input.dim() - weight.dim())))
 
 
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    rows = log_probs.shape[1] if log_probs.dim() == 3 else 1
+    longest = targets.shape[-1] if targets.dim() == 2 else -(-targets.numel() // rows)
+    return _CtcLoss.apply(log_probs, rows, longest, reduction == "none")  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _CtcLoss(torch.autograd.Function):
+    """torch has no `ctc_loss` on the meta device. The kernel saves its input, and a number for each place of each row
+    and each label with the blanks around it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, log_probs: torch.Tensor, rows: int, longest: int, each: bool) -> torch.Tensor:
+        ctx.save_for_backward(log_probs, log_probs.new_empty(rows, log_probs.shape[0], 2 * longest + 1))
+        return log_probs.new_empty(rows) if each else log_probs.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.saved_tensors[0].clone(), None, None, None
+
+
+def _tensor(data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> torch.Tensor:
+    """`torch.tensor`, from a CPU tensor where a number comes from the meta device or goes there."""
+    numbers = tree_map_only(torch.Tensor, lambda each: each.item() if each.dim() == 0 else each.tolist(), data)
+    made = torch.tensor(numbers, dtype=dtype, **options)
+    return made if device is None else made.to(device)
+
+
 _ON_GPU: dict[Any, Callable[..., Any]] = {
+    torch.tensor: _tensor,
+    nn.functional.ctc_loss: _ctc_loss,
     nn.functional.scaled_dot_product_attention: _fused_attention,
     nn.functional.dropout: _dropout,
     torch.dropout: _dropout,
@@ -137,8 +176,9 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peak: highest `live` since it was last set.
     """
 
-    def __init__(self, known: Sequence[torch.Tensor], *, mask_is_full: bool) -> None:
+    def __init__(self, known: Sequence[torch.Tensor], values: Values, *, mask_is_full: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.values = values
         self.live = self.peak = 0
         self.total = Pass()
         self._mask_is_full = mask_is_full
@@ -167,23 +207,46 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        read = tensors_of((args, kwargs))
+        is_copy = function is _COPY and kwargs.get("device") == _CPU
+        if is_dynamic(function) or is_copy or (function._schema.is_mutable and _is_on_cpu(args[0])):
+            found = self.values.computed(function, args, kwargs)
+            if found is not NOTHING:
+                return self._known(found, read, stays=is_copy or function._schema.is_mutable)
         if function is _ITEM and args[0].device == META:
             return self._mask_is_full if args[0].dtype == torch.bool else 0
         if function is _UNIQUE and args[0].device == META:
             self._alike = args[0].shape
             inverse, counts = (args[0].new_empty(shape, dtype=torch.int64) for shape in (self._alike, 1))
             return args[0].new_empty(1), inverse, counts
+        used = args
         if function.overloadpacket in _INDEXING:
-            args = args[0], self._indices(args[1]), *args[2:]
+            used = args[0], self._indices(args[1], selects=function is _INDEX), *args[2:]
         if function.is_view:
-            output = function(*args, **kwargs)
-            made = [output] if isinstance(output, torch.Tensor) else _tensors(tree_flatten(output)[0])
+            output = function(*used, **kwargs)
+            made = [output] if isinstance(output, torch.Tensor) else tensors_of(output)
         else:
-            output, made = self._counted(function, args, kwargs)
-        for tensor in made:
-            if tensor.device == META:
-                self._remember(tensor, allocated_bytes(tensor.untyped_storage().nbytes()))
+            output, made = self._counted(function, used, kwargs)
+        on_meta = [tensor for tensor in made if tensor.device == META]
+        for tensor in on_meta:
+            self._remember(tensor, allocated_bytes(tensor.untyped_storage().nbytes()))
+        if on_meta and not is_dynamic(function) and self.values.are_small(made, read):
+            found = self.values.computed(function, args, kwargs)
+            if found is not NOTHING:
+                self.values.give(made, found, read)
         return output
+
+    def _known(self, found: Any, read: Sequence[torch.Tensor], *, stays: bool) -> Any:
+        """A result that was computed from values: of tensors on the meta device unless it `stays` on the CPU."""
+        values = tensors_of(found)
+        if stays or not values or all(tensor.device == _CPU for tensor in read):
+            return found
+        made = [torch.empty_like(value, device=META) for value in values]
+        self.total += Pass(moved_bytes=sum(tensor.nbytes for tensor in [*read, *made]), num_operations=1)
+        for tensor in made:
+            self._remember(tensor, allocated_bytes(tensor.untyped_storage().nbytes()))
+        self.values.give(made, found, read)
+        return tree_unflatten(made, tree_flatten(found)[1])
 
     def _counted(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
         """Run an operation, and count it. Returns its output, and the tensors of the output.
@@ -199,7 +262,7 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return made[0] if spec is None else tree_unflatten(made, spec), made
         output = function(*args, **kwargs)
         leaves, spec = tree_flatten(output)
-        made, read = _tensors(leaves), _tensors(tree_flatten((args, kwargs))[0])
+        made, read = tensors_of(leaves), tensors_of((args, kwargs))
         storages = {id(tensor.untyped_storage()) for tensor in read}
         own = {id(tensor.untyped_storage()) for tensor in made}
         counts = Pass()
@@ -216,23 +279,36 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _results[key] = counts, layouts, None if isinstance(output, torch.Tensor) else spec
         return output, made
 
-    def _indices(self, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The indices. A mask becomes one index for each row if the model has asked whether it selects equally many in
-        all rows.
+    def _indices(self, given: Sequence[torch.Tensor | None], *, selects: bool) -> list[torch.Tensor | None]:
+        """The indices on the meta device. A mask becomes an index for each element that it selects.
+
+        A mask without known values that `selects` elements is taken to select all, or one in each row if the model has
+        asked whether it selects equally many in all rows.
         """
         found: list[torch.Tensor | None] = []
         for index in given:
-            if index is not None and index.dtype == torch.bool and index.shape[:-1] == self._alike:
-                found += [index.new_empty(self._alike.numel(), dtype=torch.int64)] * index.dim()
+            if index is not None and index.dtype == torch.bool:
+                value = self.values.of(index)
+                is_alike = index.shape[:-1] == self._alike
+                if value is None and not is_alike and not selects:
+                    found.append(index)
+                    continue
+                number = self._alike.numel() if is_alike and self._alike is not None else index.numel()
+                number = number if value is None else int(value.sum())
+                found += [torch.empty(number, dtype=torch.int64, device=META)] * index.dim()
             else:
-                found.append(index)
+                found.append(index if index is None or index.device == META else torch.empty_like(index, device=META))
         return found
+
+
+def _is_on_cpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device == _CPU and value.dim() > 0
 
 
 def _written(function: Any, args: Any) -> list[torch.Tensor]:
     """The arguments that an operation writes."""
     written = [given for each, given in zip(function._schema.arguments, args, strict=False) if each.is_write]
-    return _tensors(tree_flatten(written)[0])
+    return tensors_of(written)
 
 
 def _counts(function: Any, args: Any, kwargs: Any, output: Any, moved: int) -> Pass:
@@ -272,10 +348,6 @@ def _is_empty_like(tensor: torch.Tensor, layout: tuple[torch.Size, tuple[int, ..
     return tensor.device == META and tensor.untyped_storage().nbytes() == _empty(layout).untyped_storage().nbytes()
 
 
-def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
 def _sdpa_flops(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: int) -> dict[str, int]:
     """The FLOPs of queries and the keys that they see. `number`: FLOPs if every query sees every key."""
     names = [each.name for each in function._schema.arguments]
@@ -310,6 +382,8 @@ class Call:
     kwargs: Mapping[str, Any]
     masks_nothing: bool = False
     """Whether the attention masks of all planned micro-batches are known to mask no token."""
+    alternatives: tuple[Call, ...] = ()
+    """Other micro-batches: the plan is made for the one that needs the most VRAM."""
 
     @staticmethod
     def of(batch: Any) -> Call:
@@ -321,23 +395,33 @@ class Call:
         return Call(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
 
     def without_memory(self) -> Call:
+        """Large floating-point tensors on the meta device, and copies of the rest, whose values a model may read."""
+        args, kwargs = tree_map_only(torch.Tensor, _light, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)
+
+    def without_values(self) -> Call:
         args, kwargs = tree_map_only(torch.Tensor, _on_meta, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
     def tensors(self) -> list[torch.Tensor]:
-        return _tensors(tree_flatten((self.args, dict(self.kwargs)))[0])
+        return tensors_of((self.args, dict(self.kwargs)))
 
 
-def _has_mask(model: nn.Module, call: Call) -> bool:
-    """Whether forward gets an attention mask, also by position. One of several unnamed arguments may be a mask."""
+def _masks(model: nn.Module, call: Call) -> list[torch.Tensor]:
+    """The masks among forward's arguments, also by position. One of several unnamed arguments may be a mask."""
     signature = inspect.signature(model.forward)
     given = signature.bind(*call.args, **call.kwargs).arguments
     unnamed = [each.name for each in signature.parameters.values() if each.kind is each.VAR_POSITIONAL]
-    if any(len(given.pop(name, ())) > 1 for name in unnamed):
-        return True
-    leaves, _ = tree_flatten_with_path(given)
-    names = (str(getattr(key, "key", "")) for path, leaf in leaves if leaf is not None for key in path)
-    return any(name.endswith("mask") for name in names)
+    found = [each for name in unnamed if len(given.get(name, ())) > 1 for each in tensors_of(given[name])]
+    for path, leaf in tree_flatten_with_path(given)[0]:
+        names = (str(getattr(key, "key", "")) for key in path)
+        if leaf is not None and any(name.endswith("mask") for name in names):
+            found += tensors_of(leaf)
+    return found
+
+
+def _light(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad) if keeps_values(tensor) else _on_meta(tensor)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -351,13 +435,33 @@ def trace_micro_batch(model: nn.Module, batch: Any, loss_of: Callable[[Any], tor
 
     Args:
         model: on the meta device, in its computing dtype and in training mode.
-        batch: as for `Call.of`; only shapes and dtypes of tensors matter. An attention mask counts as one that masks
-            tokens, unless the call's `masks_nothing` is set: later micro-batches may be padded.
+        batch: as for `Call.of`. Shapes and dtypes of tensors matter, and values of integers (such as grids of patches
+            and lengths) that the model reads. If it fails with these values, it is traced without them. An attention
+            mask counts as one that masks tokens, unless the call's `masks_nothing` is set: later micro-batches may be
+            padded.
         loss_of: computes the loss from the model's output; None: `_loss_of`.
     """
     call = Call.of(batch).without_memory()
+    try:
+        return _traced(model, call, loss_of)
+    except Exception as error:
+        try:
+            return _traced(model, call.without_values(), loss_of)
+        except Exception:
+            raise error from None
+
+
+def _traced(model: nn.Module, given: Call, loss_of: Callable[[Any], torch.Tensor] | None) -> MicroBatch:
+    values, masks = Values(), _masks(model, given)
+    is_mask = {id(mask) for mask in masks}
+
+    def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_meta else values.on_meta(tensor, is_mask=id(tensor) in is_mask)
+
+    args, kwargs = tree_map_only(torch.Tensor, on_meta, (given.args, dict(given.kwargs)))
+    call = replace(given, args=args, kwargs=kwargs)
     known = [*model.parameters(), *model.buffers(), *call.tensors()]
-    counter = OpCounter(known, mask_is_full=call.masks_nothing or not _has_mask(model, call))
+    counter = OpCounter(known, values, mask_is_full=call.masks_nothing or not masks)
     stages = _Stages(counter)
     with ExitStack() as undo:
         undo.callback(HostRandom().restore)
@@ -388,7 +492,7 @@ def _loss_of(output: Any) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss
     values = list(output.values()) if isinstance(output, Mapping) else tree_flatten(output)[0]
-    for part in _tensors(values):
+    for part in tensors_of(values):
         if part.requires_grad and part.is_floating_point():
             return part.float().log_softmax(-1).mean()
     raise ModelError("no tensor of the model's output has a gradient")
@@ -436,7 +540,7 @@ class _Stages:
         """A block's outputs. If a block of its kind was traced before, they are made from the first trace."""
         self._end_outside()
         leaves, spec = tree_flatten(arguments)
-        key, tensors = kind_of(block, leaves, spec), _tensors(leaves)
+        key, tensors = (kind_of(block, leaves, spec), *self._lengths(leaves)), tensors_of(leaves)
         if key not in self._kinds:
             self._kinds[key] = self._follow(forward, leaves, spec)
         kind = self._kinds[key]
@@ -449,6 +553,12 @@ class _Stages:
         given = [tensors[output.input] if isinstance(output, _Handed) else output for output in given]
         self.begin()
         return tree_unflatten(given, kind.spec)
+
+    def _lengths(self, leaves: Sequence[Any]) -> list[Any]:
+        """Known integers in one dimension among a block's arguments: it may cut its input at these lengths."""
+        rows = (leaf for leaf in tensors_of(leaves) if leaf.dim() == 1 and not leaf.is_floating_point())
+        values = (self.counter.values.of(leaf) for leaf in rows)
+        return [tuple(value.tolist()) for value in values if value is not None]
 
     def _follow(self, forward: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> _Kind:
         """Run one block forward and backward by itself, and again with only matmuls and attention kept."""
@@ -468,7 +578,7 @@ class _Stages:
 
     def _passes(self, forward: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> _Kind:
         counter = self.counter
-        inputs = _tensors(leaves)
+        inputs = tensors_of(leaves)
         own = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in inputs]
         unused = iter(own)
         arguments = [next(unused) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -504,20 +504,36 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module) of the model's repeated blocks, in definition order, without nested blocks.
 
     HuggingFace models list their block classes in `_no_split_modules`. In other models, blocks are the members of every
-    `ModuleList` or `Sequential` of two or more modules of one class.
+    `ModuleList` or `Sequential` of two or more modules of one class. If each member has one listed module, as the
+    layers of SmolVLM's vision tower have an attention, the member is the block.
     """
     classes = set(getattr(model, "_no_split_modules", None) or ())
-    blocks: list[tuple[str, nn.Module]] = []
+    listed: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
-        if type(module).__name__ in classes and not _inside(name, blocks):
-            blocks.append((name, module))
-    if not blocks:
-        for name, module in model.named_modules():
-            if not isinstance(module, nn.ModuleList | nn.Sequential) or _inside(name, blocks):
-                continue
-            if len(module) > 1 and len({type(child) for child in module}) == 1:
-                blocks += [(f"{name}.{child}" if name else child, block) for child, block in module.named_children()]
-    return [(name, block) for name, block in blocks if any(True for _ in block.parameters())]
+        if type(module).__name__ in classes and not _inside(name, listed):
+            listed.append((name, module))
+    blocks = dict(listed)
+    for name, module in model.named_modules():
+        members = _of_one_class(name, module)
+        if not members or _inside(name, [*blocks.items()]):
+            continue
+        held = [[block for block, _ in listed if _inside(block, [member])] for member in members]
+        if not listed or all(len(each) == 1 for each in held):
+            replaced = {block for each in held for block in each}
+            blocks = {block: each for block, each in blocks.items() if block not in replaced} | dict(members)
+    order = {name: at for at, (name, _) in enumerate(model.named_modules())}
+    return [(name, blocks[name]) for name in sorted(blocks, key=order.__getitem__) if _has_parameters(blocks[name])]
+
+
+def _of_one_class(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the members of a list of two or more modules of one class."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2 or len({*map(type, module)}) > 1:
+        return []
+    return [(f"{name}.{child}" if name else child, block) for child, block in module.named_children()]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:

@@ -97,3 +97,11 @@ class MicroBatch:
     """
     python_spread: float = 1.0
     """Python's time for a block in the slowest burst of its timing, relative to the fastest; 1 if not timed."""
+
+    @property
+    def vram_bytes(self) -> int:
+        """VRAM of all activations, if they are kept, with the peak of a stage."""
+        return sum(stage.kept_bytes for stage in self.stages) + max(
+            (max(stage.forward_peak_bytes - stage.kept_bytes, stage.backward_peak_bytes) for stage in self.stages),
+            default=0,
+        )

@@ -1,0 +1,105 @@
+"""Models with sub-models for images and sound, by the bare loop: traced, cut, planned and trained."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from offloadkit import OffloadConfig, OffloadEngine, Placement
+from offloadkit.engine.outline import without_memory
+from offloadkit.engine.tracing import trace_micro_batch
+from offloadkit.offload.layers import repeated_blocks
+from tests.sub_models import FAMILIES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def saved_in_a_real_run(model: nn.Module, batch: dict[str, Any]) -> int:
+    """Bytes of the distinct storages that autograd saves on the CPU, without weights and inputs."""
+    given = [tensor for tensor in batch.values() if isinstance(tensor, torch.Tensor)]
+    own = {each.untyped_storage().data_ptr() for each in itertools.chain(model.parameters(), model.buffers(), given)}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _loss = model(**batch).loss
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_towers_are_traced_with_what_autograd_saves(family: str) -> None:
+    make, batch = FAMILIES[family]
+    model, micro_batch = make().train(), batch(3)
+    saved = saved_in_a_real_run(model, micro_batch)
+    copied = without_memory(model)
+    work = trace_micro_batch(copied, micro_batch)
+    called = {stage.block for stage in work.stages if stage.block}
+    assert called == {name for name, _ in repeated_blocks(copied)}
+    kept = sum(stage.kept_bytes for stage in work.stages)
+    assert saved <= kept <= 1.2 * saved  # tensors are rounded up to 512 bytes
+
+
+PLACEMENTS = {
+    "vram": Placement(gradients="vram", states="vram", step="gpu"),
+    "recomputed": Placement(activations="checkpoint"),
+    "ram": Placement(weights="ram", activations="offload"),
+}
+
+
+def losses_of(family: str, place: str, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+    make, batch = FAMILIES[family]
+    torch.manual_seed(0)
+    model = make().train()
+    config = OffloadConfig(learning_rate=1e-3, max_grad_norm=None, weight_decay=0.1, placement=PLACEMENTS[place])
+    losses = []
+    with OffloadEngine(model, config, device="cpu") as engine:
+        for step in range(steps):
+            seed_everything(step)
+            loss = engine(**batch(2 + step % 2)).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        return losses, engine.master_weights()
+
+
+def seed_everything(seed: int) -> None:
+    """wav2vec2 draws masks with numpy."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+
+
+def losses_of_plain_adamw(family: str, steps: int = 3) -> list[float]:
+    make, batch = FAMILIES[family]
+    torch.manual_seed(0)
+    model = make().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    losses = []
+    for step in range(steps):
+        seed_everything(step)
+        loss = model(**batch(2 + step % 2)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_over_placements_and_as_plain_adamw(family: str) -> None:
+    """Blocks of both towers are flat layers: their weights leave VRAM, and their activations are recomputed."""
+    losses, weights = losses_of(family, "vram")
+    for place in ("recomputed", "ram"):
+        others, moved = losses_of(family, place)
+        assert others == losses
+        assert all(moved[name].equal(weight) for name, weight in weights.items())
+    assert losses == pytest.approx(losses_of_plain_adamw(family), rel=1e-5)
