@@ -669,7 +669,7 @@ def _is_start(row: Row) -> bool:
 
 
 _OTHERS = (
-    *("block", "attention", "head-and-loss", "cpu-adamw", "disk", "learning", "demo", "same-script"),
+    *("block", "attention", "head-and-loss", "cpu-adamw", "disk", "learning", "demo", "same-script", "packing"),
     *("killed", "damaged checkpoints", "two trainings", "soak"),
 )
 """Prefixes of the cases in "Other figures". The table holds more cases, which the plan's tests read."""

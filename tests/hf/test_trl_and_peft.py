@@ -64,6 +64,37 @@ def test_training_equals_trls(door: str, adapts: bool, tmp_path: Path) -> None:
     assert_close(ours.model.state_dict(), theirs.model.state_dict(), 1e-5)
 
 
+@pytest.mark.parametrize(
+    "options", [{"padding_free": True, "max_length": None}, {"packing": True, "max_length": 24}], ids=["free", "packed"]
+)
+def test_rows_that_trl_packs_are_learned_as_without_packing(options: dict[str, Any], tmp_path: Path) -> None:
+    """One update of all rows; attention is transformers' `sdpa`, about which TRL warns."""
+
+    class Mine(OffloadTrainerMixin, trl.SFTTrainer):  # type: ignore[misc]
+        pass
+
+    losses, norms, weights = [], [], []
+    for more in ({}, options):
+        args = trl.SFTConfig(
+            str(tmp_path), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, save_strategy="no",
+            max_steps=1, logging_steps=1, per_device_train_batch_size=1 if more.get("packing") else 4,
+            gradient_accumulation_steps=1, learning_rate=1e-2, adam_epsilon=1e-4, **more,
+        )  # fmt: skip
+        model = llama()
+        rows = Dataset.from_list(TEXTS)
+        trainer = Mine(model=model, args=args, train_dataset=rows, processing_class=word_tokenizer())
+        if more.get("packing"):
+            assert len(trainer.train_dataset) == 1
+        trainer.train()
+        losses += logged(trainer, "loss")
+        norms += logged(trainer, "grad_norm")
+        weights.append(model.state_dict())
+        trainer.close()
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+    assert norms[1] == pytest.approx(norms[0], abs=1e-5)
+    assert_close(weights[1], weights[0], 1e-5)
+
+
 def test_batches_of_trls_collator_have_few_widths(tmp_path: Path) -> None:
     class Mine(OffloadTrainerMixin, trl.SFTTrainer):  # type: ignore[misc]
         pass
