@@ -21,6 +21,8 @@ _ASSISTANT = ("assistant", "model")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OTHER_TEXT = "\ue000"
 """In place of a message. No text begins or ends with this character for private use."""
+_LAST = 8
+"""Characters at the end of a message that its place must hold."""
 
 
 def conversation(
@@ -39,12 +41,18 @@ def conversation(
     if tokenizer.is_fast and _GENERATION.search(str(tokenizer.get_chat_template())):
         found = template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return list(found["input_ids"]), list(map(bool, found["assistant_masks"]))
-    whole = template(messages, tokenize=False)
+    whole = _rendered(tokenizer, messages, row=row)
     tokens = _ids(tokenizer, whole)
     learned = [False] * len(tokens)
     for at, message in enumerate(messages):
         if message["role"] in _ASSISTANT:
-            begin, end = _place(tokenizer, messages, at, whole, row)
+            begin, end = _place(tokenizer, messages, at, whole)
+            content = message["content"]
+            if begin < 0 or (isinstance(content, str) and content.strip()[-_LAST:] not in whole[begin:end]):
+                raise DataError(
+                    f"row {row}: the tokenizer's chat template changes message {at} of the assistant, so its place is "
+                    "unknown: set tokenizer.chat_template to one with {% generation %} around the assistant's messages"
+                )
             first, last = (_num_equal(_ids(tokenizer, whole[:place]), tokens) for place in (begin, end))
             learned[first:last] = [True] * (last - first)
     return tokens, learned
@@ -60,42 +68,49 @@ def _num_equal(one: Any, other: Any) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def _place(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], at: int, whole: str, row: int
-) -> tuple[int, int]:
-    """Begin and end of message `at` in the text `whole`."""
-    opened = _start_of(tokenizer, messages[:at], whole, opens=True) or _start_of(tokenizer, messages[:at], whole)
-    closed = _start_of(tokenizer, messages[: at + 1], whole)
+def _place(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], at: int, whole: str) -> tuple[int, int]:
+    """Begin and end of message `at` in the text `whole`; a begin of -1 if the template does not tell."""
+    opened, closed = _begin(tokenizer, messages, at, whole), _length(tokenizer, messages[: at + 1], whole)
     if opened and closed:
         return opened, closed
     other = [*messages]
     other[at] = {**messages[at], "content": _OTHER_TEXT}
     asked = _rendered(tokenizer, other)
-    if asked is None or _OTHER_TEXT not in asked or not isinstance(messages[at]["content"], str):
-        raise DataError(
-            f"row {row}: the tokenizer's chat template changes message {at} of the assistant, so its place is "
-            "unknown: set tokenizer.chat_template to one with {% generation %} around the assistant's messages"
-        )
+    if _OTHER_TEXT not in asked:
+        return -1, -1
     begin, end = _num_equal(whole, asked), len(whole) - _num_equal(whole[::-1], asked[::-1])
     rest = whole[end:].lstrip()
     special = (token for token in sorted(tokenizer.all_special_tokens, key=len, reverse=True) if rest.startswith(token))
     return opened or begin, len(whole) - len(rest) + len(token) if (token := next(special, "")) else end
 
 
-def _start_of(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], whole: str, *, opens: bool = False
-) -> int:
+def _begin(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], at: int, whole: str) -> int:
+    """Begin of message `at` in `whole`, as the template opens answers; 0 if the template does not tell. Some templates
+    open an answer with a thought that earlier answers lack.
+    """
+    before = _length(tokenizer, messages[:at], whole)
+    opened = _rendered(tokenizer, messages[:at], add_generation_prompt=True)
+    if whole.startswith(opened):
+        return len(opened)
+    text = whole.find(str(messages[at]["content"]).strip(), before)
+    return min(max(before, _num_equal(whole, opened)), text if text > 0 else before) if before else 0
+
+
+def _length(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], whole: str) -> int:
     """Length of the text of the first messages if `whole` begins with it, else 0."""
-    text = _rendered(tokenizer, messages, add_generation_prompt=opens) if messages else None
-    return len(text) if text is not None and whole.startswith(text) else 0
+    text = _rendered(tokenizer, messages)
+    return len(text) if whole.startswith(text) else 0
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **options: Any) -> str | None:
-    """None if the template refuses these messages."""
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], row: int | None = None, **options: Any
+) -> str:
+    """The text of some messages. It is empty if there are none, or if the template refuses them and `row` is None."""
     from jinja2 import TemplateError
 
     try:
-        text: Any = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except TemplateError:
-        return None
-    return str(text)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options)) if messages else ""
+    except TemplateError as error:
+        if row is None:
+            return ""
+        raise DataError(f"row {row}: the tokenizer's chat template cannot write these messages: {error}") from error

@@ -64,7 +64,7 @@ def row_begins(position_ids: Tensor) -> Tensor:
 
 
 def boundaries(position_ids: Tensor) -> Tensor | None:
-    """Places at which the rows of a packed batch begin, with one synchronisation.
+    """Places at which the rows of a packed batch begin. Waits for the device.
 
     Args:
         position_ids: [rows, length].
@@ -195,7 +195,7 @@ def _boundaries_of(kwargs: Mapping[str, Any]) -> Tensor | None:
     if inputs is None or inputs.shape[:2] != positions.shape:
         return None
     if noted is not None:
-        return noted
+        return noted.to(positions.device, non_blocking=True)
     if positions.is_meta:  # planned as rows of full length
         return planned_boundaries(len(positions), positions.shape[1])
     return boundaries(positions)

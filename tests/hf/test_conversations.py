@@ -56,6 +56,11 @@ def test_all_messages_of_the_assistant_are_learned(template: str, answers: list[
     assert learned(template) == answers
 
 
+def test_an_answer_begins_after_its_header_where_the_template_opens_answers_with_a_thought() -> None:
+    opens = THINKING.replace("assistant {% endif %}", "assistant tree {% endif %}")
+    assert learned(opens) == ["the cat </s>", "good </s>"]
+
+
 def test_a_conversation_that_ends_with_a_question_or_begins_with_an_answer() -> None:
     assert learned(OPENED, CHAT[:3]) == ["the cat </s>"]
     assert learned(THINKING, CHAT[:3]) == ["the cat </s>"]
@@ -67,6 +72,15 @@ def test_a_template_that_hides_an_answer_is_refused() -> None:
     tokenizer = word_tokenizer(chat_template=hides)
     with pytest.raises(DataError, match=r"row 7: .* changes message 1 of the assistant"):
         conversation(tokenizer, CHAT, 7)
+    parts = "{% for m in messages %}{{ m['role'] }} {% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}"
+    with pytest.raises(DataError, match=r"row 7: .* changes message 1 of the assistant"):
+        conversation(word_tokenizer(chat_template=parts), CHAT, 7)
+
+
+def test_messages_that_a_template_refuses_name_the_row() -> None:
+    refuses = "{% if messages|length > 3 %}{{ raise_exception('too many turns') }}{% endif %}"
+    with pytest.raises(DataError, match="row 7: the tokenizer's chat template cannot write these messages: too many"):
+        conversation(word_tokenizer(chat_template=refuses), CHAT, 7)
 
 
 def test_labels_are_the_assistants_tokens_and_rows_without_any_are_left_out(caplog: Any) -> None:
