@@ -28,7 +28,7 @@ from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
 from offloadkit.engine.checks import used_elsewhere
 from offloadkit.engine.python_time import blocks_called
 from offloadkit.engine.tracing import Call, trace_micro_batch
-from offloadkit.facts.changes import caching_configs, changed, claim
+from offloadkit.facts.changes import caching_configs, changed, claim, num_rotated
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.hardware import Hardware, with_disk
 from offloadkit.offload.layers import FlatLayer, flat_layers, frozen_dtypes, hooks_of, plan_of, repeated_blocks
@@ -80,7 +80,9 @@ class Outline:
             device = torch.device(self.machine.device)
             is_here = device.type == "cuda" and torch.cuda.is_available() and not self.machine.assumed
             seconds = blocks.operation_seconds(traced, device) if is_here else None
-        traced = replace(traced, rows=rows or _rows(self.model, batch))
+        is_packed = "position_ids" in Call.of(batch).kwargs
+        limit = None if is_packed else num_rotated(getattr(self.model, "config", None))
+        traced = replace(traced, rows=rows or _rows(self.model, batch), num_positions=limit)
         if seconds is None:
             return traced
         launch = self.machine.launch_seconds

@@ -117,6 +117,28 @@ def without_claims(owner: Any) -> Any:
     return first.plain
 
 
+# ---- configs of HuggingFace models -----------------------------------------------------------------------------------
+
+
+def longest_of_model(config: Any) -> int | None:
+    """The limit of a model in tokens, by its config; None: no limit, as in T5, whose positions are relative."""
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limits = [getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions")]
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
+def num_rotated(config: Any) -> int | None:
+    """`longest_of_model`, or more if the config scales rotary embeddings (`rope_parameters`)."""
+    limit = longest_of_model(config)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    scaling = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None)
+    named = scaling if isinstance(scaling, dict) else {}
+    factor, learned = named.get("factor"), named.get("original_max_position_embeddings")
+    if limit is None or not isinstance(factor, int | float) or not isinstance(learned, int):
+        return limit
+    return max(limit, int(factor * learned))
+
+
 # ---- the key/value cache of HuggingFace models, for generation: in training it is useless and changes rounding -----
 
 

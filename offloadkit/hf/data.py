@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from offloadkit.errors import DataError
+from offloadkit.facts.changes import longest_of_model
 from offloadkit.hf.columns import BY_NAME, ColumnOptions, Columns, Kind, choose
 from offloadkit.hf.load import Task, infer_task
 from offloadkit.hf.read import is_stream, load_dataset_like
@@ -28,7 +29,6 @@ from offloadkit.hf.widths import (
     Collate,
     PadToWidths,
     Widths,
-    longest_of_model,
     pad_to_widths,
     rounded_up,
     width_step,

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from offloadkit.errors import ConfigError
+from offloadkit.facts.changes import longest_of_model
 from offloadkit.facts.graphs import may_capture
 from offloadkit.hf.longest import is_standard
 from offloadkit.hf.masks import CollatorWrapper
@@ -65,13 +66,6 @@ def width_step(mean: float, longest: int, limit: int | None) -> int:
     while step > 1 and limit is not None and rounded_up(longest, step) > limit:
         step //= 2
     return step
-
-
-def longest_of_model(config: Any) -> int | None:
-    """The model's limit in tokens; None: no limit, as in T5, whose positions are relative."""
-    text_config = config.get_text_config()
-    limits = [getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions")]
-    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
 def rounded_up(length: int, step: int) -> int:

@@ -13,6 +13,7 @@ from offloadkit.facts.units import format_bytes, format_range, format_rate, form
 from offloadkit.optim.table import MOMENTS
 from offloadkit.planner.layout import TIERS
 from offloadkit.planner.prediction import Prediction
+from offloadkit.planner.work import MicroBatch
 
 _KEPT = "\N{NO-BREAK SPACE}"
 TO_GPU, TO_RAM = "RAM -> GPU", "GPU -> RAM"
@@ -188,6 +189,7 @@ def about(plan: Prediction) -> list[str]:
 
 def _about(plan: Prediction) -> list[str]:
     sentences = [*assumed(plan), trained(plan), *_by_optimizer(plan)]
+    sentences += _beyond_positions(plan.basis.work)
     if plan.basis.beside:
         sentences.append(plan.basis.beside)
     if plan.num_tokens is None:
@@ -200,6 +202,18 @@ def _about(plan: Prediction) -> list[str]:
     elif ram_is_this_machines:
         sentences.append("(RAM: what is free on this machine. For another one: ram=, --ram)")
     return sentences
+
+
+def _beyond_positions(work: MicroBatch | None) -> list[str]:
+    if work is None or work.rows is None or not work.num_positions or work.rows.input_length <= work.num_positions:
+        return []
+    length, limit = work.rows.input_length, work.num_positions
+    sentence = (
+        f"Rows of {length:,} tokens are longer than the {limit:,} positions of the model's config "
+        "(max_position_embeddings), and the model may be bad at the rest: scale its rotary embeddings in the config "
+        f"(rope_parameters), or pass shorter rows (max_input_length={limit})."
+    )
+    return [sentence]
 
 
 def assumed(plan: Prediction) -> list[str]:

@@ -89,6 +89,8 @@ class MicroBatch:
     """Positions, padding included; for an encoder-decoder, of encoder and decoder."""
     rows: Rows | None = None
     """None if the shape is unknown."""
+    num_positions: int | None = None
+    """Positions of a row that the model's config names; None: no limit, or the rows are packed."""
     evaluation: MicroBatch | None = None
     """The largest micro-batch of evaluation, if it has more rows than this one; else None."""
     operation_launches: tuple[float, float] | None = None

@@ -36,6 +36,7 @@ from offloadkit.doors import planning
 from offloadkit.doors.cli import app
 from offloadkit.engine import outline
 from offloadkit.errors import ConfigError, DoesNotFitError
+from offloadkit.facts.changes import num_rotated
 from offloadkit.hf.data import num_positions
 from offloadkit.hf.presets import PRESETS
 from offloadkit.hf.source import resolve
@@ -263,6 +264,19 @@ def test_rows_beyond_a_table_of_positions_are_refused() -> None:
         assert num_positions(PRESETS[model].config()) == limit
     with pytest.raises(ConfigError, match=r"rows of 1025 tokens are too long: gpt2 has 1024 positions\. Pass max_"):
         offloadkit.plan("gpt2", max_input_length=1025, device=torch.device("cpu"))
+
+
+def test_rows_beyond_the_positions_of_a_config_are_said(tmp_path: Any) -> None:
+    def said(tokens: int, **changes: Any) -> bool:
+        llama_config(**{"max_position_embeddings": 32, **changes}).save_pretrained(tmp_path)
+        made = offloadkit.plan(tmp_path, vram="4GiB", batch_size=1, max_input_length=tokens)
+        return "Rows of 64 tokens are longer than the 32 positions of the model's" in " ".join(str(made).split())
+
+    assert said(64)
+    assert not said(32)
+    scaled = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+    assert not said(64, rope_parameters=scaled)
+    assert num_rotated(PRESETS["t5-small"].config()) is None
 
 
 def test_finetune_refuses_what_does_not_fit_before_anything_is_loaded(
