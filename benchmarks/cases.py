@@ -43,6 +43,106 @@ def _experts(number: int, of_a_token: int, feed_forward: int) -> Any:
     }
 
 
+def _text(hidden: int, feed_forward: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 8192,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def _whisper(
+    hidden: int, feed_forward: int, layers: int, heads: int, vocabulary: int, mel: int, positions: int
+) -> dict[str, Any]:
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    sides = {
+        f"{side}_{name}": number
+        for side in ("encoder", "decoder")
+        for name, number in (("layers", layers), ("ffn_dim", feed_forward), ("attention_heads", heads))
+    }
+    return {
+        "model_type": "whisper",
+        "architectures": ["WhisperForConditionalGeneration"],
+        "vocab_size": vocabulary,
+        "d_model": hidden,
+        "num_mel_bins": mel,
+        "max_source_positions": positions,
+        "max_target_positions": 448,
+        "suppress_tokens": [],
+        "begin_suppress_tokens": [],
+        "dropout": 0.0,
+        **sides,
+        **special,
+    }
+
+
+def _qwen_vl(
+    text: dict[str, Any], hidden: int, feed_forward: int, layers: int, heads: int, window: int, whole: list[int]
+) -> dict[str, Any]:
+    """`window`: pixels of a window of the vision tower; `whole`: its layers that attend to the whole image."""
+    eighth = text["hidden_size"] // text["num_attention_heads"] // 8
+    sections = [2 * eighth - eighth // 2 - eighth // 2, eighth + eighth // 2, eighth + eighth // 2]
+    rope = {"rope_type": "default", "mrope_section": sections, "rope_theta": 1e6}
+    return {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "text_config": text | {"rope_parameters": rope, "tie_word_embeddings": True},
+        "vision_config": {
+            "depth": layers,
+            "hidden_size": hidden,
+            "intermediate_size": feed_forward,
+            "num_heads": heads,
+            "out_hidden_size": text["hidden_size"],
+            "patch_size": 14,
+            "window_size": window,
+            "fullatt_block_indexes": whole,
+        },
+        "image_token_id": 5,
+        "video_token_id": 6,
+        "vision_start_token_id": 7,
+        "vision_end_token_id": 8,
+        "tie_word_embeddings": True,
+    }
+
+
+def _gemma3(
+    text: dict[str, Any], hidden: int, feed_forward: int, layers: int, heads: int, image: int, tokens: int
+) -> dict[str, Any]:
+    """`image`: pixels of a side; `tokens`: the image's tokens."""
+    return {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": text | {"sliding_window": 1024, "query_pre_attn_scalar": text["head_dim"]},
+        "vision_config": {
+            "hidden_size": hidden,
+            "intermediate_size": feed_forward,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "image_size": image,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+        "mm_tokens_per_image": tokens,
+        "image_token_id": 5,
+        "boi_token_index": 7,
+        "eoi_token_index": 8,
+    }
+
+
+def _modernbert(hidden: int, feed_forward: int, layers: int, heads: int, vocabulary: int) -> dict[str, Any]:
+    shape = _text(hidden, feed_forward, layers, heads, heads, vocabulary)
+    del shape["num_key_value_heads"]
+    special = {"cls_token_id": 1, "sep_token_id": 2}
+    return {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"], **shape, **special}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-tiny": _decoder(64, 128, 2, 4, 2, 512, tied=True),
     "qwen2.5-0.5b": _decoder(896, 4864, 24, 14, 2, 151_936, tied=True) | {"model_type": "qwen2"},
@@ -59,6 +159,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-32b": _decoder(5120, 25_600, 64, 64, 8, 151_936, tied=False) | {"model_type": "qwen3", "head_dim": 128},
     "qwen3-30b-a3b": _decoder(2048, 6144, 48, 32, 4, 151_936, tied=False) | _experts(128, 8, 768) | {"head_dim": 128},
     "qwen3-moe-tiny": _decoder(64, 128, 2, 4, 2, 512, tied=False) | _experts(4, 2, 32),
+    "whisper-large": _whisper(1280, 5120, 32, 20, 51_866, 128, 1500),
+    "whisper-tiny": _whisper(32, 64, 2, 2, 512, 16, 32),
+    "qwen2.5-vl-3b": _qwen_vl(_text(2048, 11_008, 36, 16, 2, 151_936), 1280, 3420, 32, 16, 112, [7, 15, 23, 31]),
+    "qwen2.5-vl-tiny": _qwen_vl(_text(32, 64, 2, 2, 1, 512), 32, 64, 2, 2, 56, [1]),
+    "gemma3-4b": _gemma3(_text(2560, 10_240, 34, 8, 4, 262_208) | {"head_dim": 256}, 1152, 4304, 27, 16, 896, 256),
+    "gemma3-tiny": _gemma3(_text(32, 64, 2, 2, 1, 512) | {"head_dim": 16}, 32, 64, 2, 2, 56, 4),
+    "modernbert-large": _modernbert(1024, 2624, 28, 16, 50_368),
+    "modernbert-tiny": _modernbert(32, 64, 3, 2, 512),
+    "qwen3-moe-6b": _decoder(2048, 6144, 16, 32, 4, 151_936, tied=False) | _experts(64, 8, 768) | {"head_dim": 128},
 }
 """Shapes of models other than T5; weights are random."""
 HUB_NAMES = {
@@ -91,7 +200,7 @@ def config_of(model: str) -> PreTrainedConfig:
     shape = dict(SHAPES[model])
     kind = shape.pop("model_type")
     name = "".join(word.capitalize() for word in kind.split("_"))
-    return AutoConfig.for_model(kind, architectures=[f"{name}ForCausalLM"], **shape)
+    return AutoConfig.for_model(kind, **{"architectures": [f"{name}ForCausalLM"]} | shape)
 
 
 @dataclass(frozen=True)
@@ -109,7 +218,7 @@ class EngineSetup:
     @property
     def plans(self) -> bool:
         """Whether the budgets of a case apply to this engine."""
-        return self.engine in ("offloadkit", "hashed", "lora") or self.is_door
+        return self.engine in ("offloadkit", "hashed", "lora", "any") or self.is_door
 
     @property
     def is_door(self) -> bool:
@@ -133,6 +242,8 @@ ENGINES = {
     "peft-our-compute": EngineSetup(
         "all on the GPU, PEFT's LoRA, our compute", "peft", (("our_compute", True),), package="peft"
     ),
+    "any": EngineSetup("offloadkit, a loop over any model", "any"),
+    "any-plain": EngineSetup("all on the GPU, HF, any model", "any-plain"),
     "torchao": EngineSetup(
         "torchao, bf16 (no clipping, no master weights, bf16 moments)", "torchao", package="torchao"
     ),
@@ -169,6 +280,7 @@ ZERO2 = ("zero2", "zero2-50m", "zero2-200m")
 DOORS = ("offloadkit-finetune", "offloadkit-trainer", "offloadkit-loop")
 WHOLE_RUN = ("offloadkit-whole-run",)
 MUON = ("offloadkit", "offloadkit-muon")
+SUB_MODELS = ("any", "any-plain")
 LORA = ("offloadkit-lora", "peft", "peft-our-compute")
 
 
@@ -177,7 +289,7 @@ class Case:
     """A piece of work with a budget. Sizes are per micro-batch; budgets are in GiB."""
 
     claim: str
-    """Purpose of the case: "W1" to "W7", "rate", "cheap", "muon", "lora", "long", "largest", "doors", "growth",
+    """Purpose of the case: "W1" to "W7", "rate", "cheap", "muon", "lora", "any", "long", "largest", "doors", "growth",
     "plan", "fit", "blog" or "try"."""
     model: str
     batch_size: int
@@ -297,6 +409,11 @@ CASES: dict[str, Case] = {
         for model in ("qwen3-32b", "qwen3-30b-a3b")
         for rows in (1, 2)
     },
+    "whisper-large-10": Case("any", "whisper-large", 8, 3000, 128, vram=10, engines=SUB_MODELS),
+    "qwen2.5-vl-3b-24": Case("any", "qwen2.5-vl-3b", 4, 1024, vram=24, engines=SUB_MODELS),
+    "gemma3-4b-24": Case("any", "gemma3-4b", 4, 1024, vram=24, engines=SUB_MODELS),
+    "modernbert-large-4": Case("any", "modernbert-large", 16, 512, vram=4, engines=SUB_MODELS),
+    "qwen3-moe-6b-24": Case("any", "qwen3-moe-6b", 4, 1024, vram=24, engines=SUB_MODELS),
     "doors-t5-3b-24": _t5("doors", "t5-3b", 8, 24, engines=DOORS),
     "doors-t5-3b-6": _t5("doors", "t5-3b", 1, 6, engines=DOORS),
     "doors-llama-3b-24": _llama("doors", 8, 1024, 24, engines=(*DOORS, "offloadkit-sft")),
@@ -352,6 +469,11 @@ CASES: dict[str, Case] = {
     "tiny-ragged": Case("try", "t5-tiny", 2, 16, 8, vram=2, mask="ragged", engines=("hf", "ours-on-gpu", "offloadkit")),
     "tiny-doors": Case("try", "t5-tiny", 2, 16, 8, engines=(*DOORS, *WHOLE_RUN)),
     "tiny-llama": Case("try", "llama-tiny", 2, 16, vram=2, engines=("hf", "offloadkit")),
+    "tiny-any-whisper": Case("try", "whisper-tiny", 2, 64, 8, vram=2, engines=SUB_MODELS),
+    **{
+        f"tiny-any-{name}": Case("try", f"{name}-tiny", 2, 64, vram=2, engines=SUB_MODELS)
+        for name in ("qwen2.5-vl", "gemma3", "modernbert", "qwen3-moe")
+    },
     "tiny-lora": Case("try", "llama-tiny", 2, 16, vram=2, engines=LORA),
     "tiny-long": Case("try", "llama-tiny", 1, 4096, vram=2, engines=("offloadkit",)),
     "tiny-largest": Case("try", "qwen3-moe-tiny", 2, 16, vram=2, precision="tiny", engines=("offloadkit",)),

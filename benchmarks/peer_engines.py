@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.sub_models import AnyModel, AnyPlain
 from offloadkit.deepspeed.process import building
 from offloadkit.device.process_memory import VramCap
 from offloadkit.doors.engines import worker
@@ -185,6 +186,8 @@ def _draw_adapters(parameters: Any) -> None:
 
 ENGINES: dict[str, EngineFactory] = worker.ENGINES | {
     "lora": Lora,
+    "any": AnyModel,
+    "any-plain": AnyPlain,
     "peft": Peft,
     "torchao": Torchao,
     "torchao-fp32": TorchaoFp32,

@@ -43,6 +43,7 @@ _TITLES = {
     "cheap": "Matmuls kept and the rest recomputed, or all recomputed: the same Llama on a card with 64 GiB free",
     "muon": "Muon and AdamW on a card of 24 GB",
     "lora": "LoRA of a Llama of 8 G parameters on cards of 6, 10 and 24 GB",
+    "any": "A loop over Whisper, vision-language models, an encoder and experts",
     "long": "One row of 65,536 or 131,072 tokens",
     "largest": "30 and 32 G parameters on one H200 with 128 GiB of RAM, without a disk",
     "doors": "The same work through every door",

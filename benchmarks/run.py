@@ -146,6 +146,10 @@ def measure_here(task: dict[str, Any]) -> dict[str, Any]:
         from benchmarks import doors
 
         row = doors.measured(work, name)
+    elif name.startswith("any"):
+        from benchmarks import sub_models
+
+        row = sub_models.measured(work, name)
     else:
         from benchmarks.peer_engines import ENGINES as FACTORIES
         from offloadkit.doors.engines import worker

@@ -267,7 +267,8 @@ def _widths(work: Work, lengths: Any) -> Widths:
 
 
 def width(step: list[Batch]) -> int:
-    return max(batch["input_ids"].shape[1] for batch in step)
+    """The longest row's tokens; of sound, the labels'."""
+    return max(batch.get("input_ids", batch["labels"]).shape[1] for batch in step)
 
 
 def num_tokens(steps: list[list[Batch]]) -> int:

@@ -23,7 +23,7 @@ from offloadkit.doors.engines.engine import EngineFactory
 from offloadkit.doors.engines.ours import Offloadkit
 from offloadkit.doors.engines.plain import Baseline
 from offloadkit.doors.engines.timing import timed_steps
-from offloadkit.doors.engines.work import Work, num_tokens, random_steps
+from offloadkit.doors.engines.work import Batch, Work, num_tokens, random_steps
 from offloadkit.facts import hardware
 from offloadkit.facts.units import format_bytes
 
@@ -77,14 +77,17 @@ def plans(task: dict[str, Any]) -> Row:
     return {"forecasts": made, "machine": hardware.describe_machine(device)}
 
 
-def measured(work: Work, make_engine: EngineFactory) -> Row:
+def measured(
+    work: Work, make_engine: EngineFactory, steps: list[list[Batch]] | None = None, tokens: int | None = None
+) -> Row:
+    """The engine's figures. None: steps of random tokens, and their number without padding."""
     device = hardware.default_device()
     vram = DeviceMemory(device)
     torch.manual_seed(work.seed)
     dtype = work.dtype_on(device)
     let_segments_grow(device)  # the same allocator for every engine
-    steps = random_steps(work, device)
-    tokens = num_tokens(steps)
+    steps = random_steps(work, device) if steps is None else steps
+    tokens = num_tokens(steps) if tokens is None else tokens
     began = time.perf_counter()
     engine = make_engine(work, dtype, device)
     engine.settle()
