@@ -188,13 +188,15 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             groups = _groups_of(super().create_optimizer(), type(self))
             self.optimizer = None
             config = engine_config(self.offload, self.args)
+            plan = self._plan.make(self, config)
+            self._checkpoints.check_room_by_plan(self, plan)
             self.engine = OffloadEngine(
                 module,
                 config,
                 param_groups=groups,
                 device=self.args.device,
                 telemetry=self.telemetry,
-                plan=self._plan.make(self, config),
+                plan=plan,
                 evaluation_rows=evaluation_rows(self),
             )
             self._plan.awaits_first_update = self.engine.is_beginning
