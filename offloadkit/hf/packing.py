@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.adapters import has_adapters
 from offloadkit.hf.data import PreparedData, default_input_length
 from offloadkit.hf.masks import CollatorWrapper
 from offloadkit.hf.packed import why_not_packed
-from offloadkit.hf.streams import TokenizedStream
+from offloadkit.hf.streams import EndlessRows, TokenizedStream
 from offloadkit.hf.tokenize import IGNORED
 from offloadkit.hf.trained import print_on_rank_0
 from offloadkit.hf.widths import row_lengths
@@ -95,7 +95,7 @@ class PackedRows(Dataset[dict[str, Any]]):
         )
 
 
-class PackedStream(IterableDataset[dict[str, Any]]):
+class PackedStream(EndlessRows):
     """Packs of the rows of a stream, in the stream's order but for the order within a window."""
 
     def __init__(self, rows: TokenizedStream, length: int) -> None:
