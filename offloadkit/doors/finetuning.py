@@ -58,7 +58,7 @@ from offloadkit.hf.columns import ColumnOptions
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
 from offloadkit.hf.options import FinetuneOptions, documented_arguments
-from offloadkit.hf.packing import check_packing, packed, planned_row, share_of_padding
+from offloadkit.hf.packing import check_packing, packed, planned_length, share_of_padding
 from offloadkit.hf.quiet import bars_where_live
 from offloadkit.hf.read import check_there, on_hub, with_validation
 from offloadkit.hf.resumed import check_same_model, other_rows
@@ -516,7 +516,7 @@ def _read_rows(setup: Setup) -> tuple[Setup, TrainingRows]:
     if options.packing:
         seed = setup.args.seed if setup.args.data_seed is None else setup.args.data_seed
         data = packed(data, config, tokenizer, max_input_length=options.max_input_length, seed=seed)
-    request = replace(setup.request, **longest_row(data, evaluation), packed_row=planned_row(data.dataset))
+    request = replace(setup.request, **longest_row(data, evaluation), packed_row=planned_length(data.dataset))
     if evaluation is not None and request.eval_batch_size is not None:
         request = replace(request, eval_batch_size=min(request.eval_batch_size, len(evaluation.dataset)))
     source = setup.source.for_rows(data.task, data.id2label)

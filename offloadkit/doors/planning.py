@@ -403,8 +403,7 @@ class _TaskOutline:
         rows_within = None
         if self.request.packing:
             batch["position_ids"] = torch.empty_like(batch["input_ids"])
-            row = next(each for each in range(self.request.packed_row or length, length + 1) if length % each == 0)
-            rows_within = planned_boundaries(size * length // row, row)
+            rows_within = planned_boundaries(size, length, self.request.packed_row or length)
         loss_of = self._smoothed(batch) if self.request.label_smoothing else None
         mask = self.request.mask or ("unread" if self.task == "causal" else "padded")
         with known_padding(Padding.UNREAD if mask == "unread" else None), known_boundaries(rows_within):
