@@ -244,6 +244,7 @@ def finetune(
     gradient_accumulation: int = 1,
     learning_rate: float | None = None,
     lora: bool | int | LoraConfig | None = None,
+    freeze: str | Sequence[str] | None = None,
     precision: Precision | None = None,
     vram: int | str | None = None,
     ram: int | str | None = None,
@@ -468,11 +469,13 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
     from offloadkit.hf.arguments import arguments_of_finetune, check_arguments, engine_config
 
     config, given = options.engine_config, options.training_arguments
-    source = resolve(options.model, init=options.init, lora=options.lora)
+    source = resolve(options.model, init=options.init, lora=options.lora, freeze=options.freeze)
     if not engine.is_planned and source.adapters is not None:
         raise ConfigError("engine='deepspeed' trains all weights: leave engine out to train adapters")
-    if options.baseline == "measure" and source.adapters is not None:
-        raise ConfigError("baseline='measure' times full fine-tuning: leave it out to train adapters")
+    if options.baseline == "measure" and (source.adapters is not None or source.freeze):
+        raise ConfigError(
+            "baseline='measure' times full fine-tuning: leave it out to train adapters or to freeze parts"
+        )
     if source.model is None:
         _say(f"reading the config of {source.given}")
     newest = functools.partial(engine.newest_checkpoint, Path(options.output_dir), source, config)

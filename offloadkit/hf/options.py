@@ -102,6 +102,12 @@ class FinetuneOptions:
     Weights that bitsandbytes has quantised stay in VRAM: pass a `PeftModel` on them as `model`. Weights quantised
     otherwise are refused."""
 
+    freeze: str | Sequence[str] | None = None
+    """Names of modules that are not trained, such as vision_tower.
+
+    "vision_tower" is "model.vision_tower" too, and "*" stands for any characters. Frozen weights have no gradients and
+    no optimizer states; they stream from RAM if they do not fit in VRAM."""
+
     precision: Precision | None = None
     """Optimizer moments: exact (fp32), compact (bf16) or tiny (int8). Default: exact.
 
