@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,7 +43,7 @@ _SDPA = (
 _ITEM, _UNIQUE = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.unique_consecutive.default
 _COPY, _INDEX = torch.ops.aten._to_copy.default, torch.ops.aten.index.Tensor
 _INDEXING = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "_index_put_impl_"))
-_UNLIKE_THE_FIRST_RUN = (ModelError, RuntimeError, ValueError, TypeError, AttributeError, LookupError)
+_UNLIKE_THE_FIRST_RUN = (ModelError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 """Errors of a block that cannot run again with the same arguments, because they changed: a cache of keys and values."""
 _EMPTY = Stage("", Pass(), Pass(), 0, 0, 0, 0, 0, 0)
 _ALLOCATION = 512
@@ -80,10 +80,10 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` by kernels that save no attention weights: flash attention, or, with a mask or in
-    fp32, memory-efficient attention.
+    """`scaled_dot_product_attention` by kernels that save no attention weights: flash attention, or, with a mask, in
+    fp32 or if values have another width than queries (MLA), memory-efficient attention.
     """
-    if attn_mask is None and query.dtype != torch.float32:
+    if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
     if enable_gqa:
@@ -579,6 +579,9 @@ class _Stages:
     def _passes(self, forward: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> _Kind:
         counter = self.counter
         inputs = tensors_of(leaves)
+        for leaf in leaves:
+            if isinstance(leaf, MutableMapping):
+                _cut_off(leaf)
         own = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in inputs]
         unused = iter(own)
         arguments = [next(unused) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -630,6 +633,14 @@ class _Handed:
     """An input tensor that a block returns, by its index among the inputs."""
 
     input: int
+
+
+def _cut_off(holder: MutableMapping[Any, Any]) -> None:
+    """Take what earlier blocks left here, such as the keys of layers that share them, out of their graphs: the backward
+    of each block runs by itself.
+    """
+    for name, value in holder.items():
+        holder[name] = tree_map_only(torch.Tensor, lambda each: each.detach().requires_grad_(each.requires_grad), value)
 
 
 def _described(output: Any, inputs: Sequence[torch.Tensor]) -> Any:

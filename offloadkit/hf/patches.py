@@ -48,6 +48,9 @@ class Family:
     The module of the class must define `eager_attention_forward`.
     """
 
+    caching_attention: str | None = None
+    """Class of the attention modules of a model that makes a cache of keys and values although `use_cache` is off."""
+
 
 _DEFAULT = "sdpa"
 """transformers' `attn_implementation` if the user chose none."""
@@ -73,6 +76,8 @@ FAMILIES = (
             "UdopAttention",
         ),
     ),
+    # A recomputed block would add its keys to the cache again.
+    Family(model_types=("xlm",), caching_attention="MultiHeadAttention"),
 )
 
 
@@ -100,6 +105,7 @@ def patched(
         changes.callback(_take_loss_in_fp32(whole))
         changes.callback(avoid_mask_syncs(whole, leave_out=config.attention == "ours"))
         changes.callback(keep_rows_apart(whole, on_gpu=kernels, capability=capability))
+        changes.callback(_leave_out_caches(whole))
     if config.attention == "ours":
         for own in (own for own in configs_of(model) if hasattr(own, "model_type")):
             changes.callback(choose_attention(own))
@@ -132,6 +138,20 @@ def _take_loss_in_fp32(model: PreTrainedModel) -> Callable[[], None]:
         return logits.float() if half else logits
 
     return head.register_forward_hook(to_fp32).remove
+
+
+def _leave_out_caches(model: PreTrainedModel) -> Callable[[], None]:
+    """Do not pass the cache that forward makes for itself to attention while gradients are enabled."""
+    changes, model_type = ExitStack(), getattr(model.config, "model_type", None)
+    name = next((each.caching_attention for each in FAMILIES if model_type in each.model_types), None)
+    for module in model.modules():
+        if name is not None and type(module).__name__ == name and "forward" not in vars(module):
+            changes.callback(give_method(module, "forward", _without_cache))
+    return changes.close
+
+
+def _without_cache(self: Any, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
+    return type(self).forward(self, *args, cache=None if torch.is_grad_enabled() else cache, **kwargs)
 
 
 def fuse(model: nn.Module, *, compiled: bool = False) -> Callable[[], None]:
