@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from offloadkit.facts.changes import Change, register
 from offloadkit.facts.config import Reader, register_reader
+from offloadkit.facts.shell import print_warnings_in_notebooks
 from offloadkit.facts.starting import collector_off, is_loaded, say
 from offloadkit.facts.version import __version__
 
@@ -110,6 +111,7 @@ def _reader_of_deepspeed() -> Reader:
 
 register("transformers", _change_of_transformers)
 register_reader(_reader_of_deepspeed)
+print_warnings_in_notebooks(__name__)
 
 
 def __getattr__(name: str) -> Any:

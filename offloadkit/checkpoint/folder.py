@@ -549,7 +549,7 @@ def free_bytes(folder: Path) -> int:
     return found.free if found.total else sys.maxsize  # FUSE file systems may report 0
 
 
-def check_room(folder: Path, num_bytes: int, what: str) -> None:
+def check_room(folder: Path, num_bytes: int, what: str, other_remedy: str = "") -> None:
     """Check that `folder`'s file system has `num_bytes` free; raises `OutputError` about `what`.
 
     `statvfs` includes project quotas and quotas of many network drives, but often not user quotas. A write beyond a
@@ -558,7 +558,7 @@ def check_room(folder: Path, num_bytes: int, what: str) -> None:
     if (free := free_bytes(folder)) < num_bytes:
         raise OutputError(
             f"{what} in {folder} takes {format_bytes(num_bytes)}, but only {format_bytes(free)} are free there: "
-            "make room, or pass another output_dir"
+            f"make room, or pass another output_dir{other_remedy and f', or {other_remedy}'}"
         )
 
 

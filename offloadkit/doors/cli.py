@@ -73,6 +73,7 @@ Precision = Annotated[str, typer.Option(help=_HELP["precision"])]
 Dtype = Annotated[str, typer.Option("--dtype", help="Working weights: auto, bf16, fp16 or fp32.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help=_HELP["verbose"])]
 Lora = Annotated[str | None, typer.Option(metavar="RANK", help=_HELP["lora"])]
+Freeze = Annotated[list[str] | None, typer.Option(metavar="NAME", help=_HELP["freeze"])]
 Packing = Annotated[bool, typer.Option("--packing", help=_HELP["packing"])]
 Vram = Annotated[str | None, typer.Option(help=_HELP["vram"])]
 Ram = Annotated[str | None, typer.Option(help=_HELP["ram"])]
@@ -194,6 +195,7 @@ def plan(
     gradient_accumulation: Accumulation = 1,
     packing: Packing = False,
     lora: Lora = None,
+    freeze: Freeze = None,
     disk: Disk = None,
     compile_blocks: Annotated[bool, typer.Option("--compile-blocks", help="Plan for compiled blocks.")] = False,
     dtype: Dtype = "auto",
@@ -225,6 +227,7 @@ def plan(
         max_target_length=max_target_length,
         packing=packing,
         lora=_rank(lora),
+        freeze=freeze or None,
         offload=OffloadConfig(**config),
         gpu=gpu,
         num_gpus=num_gpus,

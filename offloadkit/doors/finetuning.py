@@ -58,7 +58,7 @@ from offloadkit.hf.columns import ColumnOptions
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
 from offloadkit.hf.options import FinetuneOptions, documented_arguments
-from offloadkit.hf.packing import check_packing, packed, planned_row, share_of_padding
+from offloadkit.hf.packing import check_packing, packed, planned_length, share_of_padding
 from offloadkit.hf.quiet import bars_where_live
 from offloadkit.hf.read import check_there, on_hub, with_validation
 from offloadkit.hf.resumed import check_same_model, other_rows
@@ -244,6 +244,7 @@ def finetune(
     gradient_accumulation: int = 1,
     learning_rate: float | None = None,
     lora: bool | int | LoraConfig | None = None,
+    freeze: str | Sequence[str] | None = None,
     precision: Precision | None = None,
     vram: int | str | None = None,
     ram: int | str | None = None,
@@ -468,11 +469,13 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
     from offloadkit.hf.arguments import arguments_of_finetune, check_arguments, engine_config
 
     config, given = options.engine_config, options.training_arguments
-    source = resolve(options.model, init=options.init, lora=options.lora)
+    source = resolve(options.model, init=options.init, lora=options.lora, freeze=options.freeze)
     if not engine.is_planned and source.adapters is not None:
         raise ConfigError("engine='deepspeed' trains all weights: leave engine out to train adapters")
-    if options.baseline == "measure" and source.adapters is not None:
-        raise ConfigError("baseline='measure' times full fine-tuning: leave it out to train adapters")
+    if options.baseline == "measure" and (source.adapters is not None or source.freeze):
+        raise ConfigError(
+            "baseline='measure' times full fine-tuning: leave it out to train adapters or to freeze parts"
+        )
     if source.model is None:
         _say(f"reading the config of {source.given}")
     newest = functools.partial(engine.newest_checkpoint, Path(options.output_dir), source, config)
@@ -516,7 +519,7 @@ def _read_rows(setup: Setup) -> tuple[Setup, TrainingRows]:
     if options.packing:
         seed = setup.args.seed if setup.args.data_seed is None else setup.args.data_seed
         data = packed(data, config, tokenizer, max_input_length=options.max_input_length, seed=seed)
-    request = replace(setup.request, **longest_row(data, evaluation), packed_row=planned_row(data.dataset))
+    request = replace(setup.request, **longest_row(data, evaluation), packed_row=planned_length(data.dataset))
     if evaluation is not None and request.eval_batch_size is not None:
         request = replace(request, eval_batch_size=min(request.eval_batch_size, len(evaluation.dataset)))
     source = setup.source.for_rows(data.task, data.id2label)

@@ -7,7 +7,7 @@ print(plan)  # whether it fits, and how fast it is; plan.explain() and plan.deta
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -93,6 +93,7 @@ def plan(
     task: Task | None = None,
     packing: bool = False,
     lora: bool | int | LoraConfig | None = None,
+    freeze: str | Sequence[str] | None = None,
     offload: OffloadConfig | None = None,
     device: torch.device | None = None,
     gpu: str | None = None,
@@ -114,6 +115,7 @@ def plan(
         task: "seq2seq", "causal" or "classification"; None: the task of the architecture.
         packing: rows are packed, as in `finetune`; the plan counts attention as if each filled `max_input_length`.
         lora: adapters to train, as in `finetune`. The plan's `beside` is then the verdict of full fine-tuning.
+        freeze: names of modules that are not trained, as in `finetune`.
         offload: as in `finetune`; its `working_dtype` "auto" means `default_dtype`.
         device: the device for training; None: the GPU if there is one.
         gpu: an absent card to plan for ("RTX 4090"), by its data sheet: see `planner.cards.CARDS`. The CPU and RAM are
@@ -127,7 +129,7 @@ def plan(
         OutputError: the folder for states on disk does not exist, or is full.
         ModelError, ModelNotFoundError, ModelAccessError: as in `finetune`.
     """
-    source = resolve(model, init="random", task=task, lora=lora)
+    source = resolve(model, init="random", task=task, lora=lora, freeze=freeze)
     source.check_trainable(reads_weights=True)
     if packing:
         check_packing(source)
@@ -136,7 +138,7 @@ def plan(
         device = hardware.device_of(device)
     lengths: dict[str, Any] = {"max_input_length": max_input_length, "max_target_length": max_target_length}
     others: dict[str, Any] = {"vram": vram, "ram": ram, "precision": precision, "task": task, "lora": lora}
-    others |= {"offload": offload} | ({"packing": True} if packing else {})
+    others |= {"freeze": freeze, "offload": offload} | ({"packing": True} if packing else {})
     others |= {"gradient_accumulation": gradient_accumulation, "device": device, "gpu": gpu, "num_gpus": num_gpus}
     size = None if batch_size == "auto" else batch_size
     call = call_of("offloadkit.plan", model, batch_size=size, **lengths, **others)
@@ -403,8 +405,7 @@ class _TaskOutline:
         rows_within = None
         if self.request.packing:
             batch["position_ids"] = torch.empty_like(batch["input_ids"])
-            row = next(each for each in range(self.request.packed_row or length, length + 1) if length % each == 0)
-            rows_within = planned_boundaries(size * length // row, row)
+            rows_within = planned_boundaries(size, length, self.request.packed_row or length)
         loss_of = self._smoothed(batch) if self.request.label_smoothing else None
         mask = self.request.mask or ("unread" if self.task == "causal" else "padded")
         with known_padding(Padding.UNREAD if mask == "unread" else None), known_boundaries(rows_within):

@@ -41,6 +41,7 @@ from offloadkit.hf.resumed import check_same_model, check_trainer_state
 from offloadkit.hf.saving import arguments_as_data, load_in_pieces, read_later, saved_in_pieces
 from offloadkit.hf.trained import phase_of, print_on_rank_0, ranks_of, trained_module
 from offloadkit.offload.unread import is_unread, make_real
+from offloadkit.planner import Plan
 
 
 def checkpoint_folder(trainer: Any, trial: Any = None) -> Path:
@@ -84,6 +85,22 @@ class TrainerCheckpoints:
             print_on_rank_0(trainer, f"{said}. The run goes on with this run's")
         return str(found)
 
+    def check_room_by_plan(self, trainer: Any, plan: Plan | None) -> None:
+        """`check_room` before a large model is read, as far as the number of saves is known. The plan's bytes are those
+        of one rank without adapters.
+        """
+        args = trainer.args
+        if plan is None or args.world_size > 1 or has_adapters(trainer.model):
+            return
+        model = plan.checkpoint_peak_bytes - 2 * plan.checkpoint_bytes
+        num_bytes = model if args.save_only_model else plan.checkpoint_bytes
+        _check_room(
+            Path(args.output_dir),
+            min(_num_saves(args, max(0, args.max_steps)), 2),
+            num_bytes,
+            model if trainer.saves_model else 0,
+        )
+
     def check_room(self, trainer: Any, num_steps: int) -> None:
         """Raise `OutputError` unless the disk has room for two checkpoints, one of which replaces the other, and for
         the model.
@@ -92,11 +109,7 @@ class TrainerCheckpoints:
         Colab's deletes them.
         """
         args = trainer.args
-        strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
-        num_saves = {"no": 0, "epoch": ceil(args.num_train_epochs), "best": 1}.get(strategy)
-        if num_saves is None:
-            every = args.save_steps if args.save_steps >= 1 else ceil(num_steps * args.save_steps)
-            num_saves = num_steps // max(1, int(every))
+        num_saves = _num_saves(args, num_steps)
         num_bytes, model = _num_bytes(trainer)
         output, limit = Path(args.output_dir), args.save_total_limit
         with ranks_of(trainer).together("checking the disk"):
@@ -104,8 +117,7 @@ class TrainerCheckpoints:
                 return
             rest = model if trainer.saves_model else 0
             least = min(num_saves, 2)
-            what = ["the model", "a checkpoint", "two checkpoints"][least] + " and the model" * (rest > 0 and least > 0)
-            check_room(output, least * num_bytes + rest, what)
+            _check_room(output, least, num_bytes, rest)
             if (least or rest) and (lost := colab_disk_warning(output)) is not None:
                 print_on_rank_0(trainer, lost)
             if limit == 1 and num_saves > 1:
@@ -287,6 +299,23 @@ def report_ignored_scaler(trainer: Any, folder: Path) -> None:
         print_on_rank_0(
             trainer, f"{path} is ignored: the engine scales the loss by itself, and begins with its own loss scale"
         )
+
+
+def _num_saves(args: Any, num_steps: int) -> int:
+    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+    num_saves = {"no": 0, "epoch": ceil(args.num_train_epochs), "best": 1}.get(strategy)
+    if num_saves is None:
+        every = args.save_steps if args.save_steps >= 1 else ceil(num_steps * args.save_steps)
+        num_saves = num_steps // max(1, int(every))
+    return num_saves
+
+
+def _check_room(output: Path, num_checkpoints: int, num_bytes: int, model: int) -> None:
+    """Raise `OutputError` unless the disk has room for so many checkpoints and the model."""
+    what = ["the model", "a checkpoint", "two checkpoints"][num_checkpoints]
+    what += " and the model" * (model > 0 and num_checkpoints > 0)
+    without = "pass save_strategy='no', which writes no checkpoint" if num_checkpoints else ""
+    check_room(output, num_checkpoints * num_bytes + model, what, without)
 
 
 def _num_bytes(trainer: Any) -> tuple[int, int]:

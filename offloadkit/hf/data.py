@@ -71,7 +71,11 @@ class PreparedData:
 
     @property
     def rows_in_words(self) -> str:
-        return f"{len(self.dataset):,} rows" if hasattr(self.dataset, "__len__") else "a stream of rows"
+        if not hasattr(self.dataset, "__len__"):
+            return "a stream of rows"
+        packed = getattr(self.dataset, "rows", None)
+        number = f"{len(self.dataset):,} rows"
+        return number if packed is None else f"{len(packed):,} rows, packed into {number}"
 
 
 def prepare(

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from offloadkit.engine.tracing import Call
+from offloadkit.hf import packed
 from offloadkit.hf.masks import Padding, padding_of
 
 MOST_ROWS = 4096
@@ -32,13 +33,14 @@ class NotReadableError(Exception):
     """The rows cannot be read before training. The message gives the reason."""
 
 
-def longest_batch(trainer: Any) -> tuple[Call, Padding, str]:
+def longest_batch(trainer: Any) -> tuple[Call, Padding, str, torch.Tensor | None]:
     """A micro-batch as large, in every dimension, as the largest micro-batches of `trainer`, evaluation included.
 
     Returns:
         The call of the model's forward, with tensors on the meta device.
         The padding of all micro-batches; `Padding.READ` if it is not known.
         A note if only a part of the training rows was measured, else "".
+        `packed.planned_boundaries` if the collator packs rows.
 
     Raises:
         NotReadableError: custom loss or batches, no rows, a stream, or an error in the forked process.
@@ -63,7 +65,10 @@ def longest_batch(trainer: Any) -> tuple[Call, Padding, str]:
         raise NotReadableError("there are no rows")
     largest = _largest([shapes for batches, _ in read for shapes in batches])
     padding = _worst(padding for _, padding in read)
-    return Call((), largest, padding is Padding.NONE), padding, said
+    row, positions, boundaries = largest.pop(packed.NOTE, None), largest.get("position_ids"), None
+    if row is not None and positions is not None:
+        boundaries = packed.planned_boundaries(len(positions), positions.shape[1], row)
+    return Call((), largest, padding is Padding.NONE), padding, said, boundaries
 
 
 def evaluation_rows(trainer: Any) -> int:
@@ -130,6 +135,9 @@ class _Longest(Dataset[Any]):
             chosen += [index for index in range(number) if index not in chosen][: self.batch_size - len(chosen)]
             batch = dict(self.collate([self.rows[index] for index in chosen]))
             batches.append({key: _form(value) for key, value in batch.items()})
+            positions = batch.get("position_ids")
+            if isinstance(positions, torch.Tensor) and positions.dim() == 2 and batch.get("attention_mask") is None:
+                batches[-1][packed.NOTE] = packed.planned_row_of(positions)
             found.append(_padding(batch))
         if not are_full or "input_ids" not in names:
             return batches, Padding.READ

@@ -46,9 +46,10 @@ class FinetuneOptions:
     messages they learn all of the assistant's.
 
     A torch dataset with a length is read into RAM. A stream is an `IterableDataset` of `datasets` or torch, or a
-    function that yields rows. It needs `max_steps`, trains on one GPU in its own order, and begins again where it ends.
-    It is planned for `max_input_length`. Its first 64 rows choose columns and task. Set `save_steps` for checkpoints
-    before the end. `resume` reads a stream from its start and skips the rows learned."""
+    function that yields rows. It needs `max_steps`, trains in its own order, and begins again where it ends. It is
+    planned for `max_input_length`. Its first 64 rows choose columns and task. Set `save_steps` for checkpoints before
+    the end. `resume` reads a stream from its start and skips the rows learned. Each of several processes reads the
+    stream and trains on its micro-batches, so the stream must give all of them the same rows."""
 
     eval_dataset: Any = None
     """Rows to evaluate on after each epoch and at the end; 0.1 holds out a tenth of the training rows.
@@ -100,6 +101,12 @@ class FinetuneOptions:
 
     Weights that bitsandbytes has quantised stay in VRAM: pass a `PeftModel` on them as `model`. Weights quantised
     otherwise are refused."""
+
+    freeze: str | Sequence[str] | None = None
+    """Names of modules that are not trained, such as vision_tower.
+
+    "vision_tower" is "model.vision_tower" too, and "*" stands for any characters. Frozen weights have no gradients and
+    no optimizer states; they stream from RAM if they do not fit in VRAM."""
 
     precision: Precision | None = None
     """Optimizer moments: exact (fp32), compact (bf16) or tiny (int8). Default: exact.
@@ -257,7 +264,6 @@ class FinetuneOptions:
             raise ConfigError("baseline='measure' times rows that are not packed: leave baseline or packing out")
 
     def _check_stream(self) -> None:
-        from offloadkit.distributed import world  # imports torch
         from offloadkit.hf.read import is_stream
 
         if not is_stream(self.train_dataset):
@@ -272,8 +278,6 @@ class FinetuneOptions:
             raise ConfigError("baseline='measure' reads the lengths of all rows: leave it out for a stream")
         if self.engine == "deepspeed":
             raise ConfigError("engine='deepspeed' takes no stream: leave engine out, or pass rows with a length")
-        if (self.num_gpus or 1) > 1 or world.size() > 1:
-            raise ConfigError("a stream is read by one process: train on one GPU, or pass rows with a length")
 
     def _check_evaluation(self) -> None:
         rows, metrics = self.eval_dataset, self.compute_metrics

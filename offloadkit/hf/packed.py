@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import pairwise
@@ -89,10 +89,23 @@ def _lines(found: Tensor, total: int, longest: int) -> Tensor:
     return line.to(torch.int32).repeat(max(7, (longest - 1).bit_length()), 1)
 
 
-def planned_boundaries(num_rows: int, longest: int) -> Tensor:
-    """A tensor on the meta device that stands for a batch of `num_rows` equal rows."""
-    shape = max(1, (longest - 1).bit_length()), num_rows + 1
+def planned_boundaries(num_packs: int, length: int, row: int) -> Tensor:
+    """A tensor on the meta device that stands for packs of `length` tokens in equal rows of at least `row` tokens."""
+    row = next(each for each in range(row, length + 1) if length % each == 0)
+    shape = max(1, (row - 1).bit_length()), num_packs * length // row + 1
     return torch.empty(shape, dtype=torch.int32, device="meta")
+
+
+def planned_row(lengths: Iterable[int]) -> int:
+    """Tokens of equal rows whose attention takes as long as that of rows of these lengths, of as many tokens."""
+    lengths = list(lengths)
+    return -(-sum(each * each for each in lengths) // sum(lengths))
+
+
+def planned_row_of(position_ids: Tensor) -> int | None:
+    """`planned_row` of a batch; None if it is not packed."""
+    lines = boundaries(position_ids)
+    return None if lines is None else planned_row(lines[0].diff().tolist())
 
 
 # -- the present forward
@@ -194,10 +207,10 @@ def _boundaries_of(kwargs: Mapping[str, Any]) -> Tensor | None:
     inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
     if inputs is None or inputs.shape[:2] != positions.shape:
         return None
-    if noted is not None:
+    if noted is not None and not (positions.is_meta and positions.numel() % (noted.shape[1] - 1)):
         return noted.to(positions.device, non_blocking=True)
     if positions.is_meta:  # planned as rows of full length
-        return planned_boundaries(len(positions), positions.shape[1])
+        return planned_boundaries(len(positions), positions.shape[1], row=positions.shape[1])
     return boundaries(positions)
 
 
@@ -346,13 +359,22 @@ def _mask_of(own: Callable[..., Any]) -> Callable[..., Any]:
         # transformers allows the skip if it has added nothing to the mask
         if _now.are_apart and is_causal and not is_chunked and given.get("allow_is_causal_skip"):
             return rows.expand(2 if is_windowed else 1, 1, -1, -1)  # models may slice it like a mask
-        within = masking_utils.remap_positions_for_packed_sequence(function, positions)
-        same = masking_utils.packed_sequence_mask_function(row_begins(positions).cumsum(-1))
-        given |= {"mask_function": masking_utils.and_masks(within, same)}
+        given["mask_function"] = _within_rows(function, positions)
         given |= {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip") if name in given}
         return own(**given)
 
     return mask
+
+
+def _within_rows(function: Callable[..., Any], positions: Tensor) -> Callable[..., Any]:
+    """A mask function of transformers for places in rows, made one for places in a packed batch."""
+    of_row = row_begins(positions).cumsum(-1)
+
+    def within(row: Any, head: Any, query: Any, key: Any) -> Any:
+        is_seen = function(row, head, positions[row, query], positions[row, key])
+        return is_seen & (of_row[row, query] == of_row[row, key])
+
+    return within
 
 
 def _attention_of(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,21 +8,20 @@ windows of `_WINDOW` rows.
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.adapters import has_adapters
 from offloadkit.hf.data import PreparedData, default_input_length
 from offloadkit.hf.masks import CollatorWrapper
-from offloadkit.hf.packed import why_not_packed
-from offloadkit.hf.streams import TokenizedStream
+from offloadkit.hf.packed import planned_row, why_not_packed
+from offloadkit.hf.streams import EndlessRows, TokenizedStream
 from offloadkit.hf.tokenize import IGNORED
 from offloadkit.hf.trained import print_on_rank_0
 from offloadkit.hf.widths import row_lengths
@@ -38,16 +37,23 @@ _RECORD = "packing"
 def best_fit(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> list[list[int]]:
     """Rows by pack: each row, longest first and then in `order`, goes into the fullest pack that has room."""
     packs: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (tokens, pack), sorted
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    """Packs by tokens of room."""
+    rooms = 0
+    """Bit n is set if packs have room for n tokens."""
     for row in sorted(order, key=lambda row: -lengths[row]):
-        at = bisect_left(free, (lengths[row], -1))
-        if at == len(free):
-            left, pack = capacity, len(packs)
-            packs.append([])
+        length = lengths[row]
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            pack = with_room[room].pop()
+            rooms ^= 0 if with_room[room] else 1 << room
         else:
-            left, pack = free.pop(at)
+            room, pack = capacity, len(packs)
+            packs.append([])
         packs[pack].append(row)
-        insort(free, (left - lengths[row], pack))
+        with_room[room - length].append(pack)
+        rooms |= 1 << (room - length)
     return packs
 
 
@@ -79,7 +85,7 @@ class PackedRows(Dataset[dict[str, Any]]):
         total = len(self.packs) * length
         self.share_padding = 1 - sum(lengths) / total
         padding = [length - sum(lengths[row] for row in pack) for pack in self.packs]
-        self.planned_length = -(-sum(each * each for each in (*lengths, *padding)) // total)
+        self.planned_length = planned_row([*lengths, *padding])
         self.fingerprint = zlib.crc32(repr(self.packs).encode())
 
     def __len__(self) -> int:
@@ -95,7 +101,7 @@ class PackedRows(Dataset[dict[str, Any]]):
         )
 
 
-class PackedStream(IterableDataset[dict[str, Any]]):
+class PackedStream(EndlessRows):
     """Packs of the rows of a stream, in the stream's order but for the order within a window."""
 
     def __init__(self, rows: TokenizedStream, length: int) -> None:
@@ -186,7 +192,7 @@ def packed(data: PreparedData, config: Any, tokenizer: Any, *, max_input_length:
     return replace(data, dataset=rows, collator=collator, longest_input=length, longest_target=length)
 
 
-def planned_row(rows: Any) -> int | None:
+def planned_length(rows: Any) -> int | None:
     """`PackedRows.planned_length`; None for a stream, whose rows are not known, and rows that are not packed."""
     return rows.planned_length if isinstance(rows, PackedRows) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,23 @@ def other_rows(checkpoint: Path, batch_size: int, accumulation: int, num_ranks: 
         f"batch_size is {batch_size} now and was {before}: the number of steps continues, at {batch_size} rows each, "
         f"so some rows are {'seen again' if batch_size < before else 'left out'}, and the weights differ from an "
         f"uninterrupted run; batch_size={before} continues exactly"
+    )
+
+
+def warn_of_later_pass(trainer: Any) -> None:
+    """Warn if a stream's checkpoint is not from its first pass. transformers counts all rows learned as rows of the
+    first pass, and then begins again.
+    """
+    passes = trainer.state.epoch or 0.0  # 1.0 at the last step of a run within the first pass
+    if passes <= 1 or trainer.args.ignore_data_skip or not trainer.is_world_process_zero():
+        return
+    warnings.warn(
+        f"the checkpoint is from pass {int(passes) + 1} over the stream of rows, and a Trainer skips rows of one pass: "
+        "training goes on at the stream's first row, so some rows are seen again or left out, and the weights differ "
+        "from an uninterrupted run. A stream that never ends continues exactly: repeat its rows in its __iter__ "
+        "(datasets: .repeat(None)), and pass max_steps",
+        RuntimeWarning,
+        stacklevel=2,
     )
 
 

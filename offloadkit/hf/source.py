@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import os
 import reprlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from offloadkit.engine.outline import without_memory
 from offloadkit.errors import ConfigError, ModelError, ModelNotFoundError, shown
 from offloadkit.facts.starting import collector_off
 from offloadkit.hf.adapters import add_adapters, base_of, check_adapters, has_adapters, lora_config, without_adapters
+from offloadkit.hf.freezing import freeze_names, freeze_parts
 from offloadkit.hf.hub import MOST_LABELS, check_files, check_folder, locate, readable_hub_errors, where_to_look
 from offloadkit.hf.load import (
     Task,
@@ -50,6 +52,7 @@ class ModelSource:
         given: the user's name or folder, or the model in memory, which may have adapters.
         init: "random" draws HuggingFace's initial weights instead of reading a checkpoint.
         lora: adapters to add, as `adapters.lora_config` takes them; None: none.
+        freeze: names of parts that are not trained; see `freezing.freeze_parts`.
     """
 
     def __init__(
@@ -59,13 +62,14 @@ class ModelSource:
         init: Init,
         task: Task | None,
         lora: bool | int | LoraConfig | None = None,
+        freeze: tuple[str, ...] = (),
     ) -> None:
         """
         Args:
             location: folder or hub name to read files from; "" for a model in memory.
             task: selects the head; None: the architecture's.
         """
-        self.given, self.init, self.lora = given, init, lora or None
+        self.given, self.init, self.lora, self.freeze = given, init, lora or None, freeze
         self._location, self._task = location, task
         self._id2label: dict[int, str] | None = None
 
@@ -160,6 +164,8 @@ class ModelSource:
         return other
 
     def _adapted(self, model: Any) -> Any:
+        """The model with its adapters, or with its frozen parts."""
+        freeze_parts(model, self.freeze)
         config = lora_config(self.lora, self.task)
         return model if config is None or has_adapters(model) else add_adapters(model, config)
 
@@ -310,6 +316,7 @@ def resolve(
     init: str = "pretrained",
     task: Task | None = None,
     lora: bool | int | LoraConfig | None = None,
+    freeze: str | Sequence[str] | None = None,
 ) -> ModelSource:
     """Find out which kind of model `model` is, without reading or fetching files.
 
@@ -319,9 +326,11 @@ def resolve(
         init: "pretrained" or "random"; see `ModelSource`.
         task: "seq2seq", "causal" or "classification"; None: the architecture's.
         lora: adapters to add; see `adapters.lora_config`.
+        freeze: names of parts that are not trained; see `freezing.freeze_parts`.
 
     Raises:
-        ConfigError: invalid `init`, `task` or `lora`, or `lora` for a model that has adapters.
+        ConfigError: invalid `init`, `task`, `lora` or `freeze`, `lora` for a model that has adapters, or `freeze` for a
+            model that has or gets adapters.
         ModelNotFoundError: `model` can only be a folder that does not exist.
         ModelError: `model` is no name, path or HuggingFace model, is compiled or wrapped for distributed training, or
             its decoder has no start token.
@@ -330,8 +339,11 @@ def resolve(
         raise ConfigError(f"init must be 'pretrained' or 'random', got {shown(init)}")
     if task is not None and not (isinstance(task, str) and task in get_args(Task)):
         raise ConfigError(f"task must be one of {', '.join(map(repr, get_args(Task)))}, or None; got {shown(task)}")
+    names = freeze_names(freeze)
+    if names and (lora or has_adapters(model)):
+        raise ConfigError("adapters are trained on frozen weights: leave freeze out, or leave out the adapters")
     if isinstance(model, str | os.PathLike):
-        return ModelSource(os.fspath(model), locate(model), cast(Init, init), task, lora)
+        return ModelSource(os.fspath(model), locate(model), cast(Init, init), task, lora, names)
     from transformers import PreTrainedModel
 
     if isinstance(model, nn.Module):
@@ -351,7 +363,7 @@ def resolve(
         name = reprlib.repr(model)
         raise ModelError(f"{name} is not a model: pass a hub name, a preset, a folder, or a HuggingFace model")
     _check_decoder(model.config, f"the config of this {type(model).__name__}", "model.config.decoder_start_token_id")
-    return ModelSource(cast("PreTrainedModel", model), "", cast(Init, init), task, lora)
+    return ModelSource(cast("PreTrainedModel", model), "", cast(Init, init), task, lora, names)
 
 
 def _check_decoder(config: Any, of: str, field: str) -> None:

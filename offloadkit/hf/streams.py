@@ -55,7 +55,11 @@ class Rows:
         return rows
 
 
-class TokenizedStream(IterableDataset[dict[str, Any]]):
+class EndlessRows(IterableDataset[dict[str, Any]]):
+    """Rows without an end, which all ranks read alike; each trains on its micro-batches."""
+
+
+class TokenizedStream(EndlessRows):
     """Tokenized rows of a stream, which begins again where it ends, so that a resumed run skips what it has learned."""
 
     def __init__(self, rows: Rows, run: Tokenizing) -> None:

@@ -53,9 +53,10 @@ from offloadkit.hf.longest import evaluation_rows
 from offloadkit.hf.loss import shifts_labels, targets_in
 from offloadkit.hf.masks import PaddingCollator
 from offloadkit.hf.ragged import OrderOfSeed, ResumableOrder
-from offloadkit.hf.resumed import follow_own_schedule, other_length
+from offloadkit.hf.resumed import follow_own_schedule, other_length, warn_of_later_pass
 from offloadkit.hf.saving import arguments_as_data
 from offloadkit.hf.sharding import Counted, ShardedBatches, shard_batches
+from offloadkit.hf.streams import EndlessRows
 from offloadkit.hf.tracking import memory_and_speed
 from offloadkit.hf.trained import WrappedModel, called_through_engine, ranks_of, trained_module
 from offloadkit.hf.trainer_plan import TrainerPlan
@@ -188,13 +189,15 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             groups = _groups_of(super().create_optimizer(), type(self))
             self.optimizer = None
             config = engine_config(self.offload, self.args)
+            plan = self._plan.make(self, config)
+            self._checkpoints.check_room_by_plan(self, plan)
             self.engine = OffloadEngine(
                 module,
                 config,
                 param_groups=groups,
                 device=self.args.device,
                 telemetry=self.telemetry,
-                plan=self._plan.make(self, config),
+                plan=plan,
                 evaluation_rows=evaluation_rows(self),
             )
             self._plan.awaits_first_update = self.engine.is_beginning
@@ -239,10 +242,12 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         """Like the Trainer's, padded to few widths; each batch says, while it is on the CPU, what its attention mask
         masks.
 
-        With several ranks it also has its number of targets, except in a stream, which only rank 0 reads.
+        With several ranks it also has its number of targets, except in a user's stream, which only rank 0 reads.
         """
         own, is_shared = self.data_collator, self.args.world_size > 1
-        if not (is_shared and isinstance(self.train_dataset, IterableDataset)):
+        if is_endless := isinstance(self.train_dataset, EndlessRows):
+            self.accelerator.dataloader_config.dispatch_batches = False
+        if is_endless or not (is_shared and isinstance(self.train_dataset, IterableDataset)):
             self.data_collator = PaddingCollator(self.widths.collator(self), shifts_labels(self.model))
             if is_shared:
                 count = partial(targets_in, shifted=shifts_labels(self.model))
@@ -481,7 +486,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         """Like the Trainer's, without its warning that a share such as `logging_steps=0.05` differs from the
-        checkpoint's steps. On resume the checkpoint's steps hold.
+        checkpoint's steps. On resume the checkpoint's steps hold. Warns if a stream goes on at other rows.
         """
         names = [f"{kind}_steps" for kind in ("logging", "eval", "save")]
         shares = {name: share for name in names if 0 < (share := getattr(self.args, name) or 0) < 1}
@@ -490,6 +495,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             for name in shares if given.get("resume_from_checkpoint") else ():
                 setattr(self.args, name, None)
             found = super()._init_training_state(max_steps, *args, **kwargs)
+            if given.get("resume_from_checkpoint") and not has_length(self.train_dataset):
+                warn_of_later_pass(self)
             for each in (*self.callback_handler.callbacks, self.control):
                 if isinstance(each, ExportableState):  # transformers looks for all of them when it saves
                     self.state.stateful_callbacks.setdefault(type(each).__name__, each.state())

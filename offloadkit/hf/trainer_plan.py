@@ -8,6 +8,7 @@ from offloadkit.engine.outline import needs_plan, plan_for, proposing_disk
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.longest import NotReadableError, evaluation_rows, longest_batch
 from offloadkit.hf.masks import Padding, known_padding
+from offloadkit.hf.packed import known_boundaries
 from offloadkit.hf.trained import print_on_rank_0
 from offloadkit.planner import Plan
 from offloadkit.planner.plan import check_fits
@@ -41,11 +42,11 @@ class TrainerPlan:
         if self._given is not None or not needs_plan(config, trainer.args.device):
             return self._given
         try:
-            batch, padding, note = longest_batch(trainer)
+            batch, padding, note, boundaries = longest_batch(trainer)
         except NotReadableError as error:
             self._unplanned = f"the longest rows are not known before training ({error})"
             return None
-        with known_padding(padding if padding is Padding.UNREAD else None):
+        with known_padding(padding if padding is Padding.UNREAD else None), known_boundaries(boundaries):
             plan = plan_for(
                 trainer.model,
                 config,

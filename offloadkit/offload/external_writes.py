@@ -348,6 +348,7 @@ _FACTS = frozenset(
         *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_pinned", "is_shared", "is_inference"),
         *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "get_device"),
         *("_is_view", "has_names", "__dlpack_device__"),
+        "grad",  # of torch.autograd: it needs the parameters themselves, where the forward left them
     )
 )
 """Functions that neither read nor write the weights."""

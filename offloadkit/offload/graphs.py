@@ -46,6 +46,7 @@ from offloadkit.device.graphs import Graph, Results, Work, pools, without_owning
 from offloadkit.device.host_random import HostRandom
 from offloadkit.errors import EngineStateError
 from offloadkit.facts.units import format_bytes
+from offloadkit.offload.external_writes import Watched
 from offloadkit.offload.layers import hooks_of, replace_forwards
 from offloadkit.offload.weights import LayerWeights, has_hooks
 
@@ -225,9 +226,14 @@ class BlockGraphs:
         """The backward of the last block that ran eagerly begins with the gradient of its outputs."""
         tensors = (each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor) and each.requires_grad)
         output: Any = next(tensors, None)
-        if self._is_watching and output is not None:
-            pool = self.pool
-            output.register_hook(lambda _: pool.begins_backward())
+        if output is not None:
+            output.register_hook(self._begins_eager_backward)
+
+    def _begins_eager_backward(self, _: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # create_graph=True
+            self.give_up(_TWICE)
+        elif self._is_watching:
+            self.pool.begins_backward()
 
     def end_of_backward(self) -> None:
         """Release the inputs of this micro-batch."""
@@ -622,6 +628,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+_TWICE = "a backward with create_graph=True is differentiated again"
 
 
 class _FirstRun:
@@ -1198,6 +1207,8 @@ class _Entry:
         block = self.block
         if len(block.live) > 1 or block.ran_eagerly:  # autograd waits for the gradients of all calls
             return set()
+        if any(isinstance(each, Watched) for each in self.trained[:1]):  # autograd.grad, not the engine's backward
+            return set()
         return {
             index
             for layer, indices in self._layers
@@ -1339,8 +1350,15 @@ class _Replay(torch.autograd.Function):
         return *outputs, *passed_on
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            block = ctx.call.entry.block
+            block.graphs.give_up(_TWICE)
+            raise EngineStateError(
+                f"create_graph=True: the backward of {block.name} ran as a CUDA graph and cannot be differentiated. "
+                "All blocks run eagerly from now on: compute this loss again. If the first step of a run has such a "
+                "backward, its blocks never become graphs"
+            )
         return None, None, *ctx.call.entry.backward(ctx.call, ctx.saved_tensors, gradients)
 
 

@@ -25,9 +25,9 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def trainer(folder: Path, **options: Any) -> OffloadSeq2SeqTrainer:
+def trainer(folder: Path, offload: OffloadConfig | None = None, **options: Any) -> OffloadSeq2SeqTrainer:
     args = arguments(folder, **({"save_strategy": "steps", "save_steps": 1, "max_steps": 3} | options))
-    return OffloadSeq2SeqTrainer(model=t5(), args=args, train_dataset=seq2seq_rows())
+    return OffloadSeq2SeqTrainer(model=t5(), args=args, train_dataset=seq2seq_rows(), offload=offload)
 
 
 def test_room_for_two_checkpoints_is_checked_before_the_first_step(
@@ -48,6 +48,27 @@ def test_room_for_two_checkpoints_is_checked_before_the_first_step(
     assert "room for 2 checkpoints" in capsys.readouterr().out
     trainer(tmp_path / "run", save_total_limit=1).train()
     assert "room for" not in capsys.readouterr().out
+
+
+def test_a_planned_checkpoint_without_room_is_refused_before_the_engine_is_built(
+    tmp_path: Path, free: list[int]
+) -> None:
+    free[0] = 200_000  # enough for the weights, without states
+    budget = OffloadConfig(ram="8GiB")  # a budget is planned for
+    for options, refused in (
+        ({}, r"two checkpoints in .* takes .* free there: make room.* or pass save_strategy='no'"),
+        ({"save_only_model": True}, None),
+        ({"save_steps": 4}, None),
+        ({"save_strategy": "no"}, None),
+    ):
+        run = trainer(tmp_path / "run", offload=budget, num_train_epochs=1, **options)
+        if refused:
+            with pytest.raises(OutputError, match=refused):
+                run.train()
+            assert run.engine is None
+        else:
+            run.train()
+            assert run.state.global_step == 3
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -71,6 +72,7 @@ def finetuned(
     size: int = 0,
     interrupted_at: int | None = None,
     on_gpu: bool = False,
+    streams: Literal["", "again", "once"] = "",
     **options: Any,
 ) -> dict[str, Any]:
     """Run `finetune` with `accumulation` micro-batches an update, summed over all ranks.
@@ -78,6 +80,7 @@ def finetuned(
     Args:
         size: number of ranks that a launcher has started; 0: the size of the present group.
         interrupted_at: the last rank alone is interrupted after this step.
+        streams: the rows are a stream, which can be read again or only once.
 
     Returns:
         "weights", "losses", "metrics", "norms", "samples", "stopped".
@@ -90,9 +93,12 @@ def finetuned(
         model, tokenizer = model_named(name)
         own: dict[str, Any] = {"batch_size": 2, "epochs": 2, "logging_steps": 1, "learning_rate": 1e-2}
         own["offload"] = offloadkit.OffloadConfig(exchange="micro_batch")
+        data: Any = pairs(rows)
+        if streams:
+            data = functools.partial(iter, data if streams == "again" else iter(data))
         result = offloadkit.finetune(
             model,
-            pairs(rows),
+            data,
             tokenizer=tokenizer,
             output_dir=folder,
             gradient_accumulation=accumulation // size,

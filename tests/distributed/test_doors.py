@@ -55,6 +55,48 @@ def test_finetune_on_two_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path, p
     )
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "llama"])
+def test_a_stream_on_two_ranks_is_that_on_one_and_resumes_bit_for_bit(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    """Eleven rows are not a whole number of updates: passes begin in the middle of an update, and of a micro-batch."""
+    options: dict[str, Any] = {
+        "accumulation": 4,
+        "max_steps": 5,
+        "max_input_length": 32,
+        "lr_scheduler_type": "constant",
+    }
+    stream: dict[str, Any] = {**options, "streams": "again", "save_steps": 3, "warmup_steps": 0}
+    alone = finetuned(name, tmp_path / "one", **stream)
+    found = ranks.run(2, finetuned, name=name, folder=tmp_path / "two", **stream)
+    assert_same(found, alone)
+    ranks.run(2, finetuned, name=name, folder=tmp_path / "cut", **stream | {"max_steps": 3})
+    resumed = ranks.run(2, finetuned, name=name, folder=tmp_path / "cut", resume=True, **stream)
+    for each in resumed:
+        assert all(torch.equal(each["weights"][name], weights) for name, weights in alone["weights"].items())
+        assert each["losses"][-2:] == found[0]["losses"][-2:]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
+def test_a_stream_on_two_ranks_has_the_losses_of_its_rows_in_a_list(ranks: RankPool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accumulation": 4, "rows": 16, "max_steps": 4, "warmup_steps": 0}
+    options["train_sampling_strategy"] = "sequential"
+    streamed = ranks.run(2, finetuned, name="llama", folder=tmp_path / "stream", streams="again", **options)
+    listed = ranks.run(2, finetuned, name="llama", folder=tmp_path / "list", **options)
+    assert len(set(listed[0]["losses"])) == 4
+    assert streamed[0]["losses"] == pytest.approx(listed[0]["losses"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_stream_that_ends_ends_all_ranks_with_its_error(ranks: RankPool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accumulation": 2, "rows": 75, "max_steps": 9, "streams": "once"}
+    found = ranks.run(2, error_of, call=finetuned, name="llama", folder=tmp_path, **options)
+    assert all("DataError: the stream of rows ended after 11 rows and cannot be read again" in each for each in found)
+
+
 @pytest.mark.slow
 def test_a_used_output_folder_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()

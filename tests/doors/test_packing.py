@@ -92,6 +92,7 @@ def test_the_update_of_a_pack_is_the_update_of_its_rows(rows: Any, tmp_path: Pat
     count = 8 if rows is TEXTS else 4
     own = finetune(tmp_path / "own", rows[:count], tokenizer=tokenizer, batch_size=1, gradient_accumulation=8)
     assert "rows of 48 tokens" in capsys.readouterr().out
+    assert f"{count} rows, packed into " in (own.model_dir / "README.md").read_text()
     theirs = finetune(tmp_path / "theirs", rows[:count], tokenizer=tokenizer, batch_size=count, packing=False)
     assert len(losses(own)) == len(losses(theirs)) == 1
     assert losses(own) == pytest.approx(losses(theirs), abs=1e-6)

@@ -90,7 +90,6 @@ def test_a_resumed_stream_goes_on_bit_for_bit_past_its_end(tmp_path: Path) -> No
         ({"eval_dataset": 0.1}, "eval_dataset"),
         ({"baseline": "measure"}, "baseline"),
         ({"engine": "deepspeed"}, "engine"),
-        ({"num_gpus": 2}, "one process"),
     ],
     ids=str,
 )

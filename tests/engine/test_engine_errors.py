@@ -470,6 +470,7 @@ def test_autograd_grad_gives_a_gradient_or_says_what_is_not_possible(weights: An
     torch.manual_seed(0)
     model, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), torch.randn(2, 4, requires_grad=True)
     (expected,) = torch.autograd.grad(model(x).sum(), x)
+    of_weights = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     placement = Placement(weights=weights, activations=activations)
     with OffloadEngine(model, OffloadConfig(placement=placement), device="cpu") as engine:
         if weights == "ram" and activations != "keep":
@@ -477,6 +478,8 @@ def test_autograd_grad_gives_a_gradient_or_says_what_is_not_possible(weights: An
                 torch.autograd.grad(engine(x).sum(), x)
         else:
             torch.testing.assert_close(torch.autograd.grad(engine(x).sum(), x)[0], expected)
+            found = torch.autograd.grad(engine(x).sum(), list(model.parameters()))
+            torch.testing.assert_close(found, of_weights)
         engine.backward(engine(x).sum())
         torch.testing.assert_close(x.grad, expected)
         assert engine.step()

@@ -20,8 +20,8 @@ CHAT = [
 PLAIN = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} </s> {% endfor %}"
 OPENED = PLAIN + "{% if add_generation_prompt %}assistant {% endif %}"
 MARKED = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}assistant {% generation %}{{ m['content'] }} </s> "
-    "{% endgeneration %}{% else %}{{ m['role'] }} {{ m['content'] }} </s> {% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}assistant {% generation %}{{ m['content'] }} </s>"
+    "{% endgeneration %} {% else %}{{ m['role'] }} {{ m['content'] }} </s> {% endif %}{% endfor %}"
 )
 THINKING = (  # like Qwen3's: the last message alone has a thought
     "{% for m in messages %}{{ m['role'] }} {% if m['role'] == 'assistant' and loop.last %}tree {% endif %}"

@@ -420,7 +420,7 @@ def test_masks_of_other_than_the_longest_rows_are_read(
     rows = of_lengths([(length, 2) for length in lengths])
     args = arguments(tmp_path, per_device_train_batch_size=batch_size)
     trainer = OffloadTrainer(model=t5(), args=args, train_dataset=rows, data_collator=PadsWithMask(multiple))
-    call, _, _ = longest_batch(trainer)
+    call, *_ = longest_batch(trainer)
     assert shapes(call)["attention_mask"] == (batch_size, 8)
     assert call.masks_nothing == full
 
@@ -500,7 +500,7 @@ def test_a_loss_that_labels_are_smoothed_in_is_not_planned_as_the_models_own(tmp
 def test_of_many_rows_some_thousand_are_read_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offloadkit.hf.longest.MOST_ROWS", 4)
     rows = of_lengths([(2 + at, 3) for at in range(10)])
-    batch, _, said = longest_batch(
+    batch, _, said, _ = longest_batch(
         OffloadTrainer(model=t5(), args=arguments(tmp_path), train_dataset=rows, data_collator=Pads())
     )
     assert shapes(batch) == {"input_ids": (2, 11), "labels": (2, 3)}

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from datasets import Dataset
 from torch import Tensor
 
-from offloadkit import OffloadConfig
+from offloadkit import OffloadConfig, OffloadTrainer
 from offloadkit.errors import DataError, ModelError
 from offloadkit.hf import packed
+from offloadkit.hf.longest import longest_batch
 from offloadkit.hf.patches import patched
+from tests.hf.training import arguments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -201,6 +205,20 @@ def test_varlen_attention_gets_the_rows_and_equals_row_by_row(
     mask = packed._block_diagonal(lines, query, window)
     theirs = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.5, enable_gqa=True)
     assert torch.allclose(own, theirs.transpose(1, 2), atol=1e-6)
+
+
+def test_a_trainers_plan_counts_attention_within_rows(tmp_path: Path) -> None:
+    rows = [{"input_ids": [3] * length} for length in (30, 24, 6, 5, 4, 3)]
+    trainer = OffloadTrainer(
+        model=model_of("Llama"),
+        args=arguments(tmp_path, per_device_train_batch_size=3),
+        train_dataset=Dataset.from_list(rows),
+        data_collator=transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True),
+    )
+    call, *_, lines = longest_batch(trainer)
+    assert lines is not None
+    assert call.kwargs["position_ids"].shape == (1, 60)
+    assert lines.shape == (5, 3)  # (30^2 + 24^2 + 6^2) / 60 is 25.2: two rows of 30
 
 
 def test_boundaries_bound_number_and_length_by_their_shape() -> None:

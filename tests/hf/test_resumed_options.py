@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers import Seq2SeqTrainer, T5Config, T5ForConditionalGeneration
 
 import offloadkit
 from offloadkit import OffloadConfig, OffloadEngine, OffloadSeq2SeqTrainer
 from offloadkit.errors import ConfigError, ModelError
 from tests.hf.tiny import t5_config
-from tests.hf.training import arguments, bert, seq2seq_rows, t5
+from tests.hf.training import Row, arguments, bert, logged, seq2seq_rows, t5, train
 
 STEPS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
 
@@ -168,3 +170,26 @@ def test_a_classifier_may_begin_with_a_new_head_but_not_without_its_base(tmp_pat
     without(tmp_path, "encoder.layer.1")
     with pytest.raises(ModelError, match=r"lacks 16 of \d+ tensors of BertForSequenceClassification"):
         offloadkit.from_pretrained(tmp_path, task="classification")
+
+
+class Stream(IterableDataset[Row]):
+    """Four micro-batches a pass."""
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(seq2seq_rows(8))
+
+
+@pytest.mark.parametrize(("saved_at", "warns"), [(3, False), (4, False), (5, True)])
+def test_a_stream_that_goes_on_at_other_rows_in_its_second_pass_is_warned_of(
+    tmp_path: Path, saved_at: int, warns: bool
+) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": saved_at, "lr_scheduler_type": "constant"}
+    whole = train(tmp_path / "whole", t5(), Stream(), max_steps=6, **options)
+    args = arguments(tmp_path / "whole", max_steps=6, **options)
+    resumed = OffloadSeq2SeqTrainer(model=t5(), args=args, train_dataset=Stream())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{saved_at}"))
+    said = [str(each.message) for each in caught if "pass 2 over the stream of rows" in str(each.message)]
+    assert len(said) == warns
+    assert (logged(resumed, "loss")[-1] == logged(whole, "loss")[-1]) != warns

@@ -48,3 +48,21 @@ def test_ipython_shows_the_message_and_not_the_package() -> None:
 def test_errors_are_found_by_completion() -> None:
     assert "errors" in dir(offloadkit)
     assert issubclass(offloadkit.errors.ConfigError, OffloadkitError)
+
+
+@pytest.mark.parametrize("is_configured", [False, True])
+def test_a_warning_in_a_notebook_is_printed_once_and_not_as_an_error(is_configured: bool) -> None:
+    """The user's own handler replaces the line."""
+    code = f"""
+import logging, types, IPython
+IPython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+import offloadkit
+if {is_configured}:
+    logging.basicConfig()
+logging.getLogger("offloadkit.hf.tokenize").warning("%d rows left out", 3)
+logging.getLogger("another").warning("of another library")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == ("" if is_configured else "3 rows left out\n")
+    assert ("3 rows left out" in done.stderr) is is_configured
+    assert "of another library" in done.stderr

@@ -9,6 +9,7 @@ import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,10 +30,17 @@ def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Execute:
     def run(name: str) -> Watched:
         ran = Watched(NOTEBOOKS / f"{name}.ipynb", tmp_path / name)
         ran.execute()
+        assert errors_in(ran.nb) == []
         assert all(path.name.startswith("offloadkit-") for path in (tmp_path / name).iterdir())
         return ran
 
     return run
+
+
+def errors_in(notebook: Any) -> list[Any]:
+    """Outputs that a notebook shows as an error: raised ones, and text on stderr."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return [each for each in outputs if each["output_type"] == "error" or each.get("name") == "stderr"]
 
 
 def test_there_are_six() -> None:
@@ -70,7 +78,7 @@ def test_the_public_address_goes_to_the_first_cell_and_a_badge(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_is_valid_begins_with_the_same_installation_and_keeps_no_bars(name: str) -> None:
+def test_a_notebook_is_valid_begins_with_the_same_installation_and_keeps_neither_bars_nor_errors(name: str) -> None:
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -80,7 +88,7 @@ def test_a_notebook_is_valid_begins_with_the_same_installation_and_keeps_no_bars
     assert "widgets" not in notebook.metadata
     outputs = [output for cell in code for output in cell.outputs]
     assert not any("application/vnd.jupyter.widget-view+json" in output.get("data", {}) for output in outputs)
-    assert not any(output["output_type"] == "error" for output in outputs)
+    assert errors_in(notebook) == []
 
 
 @pytest.mark.slow

@@ -393,6 +393,63 @@ def test_a_step_between_forward_and_backward_is_an_error(activations: Any) -> No
             engine.backward(late)
 
 
+def gradients_of(engine: OffloadEngine, model: Stack) -> tuple[torch.Tensor, ...]:
+    """Of the loss, and of a penalty on its gradients."""
+    torch.manual_seed(1)
+    weights = list(model.parameters())
+    first = torch.autograd.grad(engine((2, 3)), weights, create_graph=True)
+    return *first, *torch.autograd.grad(torch.stack([each.square().sum() for each in first]).sum(), weights)
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+def test_a_backward_that_is_differentiated_gives_graphs_up(
+    num_steps: int, activations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first step nothing else happens; after a capture an error says what to do."""
+
+    def run(*, fails: bool) -> tuple[torch.Tensor, ...]:
+        config = OffloadConfig(working_dtype="fp32", placement=Placement(activations=activations))
+        model = Stack()
+        with OffloadEngine(model, config, device="cpu") as engine:
+            for _ in range(num_steps):
+                torch.manual_seed(0)
+                engine.backward(engine((2, 3)))
+                engine.step()
+            if fails:
+                with pytest.raises(EngineStateError, match=r"create_graph=True: .*blocks\.2 .*compute this loss again"):
+                    gradients_of(engine, model)
+            found = tuple(each.detach().clone() for each in gradients_of(engine, model))
+            assert engine.placed.graphs is None or (
+                engine.placed.graphs.gave_up and not engine.placed.graphs.num_graphs()
+            )
+            engine.backward(engine((2, 3)))
+            assert engine.step()
+        return found
+
+    found = run(fails=num_steps > 0)
+    monkeypatch.setattr(facts_graphs, "device_types", set())
+    assert all(map(torch.equal, found, run(fails=False)))
+
+
+def test_gradients_of_streamed_weights_are_the_callers_own() -> None:
+    """`torch.autograd.grad` gets them all, and they outlive the next replay."""
+    found = []
+    for placement in (Placement(), Placement(weights="ram"), Placement(weights="ram", activations="checkpoint")):
+        model = Stack()
+        with OffloadEngine(model, OffloadConfig(working_dtype="fp32", placement=placement), device="cpu") as engine:
+            for _ in range(3):
+                torch.manual_seed(0)
+                engine.backward(engine((2, 3)))
+                engine.step()
+            torch.manual_seed(1)
+            own = torch.autograd.grad(engine((2, 3)), list(model.parameters()))
+            engine.backward(engine((2, 3)))
+            engine.step()
+            found.append([each.clone() for each in own])
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+
+
 class Scales(Block):
     def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
         return super().forward(x) * cast(torch.Tensor, self.shift)
