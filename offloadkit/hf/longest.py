@@ -7,14 +7,18 @@ the training process do not change.
 from __future__ import annotations
 
 import os
+import random
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from offloadkit.engine.tracing import Call
+from offloadkit.engine.values import keeps_values
 from offloadkit.hf import packed
 from offloadkit.hf.masks import Padding, padding_of
 
@@ -23,6 +27,8 @@ MOST_ROWS = 4096
 _MOST_LENGTHS = 64
 """With one row for each micro-batch, at most this many rows of different lengths are collated to read their masks."""
 SECONDS = 60
+MEDIA_SECONDS = 20
+"""Rows with images or sound are collated one by one, to measure them, for at most so long."""
 _COLUMNS = ("input_ids", "labels")
 """Columns to measure; without these, all columns with a length."""
 _OWN_LOSSES = ("transformers.", "trl.trainer.sft_trainer", "offloadkit.")
@@ -37,7 +43,8 @@ def longest_batch(trainer: Any) -> tuple[Call, Padding, str, torch.Tensor | None
     """A micro-batch as large, in every dimension, as the largest micro-batches of `trainer`, evaluation included.
 
     Returns:
-        The call of the model's forward, with tensors on the meta device.
+        The call of the model's forward, with tensors on the meta device. With images or sound, its alternatives are the
+            largest micro-batches by tokens, by pixels or samples, and by both, with the values of their integers.
         The padding of all micro-batches; `Padding.READ` if it is not known.
         A note if only a part of the training rows was measured, else "".
         `packed.planned_boundaries` if the collator packs rows.
@@ -59,12 +66,15 @@ def longest_batch(trainer: Any) -> tuple[Call, Padding, str, torch.Tensor | None
         size, evaluated = trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size
         together = size if description == "training" else evaluated
         read.append(_read_elsewhere(_Longest(rows, collate, size, together)))
-        if len(rows) > MOST_ROWS and description == "training":
-            said = f"lengths of {MOST_ROWS:,} of the {len(rows):,} rows were read, evenly spaced"
+        if read[-1].number < len(rows) and description == "training":
+            said = f"lengths of {read[-1].number:,} of the {len(rows):,} rows were read, evenly spaced"
     if not read:
         raise NotReadableError("there are no rows")
-    largest = _largest([shapes for batches, _ in read for shapes in batches])
-    padding = _worst(padding for _, padding in read)
+    padding = _worst(found.padding for found in read)
+    if any(found.has_media for found in read):
+        calls = [Call((), _largest([batch]), padding is Padding.NONE) for found in read for batch in found.batches]
+        return replace(calls[0], alternatives=tuple(calls[1:])), padding, said, None
+    largest = _largest([shapes for found in read for shapes in found.batches])
     row, positions, boundaries = largest.pop(packed.NOTE, None), largest.get("position_ids"), None
     if row is not None and positions is not None:
         boundaries = packed.planned_boundaries(len(positions), positions.shape[1], row)
@@ -107,10 +117,25 @@ def _as_trained(trainer: Any, rows: Any, description: str) -> tuple[Any, Callabl
     return rows, trainer._get_collator_with_removed_columns(collate, description=description)
 
 
-class _Longest(Dataset[Any]):
-    """A dataset of one item: for each measured column, the shapes of a micro-batch of the longest rows, as a list of
-    `{name: (shape, dtype) of a tensor, or a value}`; and the padding of all micro-batches.
+@dataclass(frozen=True)
+class _Found:
+    """The largest micro-batches of some rows.
+
+    Attributes:
+        batches: micro-batches as `{name: (shape, dtype) of a tensor, or a value}`, one for each measured column.
+        padding: of all micro-batches.
+        number: of measured rows.
+        has_media: the batches have images or sound, and their integers are tensors.
     """
+
+    batches: list[dict[str, Any]]
+    padding: Padding
+    number: int
+    has_media: bool = False
+
+
+class _Longest(Dataset[Any]):
+    """A dataset of one item, a `_Found`."""
 
     def __init__(self, rows: Any, collate: Callable[[Any], Any], batch_size: int, together: int) -> None:
         """`together`: number of rows that are padded to one length. It differs from `batch_size` in evaluation."""
@@ -119,8 +144,10 @@ class _Longest(Dataset[Any]):
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, _: int) -> tuple[list[dict[str, Any]], Padding]:
+    def __getitem__(self, _: int) -> _Found:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the forked process has no tokenizer threads
+        if _has_media(self._collated(range(self.batch_size))):
+            return self._of_media()
         number = len(self.rows)
         indices = range(0, number, -(-number // MOST_ROWS))
         lengths, are_full = [], number <= MOST_ROWS
@@ -133,21 +160,54 @@ class _Longest(Dataset[Any]):
             longest = sorted(lengths, key=lambda item: -item[1].get(name, 0))[: self.batch_size]
             chosen = [index for index, _ in longest]
             chosen += [index for index in range(number) if index not in chosen][: self.batch_size - len(chosen)]
-            batch = dict(self.collate([self.rows[index] for index in chosen]))
+            batch = self._collated(chosen)
             batches.append({key: _form(value) for key, value in batch.items()})
             positions = batch.get("position_ids")
             if isinstance(positions, torch.Tensor) and positions.dim() == 2 and batch.get("attention_mask") is None:
                 batches[-1][packed.NOTE] = packed.planned_row_of(positions)
             found.append(_padding(batch))
         if not are_full or "input_ids" not in names:
-            return batches, Padding.READ
+            return _Found(batches, Padding.READ, len(lengths))
         of_length = {tuple(own.get(name) for name in measured): index for index, own in lengths}
         if self.together == 1 and len(of_length) <= _MOST_LENGTHS:
             found += [_padding(self.collate([self.rows[index]])) for index in of_length.values()]
         elif len(of_length) > 1:  # a collator pads all rows on the same side
             ends = (pick(lengths, key=lambda item: item[1].get("input_ids", 0))[0] for pick in (min, max))
-            found += [Padding.UNREAD, _padding(self.collate([self.rows[index] for index in ends]))]
-        return batches, _worst(found)
+            found += [Padding.UNREAD, _padding(self._collated(ends))]
+        return _Found(batches, _worst(found), len(lengths))
+
+    def _collated(self, indices: Iterable[int]) -> dict[str, Any]:
+        return dict(self.collate([self.rows[index] for index in indices]))
+
+    def _of_media(self) -> _Found:
+        """A row has tokens, and pixels or samples, in numbers that only its collator knows: each row is collated."""
+        number, are_full, began = len(self.rows), True, time.monotonic()
+        sizes: list[tuple[int, int, int]] = []
+        order = list(range(0, number, -(-number // MOST_ROWS)))
+        random.Random(0).shuffle(order)
+        for index in order:
+            if len(sizes) >= self.batch_size and time.monotonic() - began > MEDIA_SECONDS:
+                break
+            batch = self._collated([index])
+            are_full = are_full and _padding(batch) is Padding.NONE
+            sizes.append((index, _num_elements(batch, floats=False), _num_elements(batch, floats=True)))
+        tokens, values = (max(1, *(each[at] for each in sizes)) for at in (1, 2))
+        largest: list[Callable[[tuple[int, int, int]], float]] = [
+            lambda each: each[1],
+            lambda each: each[2],
+            lambda each: each[1] / tokens + each[2] / values,
+        ]
+        by_size = (sorted(sizes, key=key, reverse=True)[: self.batch_size] for key in largest)
+        chosen = dict.fromkeys(tuple(sorted(index for index, *_ in rows)) for rows in by_size)
+        batches = [self._collated(indices) for indices in chosen]
+        found = [_padding(batch) for batch in batches]
+        if self.together > 1:  # a collator pads all rows on the same side
+            ends = (pick(sizes, key=largest[0])[0] for pick in (min, max))
+            found += [Padding.UNREAD, _padding(self._collated(dict.fromkeys(ends)))]
+        padding = _worst(found) if are_full else Padding.READ
+        return _Found(
+            [{name: _small(value) for name, value in batch.items()} for batch in batches], padding, len(sizes), True
+        )
 
     def _columns(self, indices: Iterable[int]) -> Iterable[Any]:
         rows = self.rows
@@ -199,7 +259,22 @@ def _form(value: Any) -> Any:
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-def _read_elsewhere(longest: _Longest) -> tuple[list[dict[str, Any]], Padding]:
+def _small(value: Any) -> Any:
+    return value if isinstance(value, torch.Tensor) and keeps_values(value) else _form(value)
+
+
+def _has_media(batch: dict[str, Any]) -> bool:
+    """Whether a batch has floating-point inputs, such as pixels, samples or spectra."""
+    named = (value for name, value in batch.items() if name != "labels" and isinstance(value, torch.Tensor))
+    return any(value.is_floating_point() and value.dim() > 1 for value in named)
+
+
+def _num_elements(batch: dict[str, Any], *, floats: bool) -> int:
+    tensors = (value for value in batch.values() if isinstance(value, torch.Tensor))
+    return sum(tensor.numel() for tensor in tensors if tensor.is_floating_point() == floats)
+
+
+def _read_elsewhere(longest: _Longest) -> _Found:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about forks
