@@ -145,9 +145,10 @@ def keep_rows_apart(
         on_gpu: what a model on the meta device is planned for.
         capability: compute capability of the GPU to plan for, if not the present GPU.
     """
-    undo = ExitStack()
+    undo, is_fit = ExitStack(), False
 
     def before(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        nonlocal is_fit
         after()
         if torch.compiler.is_compiling():
             return None
@@ -165,8 +166,9 @@ def keep_rows_apart(
         rows = _boundaries_of(kwargs)
         if rows is None:
             return None
-        if why := why_not_packed(module):
+        if not is_fit and (why := why_not_packed(module)):
             raise DataError(f"the batch is packed, and {why}")
+        is_fit = True
         if module.config._attn_implementation not in _ANSWERED:
             return None
         _now.rows, _now.positions = rows, positions
@@ -475,12 +477,15 @@ def _block_diagonal(rows: Tensor, query: Tensor, window: int | None) -> Tensor:
 
 
 def _kernel_runs(capability: tuple[int, int] | None) -> bool:
+    if capability is None:
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    return capability >= LEAST_CAPABILITY and _has_kernel()
+
+
+@cache
+def _has_kernel() -> bool:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
-    if not {"window_size", "scale", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
-        return False
-    if capability is None:
-        return torch.cuda.is_available() and torch.cuda.get_device_capability() >= LEAST_CAPABILITY
-    return capability >= LEAST_CAPABILITY
+    return {"window_size", "scale", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
