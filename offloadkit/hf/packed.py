@@ -237,6 +237,11 @@ def why_not_packed(model: Any) -> str | None:
             f"{name} is an encoder-decoder: attention from the decoder reaches all inputs of a packed row, so targets "
             "would see the inputs of other rows"
         )
+    if mixing := _mixing_layers(model):
+        return (
+            f"{name} has {', '.join(mixing)} layers, which mix tokens by more than masked attention, such as a "
+            "state or a convolution that goes on from row to row"
+        )
     kind: Any = type(model)
     if not _takes_positions(kind) or getattr(text, "alibi", False):
         return f"{name} takes no position_ids, so positions cannot begin again with each row"
@@ -244,11 +249,6 @@ def why_not_packed(model: Any) -> str | None:
         return f"positions of {name} begin at {begin}, not at 0"
     if not any(hasattr(sys.modules[file], _MASKS) for file in {type(module).__module__ for module in model.modules()}):
         return f"{name} makes its attention masks by itself"
-    if mixing := _mixing_layers(model):
-        return (
-            f"{name} has {', '.join(mixing)} layers, which mix tokens by more than masked attention, such as a "
-            "state or a convolution that goes on from row to row"
-        )
     if getattr(text, "output_router_logits", False):
         return (
             f"the router's loss of {name} counts the padding of packed rows: set model.config.output_router_logits = "
