@@ -176,9 +176,10 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peak: highest `live` since it was last set.
     """
 
-    def __init__(self, known: Sequence[torch.Tensor], values: Values, *, mask_is_full: bool) -> None:
+    def __init__(self, known: Sequence[torch.Tensor], values: Values | None = None, *, mask_is_full: bool) -> None:
+        """`values`: the known values of tensors; None: no value is known."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.values = values
+        self.values = values or Values()
         self.live = self.peak = 0
         self.total = Pass()
         self._mask_is_full = mask_is_full
@@ -230,6 +231,8 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_meta = [tensor for tensor in made if tensor.device == META]
         for tensor in on_meta:
             self._remember(tensor, allocated_bytes(tensor.untyped_storage().nbytes()))
+        if function.overloadpacket is _FLASH[1]:
+            self.peak = max(self.peak, self.live + _scratch_bytes(*args[1:3]))
         if on_meta and not is_dynamic(function) and self.values.are_small(made, read):
             found = self.values.computed(function, args, kwargs)
             if found is not NOTHING:
@@ -358,6 +361,15 @@ def _sdpa_flops(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], n
         whole = min(queries, keys)  # each of these queries sees one key more than the one before
         seen = whole * (whole + 1) // 2 + (queries - whole) * keys
     return {"sdpa_flops": number * seen // (queries * keys), "sdpa_flops_of_a_key": number // keys}
+
+
+def _scratch_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Memory of the backward of flash attention: the queries' gradient in fp32, and, if queries share keys, gradients
+    of keys and values for each query's head.
+    """
+    batch, heads, _, width = query.shape
+    shared = 0 if key.shape[1] == heads else 2 * batch * heads * key.shape[2] * width * query.element_size()
+    return 4 * query.numel() + shared
 
 
 def _with_a_key_for_each_query(args: Sequence[Any]) -> list[Any]:
