@@ -37,6 +37,8 @@ def run(*arguments: str) -> Any:
 
 def options_of(name: str, **changes: Any) -> FinetuneOptions:
     arguments = recipes.read(name) | changes
+    if "lora" in arguments:
+        pytest.importorskip("peft")
     own = {key: arguments.pop(key) for key in list(arguments) if key in FinetuneOptions.__dataclass_fields__}
     own["offload"] = OffloadConfig(**own.get("offload", {}))
     return FinetuneOptions(**own, training_arguments=arguments)
@@ -105,9 +107,10 @@ ROWS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "t5-3b-8gib": lambda text, answer: {"input": text, "target": answer},
     "t5-11b-24gib": lambda text, answer: {"input": text, "target": answer},
     "llama-8b-24gib": lambda text, answer: {"text": text},
+    "llama-8b-lora-8gib": lambda text, answer: {"text": text},
     "two-gpus": lambda text, answer: {"input": text, "target": answer},
 }
-DECODERS = ("chat", "completion", "continued-pretraining", "llama-8b-24gib")
+DECODERS = ("chat", "completion", "continued-pretraining", "llama-8b-24gib", "llama-8b-lora-8gib")
 LEAST_FALL = 0.5
 """Nats a token by which the loss falls over the steps."""
 
@@ -141,6 +144,7 @@ def test_a_recipe_trains_and_its_loss_falls(
 ) -> None:
     """The recipe itself, with a tiny model and few rows. Two GPUs are two processes on the CPU."""
     monkeypatch.chdir(tmp_path)
+    options_of(name)
     model = models / (name if name == "classification" else "decoder" if name in DECODERS else "t5")
     rows = recipes.read(name)["train_dataset"].replace("*", "part")
     Path(rows).parent.mkdir(exist_ok=True)
@@ -150,7 +154,8 @@ def test_a_recipe_trains_and_its_loss_falls(
     done = run("train", name, f"model={model}", *changes)
     assert done.exit_code == 0, done.output + done.stderr
     found = losses(Path("out"))
-    assert sum(found[-5:]) / 5 < found[0] - LEAST_FALL
+    least = LEAST_FALL / 2 if "lora" in recipes.read(name) else LEAST_FALL  # the head keeps its random numbers
+    assert sum(found[-5:]) / 5 < found[0] - least
     assert (tmp_path / "out" / "model" / "README.md").is_file()
     repeated = recipes.read("out/recipe.yaml")
     assert (repeated["max_steps"], repeated["learning_rate"]) == (25, 0.02)
@@ -171,7 +176,7 @@ def test_the_dpo_script_trains_and_its_loss_falls(models: Path, tmp_path: Path) 
 
 
 MEMORY = {"t5-3b-8gib": ("7GiB", "40GiB"), "t5-11b-24gib": ("22GiB", "114GiB"), "llama-8b-24gib": ("22GiB", "110GiB")}
-MEMORY["two-gpus"] = ("11GiB", "46GiB")
+MEMORY |= {"two-gpus": ("11GiB", "46GiB"), "llama-8b-lora-8gib": ("7GiB", "21GiB")}
 
 
 @pytest.mark.slow(20)
@@ -188,6 +193,7 @@ def test_a_recipe_fits_where_it_says(name: str) -> None:
         max_input_length=options.max_input_length,
         max_target_length=options.max_target_length,
         gradient_accumulation=options.gradient_accumulation,
+        lora=options.lora,
         offload=options.engine_config,
         num_gpus=options.num_gpus,
     )
