@@ -387,7 +387,8 @@ def _attention_of(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(module, query, key, value, attention_mask, **given)
         rows = attention_mask[0, 0]
         window = _window(module, given) if len(attention_mask) == 2 else None
-        fits = query.shape[-1] == value.shape[-1] <= _MOST_HEAD_DIM and given.get("position_bias") is None
+        fits = query.shape[-1] == value.shape[-1] <= _MOST_HEAD_DIM and query.shape[-1] % 8 == 0
+        fits = fits and given.get("position_bias") is None
         if query.is_cpu and not torch.compiler.is_compiling():
             return _row_by_row(own, module, query, key, value, rows, window, given), None
         if not fits or given.get("dropout") or (query.dtype == torch.float32 and not query.is_meta):

@@ -256,6 +256,29 @@ def test_transformers_functions_are_as_before_after_training(training: Any) -> N
     assert [table["sdpa"] for table in tables] == before
 
 
+@pytest.mark.parametrize(("kind", "calls"), [("plain", True), ("dropout", False), ("narrow", False), ("bias", False)])
+def test_attention_that_the_kernel_lacks_runs_under_a_block_diagonal_mask(
+    kind: str, calls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the meta device, as on a GPU that is planned for."""
+    undo = patched(model_of("Llama"), OffloadConfig(), kernels=False)
+    attention: Any = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    seen: list[str] = []
+    for name in ("_as_planned", "_block_diagonal"):
+        own = getattr(packed, name)
+        monkeypatch.setattr(packed, name, lambda *given, name=name, own=own: (seen.append(name), own(*given))[1])
+    width = 12 if kind == "narrow" else 16
+    parts = [torch.empty(2, heads, 64, width, dtype=torch.bfloat16, device="meta") for heads in (4, 4, 4)]
+    given: dict[str, Any] = {"scaling": 0.5, "dropout": 0.1 if kind == "dropout" else 0.0}
+    if kind == "bias":
+        given["position_bias"] = torch.empty(1, 4, 64, 64, dtype=torch.bfloat16, device="meta")
+    lines = packed.planned_boundaries(2, 64, row=16)
+    output, _ = attention(torch.nn.Module(), *parts, lines.expand(1, 1, -1, -1), **given)
+    assert output.shape == (2, 64, 4, width)
+    assert seen == ["_as_planned" if calls else "_block_diagonal"]
+    undo()
+
+
 # -- collators that give something else
 
 
