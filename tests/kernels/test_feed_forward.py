@@ -128,14 +128,14 @@ def test_one_tile_s_activations_are_in_memory(monkeypatch: pytest.MonkeyPatch) -
     with OpCounter([x, *matrices], mask_is_full=True) as counter:
         output = tiled(x, matrices, [None] * 3, "silu")
         tile, weights = rows * features * 2, 3 * features * width
-        assert counter.live - output.nbytes < 1024  # x and the weights are there already
+        assert counter.live - output.nbytes < 1024  # x and the weights existed before
         assert counter.peak <= output.nbytes + 3 * tile + 1024
         matmuls = 2 * tokens * width * features
         assert counter.total.flops == 3 * matmuls
         before_backward = counter.peak = counter.live
         before = counter.total
         gradients = torch.autograd.grad(output, [x, *matrices], torch.empty_like(output))
-        held = x.nbytes + output.nbytes + weights * 4  # its gradient, that of the output, and the sums
+        held = x.nbytes + output.nbytes + weights * 4  # gradients of x and of the output, and the sums
         assert counter.peak - before_backward < held + 5.5 * tile
         assert (counter.total - before).flops == 8 * matmuls
     assert [each.shape for each in gradients] == [x.shape, *(each.shape for each in matrices)]
