@@ -24,8 +24,9 @@ from offloadkit.kernels import decoder
 from offloadkit.kernels.linear_cross_entropy import ADDS_IN_FP32
 
 LONG_ROW = 1 << 28
-"""The layer is tiled if tokens of a row times features reach this number: 32,768 tokens with 8,192 features. Many short rows are
-not tiled, because a smaller micro-batch needs less memory without more matmuls."""
+"""The layer is tiled if tokens of a row times features reach this number: 32,768 tokens with 8,192 features. Many
+short rows are not tiled, because a smaller micro-batch needs less memory without more matmuls.
+"""
 TILE = 1 << 27
 """Most tokens times features of a tile: 256 MiB in bf16. Backward has five such arrays at once."""
 ROWS = 256
