@@ -1,7 +1,8 @@
 """Plans a module in memory: the work of its micro-batch, and the placement of its layers.
 
 `Outline` is a module without memory, changed as in training. `plan_for` plans for an example micro-batch. `FirstWindow`
-starts a run without an example with little in VRAM, and plans from the micro-batches of the first window.
+starts a run without an example with little in VRAM, and plans from the micro-batches of the first window, or from the
+blocks and the VRAM of a second one.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from offloadkit.device.process_memory import forget_peak
 from offloadkit.device.state_file import unfit_for_states
 from offloadkit.distributed.machine import measured_by, planning_ranks
 from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
+from offloadkit.engine.block_calls import BlockCalls, with_the_rest
 from offloadkit.engine.checks import used_elsewhere
 from offloadkit.engine.python_time import blocks_called
-from offloadkit.engine.tracing import Call, trace_micro_batch
-from offloadkit.facts.changes import caching_configs, changed, claim, num_rotated
+from offloadkit.engine.tracing import Call, trace_blocks, trace_micro_batch
+from offloadkit.facts.changes import caching_configs, changed, claim
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.hardware import Hardware, with_disk
 from offloadkit.offload.layers import FlatLayer, flat_layers, frozen_dtypes, hooks_of, plan_of, repeated_blocks
+from offloadkit.offload.records import num_tokens
 from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage
 from offloadkit.planner.plan import check_fits
 from offloadkit.planner.words import misfit_message
@@ -39,6 +43,8 @@ from offloadkit.planner.words import misfit_message
 logger = logging.getLogger(__name__)
 
 _EMPTY_CELL = CellType()
+_MEASURE = "measure"
+"""In place of a plan: the next window is measured."""
 _SHARES_OF_VRAM = (8, 4, 2, 1)
 """The run may start with 1/n of VRAM, activations left out, for the first of these n that fits."""
 
@@ -69,10 +75,25 @@ class Outline:
         `batch` and `loss_of` as for `trace_micro_batch`. `rows`: the shape; None: read from `input_ids` and `labels` if
         possible.
         """
+        return self._timed(lambda: trace_micro_batch(self.model, batch, loss_of), rows or _rows(self.model, batch))
+
+    def work_of_blocks(self, calls: Sequence[tuple[str, Call]], batch: Call, held_bytes: int) -> MicroBatch | None:
+        """The work of a micro-batch from the calls of its blocks; None if a block cannot run on the meta device.
+
+        Args:
+            calls: `BlockCalls.kept`.
+            held_bytes: as for `with_the_rest`.
+        """
+        tokens, rows = num_tokens(self.model, dict(batch.kwargs)) or 0, _rows(self.model, batch)
+        work = self._timed(lambda: trace_blocks(self.model, calls, tokens), rows) if calls else None
+        return None if work is None else with_the_rest(work, held_bytes)
+
+    def _timed(self, trace: Callable[[], MicroBatch], rows: Rows | None) -> MicroBatch | None:
+        """The traced work with Python's time; None if it cannot be traced."""
         with self._as_trained():
             try:
                 with blocks_called(self.model) as blocks:
-                    traced = trace_micro_batch(self.model, batch, loss_of)
+                    traced = trace()
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
                 logger.warning(f"activations and seconds of this model cannot be planned: {what}")
@@ -80,9 +101,7 @@ class Outline:
             device = torch.device(self.machine.device)
             is_here = device.type == "cuda" and torch.cuda.is_available() and not self.machine.assumed
             seconds = blocks.operation_seconds(traced, device) if is_here else None
-        is_packed = "position_ids" in Call.of(batch).kwargs
-        limit = None if is_packed else num_rotated(getattr(self.model, "config", None))
-        traced = replace(traced, rows=rows or _rows(self.model, batch), num_positions=limit)
+        traced = replace(traced, rows=rows)
         if seconds is None:
             return traced
         launch = self.machine.launch_seconds
@@ -197,10 +216,11 @@ def plan_for(
             return plan_for(model, config, device, example, **options, ranks=found)
     outline = _outline_of_copy(model, config, device, ranks, param_groups)
     make = partial(_plan_for, outline, example, rows_option, evaluation_rows)
-    return _of_the_largest(ranks, _num_elements(example), make)
+    made: Plan | None = _of_the_largest(ranks, _num_elements(example), make)
+    return made
 
 
-def _of_the_largest(ranks: Ranks, number: int, make: Callable[[], Plan | None]) -> Plan | None:
+def _of_the_largest(ranks: Ranks, number: int, make: Callable[[], Any]) -> Any:
     """Broadcast `make()` from the rank with the largest `number`, the first in a tie."""
     return ranks.broadcast_from(make, by=int(ranks.agree(np.array([number]))[:, 0].argmax()))
 
@@ -333,6 +353,8 @@ class FirstWindow:
 
     Attributes:
         plan: the plan to start with: about the least VRAM that RAM and disk allow, with every block recomputed.
+        is_done: nothing is left to plan. A model that does not run on the meta device has a second window, whose blocks
+            and VRAM are measured.
     """
 
     def __init__(
@@ -352,6 +374,9 @@ class FirstWindow:
         self._outline = _outline_of_copy(model, config, device, ranks, param_groups)
         self._examples: dict[str, Call] = {}
         self._most: dict[str, int] = {}
+        self._model, self._device, self.is_done = model, device, False
+        self._calls: BlockCalls | None = None
+        self._called_elements = -1
         if self._outline is None:
             self.plan = plan_of(model, layers, config)
         else:
@@ -375,9 +400,12 @@ class FirstWindow:
         """
         call, light = Call(args, kwargs), None
         for kind, number in _sizes(call).items():
-            if number > self._most.get(kind, -1):
+            if number > self._most.get(kind, 0) or not self._examples:
                 light = light or call.without_memory()
                 self._examples[kind], self._most[kind] = light, number
+        if self._calls is not None and sum(_sizes(call).values()) > self._called_elements:
+            self._called_elements = sum(_sizes(call).values())
+            self._calls.keep()
 
     def plan_now(self) -> Plan | None:
         """The plan for the recorded micro-batches; None if it does not fit or the model cannot be traced. All ranks
@@ -386,16 +414,29 @@ class FirstWindow:
         Raises:
             DoesNotFitError: there is no GPU, and the plan does not fit.
         """
-        made = _of_the_largest(self._ranks, sum(self._most.values()), self._plan_now)
+        found: Plan | str | None = _of_the_largest(self._ranks, sum(self._most.values()), self._plan_now)
+        if isinstance(found, str):
+            self._calls = BlockCalls(self._model)
+            forget_peak(self._device)
+            return None
+        made = found
+        self.is_done = True
+        if self._calls is not None:
+            self._calls.close()
         if made is not None:
             check_fits(proposing_disk(made))
         return made
 
-    def _plan_now(self) -> Plan | None:
+    def _plan_now(self) -> Plan | str | None:
         if self._outline is None or not self._examples:
             return None
         first, *others = {id(call): call for call in self._examples.values()}.values()
-        work = _work(self._outline, replace(first, alternatives=tuple(others)), self._evaluation_rows)
+        if self._calls is not None:
+            work = self._outline.work_of_blocks(self._calls.kept, first, self._held_bytes())
+        else:
+            work = _work(self._outline, replace(first, alternatives=tuple(others)), self._evaluation_rows)
+            if work is None and not self._is_on_cpu and any(repeated_blocks(self._outline.model)):
+                return _MEASURE
         made = None if work is None else self._outline.plan(work)
         if made is not None and not made.fits and not self._is_on_cpu:
             logger.warning(
@@ -403,6 +444,11 @@ class FirstWindow:
             )
             return None
         return made
+
+    def _held_bytes(self) -> int:
+        """VRAM of the activations of the second window: its peak without all that the plan places."""
+        placed = sum(size for name, size in self.plan.tiers["vram"].items() if name not in ("framework", "activations"))
+        return max(0, peak_allocated_bytes(self._device) - placed)
 
     def _lean(self) -> Plan:
         outline = self._outline
@@ -423,6 +469,11 @@ class FirstWindow:
         basis = replace(made.basis, config=config, hardware=machine, work=None)
         unknown: dict[str, Any] = {"seconds": None, "large_gpu_seconds": None, "num_tokens": None}
         return replace(made, basis=basis, budgets=whole.budgets, **unknown)
+
+
+def peak_allocated_bytes(device: torch.device) -> int:
+    """Highest bytes that torch allocated on a GPU since the last `forget_peak`; 0 without a GPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def proposing_disk(plan: Plan) -> Plan:

@@ -449,7 +449,8 @@ class Replanner:
         if self._ranks.size > 1:
             self._loop.settle()  # see _repeat_together
         plan = first.plan_now()
-        self.first_window = None
+        if first.is_done:
+            self.first_window = None
         if plan is None:
             return
         try:

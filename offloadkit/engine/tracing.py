@@ -494,6 +494,38 @@ def _traced(model: nn.Module, given: Call, loss_of: Callable[[Any], torch.Tensor
     return MicroBatch(stages.in_order(), num_tokens(model, dict(call.kwargs)) or 0)
 
 
+def trace_blocks(model: nn.Module, calls: Sequence[tuple[str, Call]], tokens: int) -> MicroBatch:
+    """Trace each block by itself, in the order of `calls`: (name of the block, its call).
+
+    Args:
+        model: as for `trace_micro_batch`.
+        tokens: positions of the micro-batch.
+
+    Returns:
+        A micro-batch of these blocks, without operations between them.
+    """
+    values = Values()
+    stages = _Stages(OpCounter([*model.parameters(), *model.buffers()], values, mask_is_full=False))
+
+    def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_meta else values.on_meta(tensor, is_mask=False)
+
+    with ExitStack() as undo:
+        undo.callback(HostRandom().restore)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                undo.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)  # type: ignore[no-untyped-call]
+        for name, _ in calls:
+            undo.enter_context(_followed(name, model.get_submodule(name), stages))
+        undo.enter_context(AsOnGpu())
+        undo.enter_context(stages.counter)
+        undo.enter_context(torch.enable_grad())
+        for name, call in calls:
+            args, kwargs = tree_map_only(torch.Tensor, on_meta, (call.args, dict(call.kwargs)))
+            model.get_submodule(name)(*args, **kwargs)
+    return MicroBatch(tuple(stage for stage in stages.in_order() if stage.block), tokens)
+
+
 def _loss_of(output: Any) -> torch.Tensor:
     """The output's `.loss`, or a scalar output itself. Otherwise the loss is computed outside the model, and an fp32
     log-softmax of the output's first tensor with a gradient replaces it.

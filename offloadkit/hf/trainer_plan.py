@@ -17,7 +17,7 @@ _BEGINS = "the first update runs with little in VRAM, and training is planned fo
 _BEGINS_ON_CPU = "the budget is checked for the micro-batches of the first update, after it"
 _NOT_TRACED = (
     "the longest rows do not run on the meta device, so activations cannot be planned: weights and states are planned "
-    "alone, and on a GPU training begins with little in VRAM"
+    "alone. On a GPU training begins with little in VRAM, and is planned after a second update that is measured"
 )
 
 

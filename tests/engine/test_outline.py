@@ -15,16 +15,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offloadkit import OffloadConfig, OffloadEngine, Placement
 from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.engine import outline
+from offloadkit.engine.block_calls import BlockCalls
+from offloadkit.engine.tracing import trace_blocks, trace_micro_batch
 from offloadkit.errors import DoesNotFitError, NonFiniteGradientError
 from offloadkit.facts.fitted import LOADED_LATER_BYTES
-from offloadkit.offload.layers import flat_layers
+from offloadkit.offload.layers import flat_layers, repeated_blocks
 from offloadkit.offload.placed_layers import PlacedLayers
-from offloadkit.planner.layout import ALLOCATOR_BYTES
-from tests.models import TinyLM
+from offloadkit.planner import counts, layout
+from offloadkit.planner.layout import ALLOCATOR_BYTES, activations
+from tests.models import Residual, TinyLM
 from tests.planner.machines import GIB, H200
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+CPU = torch.device("cpu")
 FIXED = H200.vram_context_bytes + LOADED_LATER_BYTES + ALLOCATOR_BYTES
 TIGHT = OffloadConfig(vram=FIXED + (1 << 20), ram="8GiB", gradient_accumulation=2, learning_rate=1e-2)
 
@@ -143,20 +147,105 @@ def test_a_first_window_that_is_not_finite_is_planned_for_too() -> None:
 
 
 class Reads(TinyLM):
-    """Reads weights, which the meta device does not have."""
+    """Reads a weight, whose value the meta device does not have."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        assert all(weight.flatten()[0].tolist() < 1e6 for weight in self.parameters())
+        assert self.norm.weight[0].tolist() < 1e6
         return super().forward(tokens)
 
 
-@pytest.mark.usefixtures("on_a_card")
-def test_a_model_that_cannot_be_traced_is_trained_as_it_began(caplog: pytest.LogCaptureFixture) -> None:
-    with OffloadEngine(Reads(width=8, hidden=16), TIGHT, device="cpu", example=window(0)[0]) as engine:
-        before = engine.plan
-        trained(engine, steps=1)
-        assert engine.plan is before
+def num_hooks(engine: OffloadEngine) -> list[int]:
+    return [len(block._forward_pre_hooks) for _, block in repeated_blocks(engine.module)]
+
+
+LARGER = {"width": 64, "hidden": 2051, "depth": 8}
+BUDGET = 20 << 20
+"""With everything in VRAM, `LARGER` needs twice as much."""
+
+
+@pytest.fixture
+def on_a_tiny_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan for a card whose VRAM is all the model's, so that a budget of some MiB has shares."""
+    monkeypatch.setattr(outline, "measured_by", lambda *_, **__: replace(H200, vram_context_bytes=0))
+    for module in (layout, counts):
+        monkeypatch.setattr(module, "ALLOCATOR_BYTES", 0)
+
+
+@pytest.mark.usefixtures("on_a_tiny_card")
+def test_a_model_that_cannot_be_traced_is_planned_from_a_measured_window(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(TIGHT, vram=BUDGET)
+    first = outline.FirstWindow(TinyLM(**LARGER), flat_layers(TinyLM(**LARGER), config), config, CPU)
+    planned = outline.plan_for(TinyLM(**LARGER), config, CPU, window(0)[1])
+    assert planned is not None
+    assert planned.basis.work is not None
+    work = planned.basis.work
+    lean = activations(work, ["checkpoint" if stage.block else "keep" for stage in work.stages]).vram
+    placed = sum(size for name, size in first.plan.tiers["vram"].items() if name not in ("framework", "activations"))
+    monkeypatch.setattr(outline, "peak_allocated_bytes", lambda _: placed + lean)  # as torch's allocator on a GPU
+    torch.manual_seed(0)
+    with OffloadEngine(Reads(**LARGER), config, device="cpu", example=window(0)[0]) as engine:
+        used, hooks = [], num_hooks(engine)
+        for seed in range(3):
+            for tokens in window(seed):
+                engine.backward(engine(tokens))
+                engine.step()
+            used.append(engine.plan.total_bytes("vram"))
+        assert not engine.is_beginning
+        assert len(engine.telemetry.moves) == 1
+        weights = engine.master_weights()
+        assert num_hooks(engine) == hooks
     assert "cannot be planned" in caplog.text
+    assert used[0] < 0.5 * BUDGET
+    assert 0.8 * BUDGET <= used[1] == used[2] <= BUDGET
+    assert used[1] == pytest.approx(planned.total_bytes("vram"), rel=0.1)
+    torch.manual_seed(0)
+    unplanned = OffloadConfig(gradient_accumulation=2, learning_rate=1e-2)
+    with OffloadEngine(TinyLM(**LARGER), unplanned, device="cpu") as engine:
+        others = trained(engine)
+    assert all(weights[name].equal(weight) for name, weight in others.items())
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_the_measured_micro_batch_is_the_largest() -> None:
+    """Its blocks have the shapes of a trace of the whole model, in order."""
+    small, large = (torch.zeros(rows, 9, dtype=torch.int64) for rows in (2, 3))
+    network = TinyLM(width=32, hidden=515)
+    calls = BlockCalls(network)
+    for tokens in (small, large):
+        network(tokens)
+    calls.keep()
+    network(small)
+    calls.close()
+    network(small)
+    found = trace_blocks(outline.without_memory(network).train(), calls.kept, 27)
+    whole = trace_micro_batch(outline.without_memory(network).train(), large)
+    assert found.stages == tuple(stage for stage in whole.stages if stage.block)
+
+
+@pytest.mark.usefixtures("on_a_card")
+def test_a_model_whose_blocks_cannot_be_traced_is_trained_as_it_began(caplog: pytest.LogCaptureFixture) -> None:
+    with OffloadEngine(Inside(width=8, hidden=16), TIGHT, device="cpu", example=window(0)[0]) as engine:
+        before = engine.plan
+        trained(engine, steps=3)
+        assert engine.plan is before
+        assert not engine.is_beginning
+    assert "cannot be planned" in caplog.text
+
+
+class _Reading(Residual):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.up.weight.flatten()[0].tolist() < 1e6
+        return super().forward(x)
+
+
+class Inside(TinyLM):
+    """Its blocks read weights."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__(width=width, hidden=hidden)
+        self.blocks = nn.ModuleList([_Reading(width, hidden) for _ in range(2)])
 
 
 class DropsLayers(TinyLM):
