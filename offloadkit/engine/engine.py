@@ -39,6 +39,7 @@ from offloadkit.engine.checks import (
     engine_opened,
     used_elsewhere,
 )
+from offloadkit.engine.generation import Generation
 from offloadkit.engine.loop import TrainingLoop
 from offloadkit.engine.outline import FirstWindow
 from offloadkit.engine.replanner import Replanner, Watches
@@ -235,6 +236,7 @@ class OffloadEngine:
         self.replanner = Replanner(
             self.loop, self.optimizer, self._layers, *run, self.telemetry, first_window=first_window, watches=watches
         )
+        self._generation = Generation(self.loop, self.replanner, self.device, self.telemetry)
         state = RunState(self.loop, self.optimizer, self.config, self._ranks)
         self.checkpoints = Checkpoints(state, self.loop, self._ranks, self.telemetry, self.device)
         self.own_return: Callable[[], Path | None] | None = None
@@ -295,6 +297,23 @@ class OffloadEngine:
         self._check_open()
         with self._closing_if_lost():
             return self.replanner.run_eval(run)
+
+    def run_generation(self, run: Callable[[], _T], *, model: nn.Module | None = None, cache_bytes: int = 0) -> _T:
+        """Call `run()`, which generates text without gradients; returns its result.
+
+        Weights in RAM stay in VRAM while it runs, if they fit beside the plan; otherwise they stream for every token,
+        and a warning says so once. A full GPU is handled as by `run_eval`. All ranks must call it.
+
+        Args:
+            model: the part of the module that generates; None: all of it.
+            cache_bytes: of keys and values at the end of `run`. The plan counts them in its phase `generation`.
+
+        Raises:
+            OutOfVramError: as `run_eval`.
+        """
+        self._check_open()
+        with self._closing_if_lost():
+            return self._generation.run(run, self.module if model is None else model, cache_bytes)
 
     def backward(self, loss: torch.Tensor, *, scale_by_accumulation: bool = True) -> None:
         """Backward of one micro-batch. Gradients are gathered, and sent to RAM, layer by layer.

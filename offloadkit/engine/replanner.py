@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -142,6 +142,7 @@ class Replanner:
         self._loop, self._optimizer, self._layers, self._config = loop, optimizer, layers, config
         self._device, self._ranks, self._telemetry = device, ranks, telemetry
         self._watches = watches
+        self._cache_bytes = 0
 
     # ---- the steps of a window, in time order -------------------------------------------------------------------
 
@@ -281,6 +282,16 @@ class Replanner:
             else:
                 self._watches.vram_cap.renew("evaluation")
                 return found
+
+    def note_generation(self, cache_bytes: int) -> None:
+        """Count the keys and values of a generation in the plan, if no earlier one had as many."""
+        if cache_bytes > self._cache_bytes:
+            self._cache_bytes = cache_bytes
+            self.plan = self._loop.records.plan = self._telemetry.plan = self._with_generation(self.plan)
+
+    def _with_generation(self, plan: Plan) -> Plan:
+        known = self._cache_bytes or None
+        return plan if known is None else replace(plan, basis=replace(plan.basis, cache_bytes=known))
 
     # ---- OOM with several ranks ----------------------------------------------------------------------------------
 
@@ -487,8 +498,8 @@ class Replanner:
 
     def move(self, plan: Plan, why: str) -> None:
         """Move to `plan` while no gradients are pending. Raises the errors of `OffloadEngine.move`."""
-        began, before, plan = time.perf_counter(), self.plan, plan_of_rank(plan, self._layers, self._ranks)
-        loop = self._loop
+        began, before = time.perf_counter(), self.plan
+        plan, loop = self._with_generation(plan_of_rank(plan, self._layers, self._ranks)), self._loop
         loop.settle()
         loop.step_thread.settle()
         loop.placed.layers.take_over_external_writes()

@@ -92,6 +92,7 @@ class Telemetry:
         records: the newest steps.
         plan: the engine's current plan; None before the engine exists.
         moves: changes of the plan.
+        generation_moves: seconds of bringing weights to VRAM before a generation, and of leaving after it, in turn.
         padding_share: padding as a share of the training's tokens; None: unknown.
         peaks: measured memory peaks by phase. To measure them, the engine and the Trainer reset torch's peak statistics
             at phase boundaries.
@@ -104,6 +105,7 @@ class Telemetry:
         self.plan: Any = None
         self.padding_share: float | None = None
         self.moves: list[Move] = []
+        self.generation_moves: deque[float] = deque(maxlen=keep)
         self._subscribers: list[Callable[[StepRecord], None]] = []
         self._log_path = None if log_path is None else path_of(log_path, "log_path")
         self._empties_log = False

@@ -13,6 +13,7 @@ from offloadkit.errors import TrainingStoppedError, WorkerError
 from offloadkit.facts.units import parse_bytes
 from offloadkit.hf.callbacks import StopCallback, stopped_by
 from offloadkit.hf.checkpoints import checkpoint_folder
+from offloadkit.hf.frozen_models import frozen_models_of
 from offloadkit.hf.load import fill
 from offloadkit.hf.sharding import GatheredRows, ShardedBatches
 from offloadkit.hf.trained import phase_of
@@ -105,14 +106,15 @@ class TrainerEvaluations:
     def through_the_engine(self, trainer: Any, dataloader: Any) -> Iterator[None]:
         """A context for the Trainer's loop over evaluated rows. Before training, the model is moved to the device.
 
-        If the weights exceed half of the VRAM budget, the engine is built and streams them. A model trained by another
+        If the weights exceed half of the VRAM budget, or the Trainer calls frozen models too, the engine is built and
+        places them. A model trained by another
         Trainer's engine stays in place.
         """
         args, model = trainer.args, trainer.model
         weights = sum(parameter.nbytes for parameter in model.parameters())
         vram = None if trainer.offload.vram is None else parse_bytes(trainer.offload.vram)
         is_placed = trainer.engine is not None or is_trained(model)
-        if not is_placed and vram is not None and 2 * weights > vram:
+        if not is_placed and (frozen_models_of(trainer) or (vram is not None and 2 * weights > vram)):
             trainer.create_optimizer()
             is_placed = True
         with ExitStack() as opened:

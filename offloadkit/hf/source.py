@@ -23,7 +23,6 @@ from offloadkit.hf.adapters import add_adapters, base_of, check_adapters, has_ad
 from offloadkit.hf.freezing import freeze_names, freeze_parts
 from offloadkit.hf.hub import MOST_LABELS, check_files, check_folder, locate, readable_hub_errors, where_to_look
 from offloadkit.hf.load import (
-    DEQUANTISABLE,
     Task,
     auto_class_of,
     build,
@@ -31,7 +30,6 @@ from offloadkit.hf.load import (
     draw_lazily,
     fill,
     infer_task,
-    quantised_by,
     read,
     read_lazily_or_now,
 )
@@ -105,8 +103,8 @@ class ModelSource:
         if quantisation is None:
             return
         said = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
-        method = quantised_by(said)
-        if not said.get("dequantize") and method not in DEQUANTISABLE:
+        method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
+        if not said.get("dequantize") and method not in ("mxfp4", "fp8"):  # transformers can dequantise these
             bits = said.get("bits") or (4 if said.get("load_in_4bit") else 8 if said.get("load_in_8bit") else None)
             how = f"{bits}-bit {method}" if bits else method
             loaded = (

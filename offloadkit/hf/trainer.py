@@ -48,6 +48,7 @@ from offloadkit.hf import packing
 from offloadkit.hf.arguments import check_arguments, check_optim, engine_config
 from offloadkit.hf.checkpoints import TrainerCheckpoints, check_best_model, missing_weights, report_ignored_scaler
 from offloadkit.hf.evaluations import TrainerEvaluations
+from offloadkit.hf.frozen_models import FrozenModels
 from offloadkit.hf.hub import readable_push_errors
 from offloadkit.hf.longest import evaluation_rows
 from offloadkit.hf.loss import shifts_labels, targets_in
@@ -58,7 +59,7 @@ from offloadkit.hf.saving import arguments_as_data
 from offloadkit.hf.sharding import Counted, ShardedBatches, shard_batches
 from offloadkit.hf.streams import EndlessRows
 from offloadkit.hf.tracking import memory_and_speed
-from offloadkit.hf.trained import WrappedModel, called_through_engine, ranks_of, trained_module
+from offloadkit.hf.trained import WrappedModel, called_through_engine, phase_of, ranks_of, trained_module
 from offloadkit.hf.trainer_plan import TrainerPlan
 from offloadkit.hf.trainer_run import TrainerRun
 from offloadkit.hf.widths import TrainerWidths
@@ -99,6 +100,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
     model_init: Any
     gather_function: Any
     _tr_loss: Any
+    _prepare_by_accelerate: Any
+    optimizer: Any
+    model_wrapped: Any
 
     def __init__(
         self,
@@ -118,6 +122,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._checkpoints = TrainerCheckpoints()
         self._evaluations = TrainerEvaluations()
         self._run = TrainerRun(self._checkpoints, self._evaluations)
+        self.frozen_models = FrozenModels()
         given = kwargs.get("model", args[0] if args else None)
         if isinstance(given, torch.nn.Module):
             check_not_wrapped(given)  # transformers' messages for some of them are less clear
@@ -149,6 +154,8 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         finally:
             self.args.mixed_precision = chosen
         self.accelerator.backward = _weak(self._backward)
+        self._prepare_by_accelerate = self.accelerator.prepare_model
+        self.accelerator.prepare_model = _weak(self._prepare_model)
         if self.args.dataloader_pin_memory:  # else each batch's copy waits for all work queued on the GPU
             self.accelerator.dataloader_config.non_blocking = True
 
@@ -156,6 +163,24 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: the engine decides where weights live."""
+
+    def _prepare_model(self, model: Any, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
+        """Leaves a frozen model (a reference, teacher or reward model) to the engine."""
+        if evaluation_mode and isinstance(model, torch.nn.Module) and model is not self.model:
+            return self.frozen_models.prepare(model)
+        return self._prepare_by_accelerate(model, *args, evaluation_mode=evaluation_mode, **kwargs)
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's log-probabilities of the reference before training, through the engine; the constructor calls it."""
+        was_built, optimizer = self.engine is not None, self.optimizer
+        if not was_built:
+            self.create_optimizer()
+        try:
+            with phase_of(self, "evaluation"):
+                return super()._precompute_ref_logps(*args, **kwargs)
+        finally:
+            if not was_built:
+                self.optimizer = optimizer
 
     def get_optimizer_cls_and_kwargs(self, args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
         """A torch AdamW that is never stepped, also for Lion: `create_optimizer` reads its parameter groups.

@@ -115,11 +115,12 @@ class TrainingWindow:
         # A loss divided by this number is the micro-batch's mean, as for a model that ignores `num_items_in_batch`.
         # `True` says that the user's compute_loss divides by the targets of the whole accumulated batch.
         if getattr(trainer, "loss_is_scaled_for_ga", None) is True:
+            # TRL's GRPO divides by a number that it has made with `current_gradient_accumulation_steps`.
             share, num_items = 0.0 if targets == 0 else None, self._num_targets
         else:
             num_items = num_targets(model, inputs)
+            trainer.current_gradient_accumulation_steps = 1
         self._share = share
-        trainer.current_gradient_accumulation_steps = 1
         with (
             trainer.engine.recover_from_oom(),
             known_padding(padding),

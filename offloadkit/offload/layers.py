@@ -26,7 +26,7 @@ from offloadkit.facts.hardware import Hardware
 from offloadkit.offload.matrices import matrices_of, one_optimizer_each, several_optimizers
 from offloadkit.optim.norm import NORM_BLOCK
 from offloadkit.optim.table import DTYPES, Dtype, LayerKind, Matrix, StateTable
-from offloadkit.planner import LayerShape, MicroBatch, Plan, make_plan
+from offloadkit.planner import FrozenModel, LayerShape, MicroBatch, Plan, make_plan
 
 VIEW_ALIGNMENT = 256
 """In elements: every parameter view starts at a multiple of it, and so do blocks of 8-bit states."""
@@ -306,7 +306,22 @@ def plan_of(
         assumed=assumed,
         unsaved_bytes=sum(parameter.nbytes for parameter in frozen),
         saves_adapters=bool(getattr(model, "peft_config", None)),
+        frozen_models=_frozen_models(model, layers),
     )
+
+
+def _frozen_models(model: nn.Module, layers: Sequence[FlatLayer]) -> tuple[FrozenModel, ...]:
+    """The whole frozen models in `model`, which says them by a method `frozen_models()`."""
+    named: Mapping[str, nn.Module] = model.frozen_models() if hasattr(model, "frozen_models") else {}  # type: ignore[operator]
+    found = []
+    for name, each in named.items():
+        parameters = set(each.parameters())
+        own = [at for at, layer in enumerate(layers) if layer.views[0].parameter in parameters]
+        placed = {view.parameter for at in own for view in layers[at].views}
+        rest = [*(parameters - placed), *each.buffers()]
+        number = sum(parameter.numel() for parameter in parameters)
+        found.append(FrozenModel(name, number, tuple(own), sum(tensor.nbytes for tensor in rest)))
+    return tuple(found)
 
 
 def check_is_plan(plan: object) -> None:

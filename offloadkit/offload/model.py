@@ -31,6 +31,7 @@ from offloadkit.offload.shards import WeightGathers
 from offloadkit.offload.shortage import RamWatch, with_less_vram
 from offloadkit.offload.states import LayerState
 from offloadkit.offload.update import StepThread
+from offloadkit.offload.weight_ring import StreamedWeights
 from offloadkit.offload.weights import ForwardHooks, LayerWeights, PendingUpdate, TiedUses, move_rest
 from offloadkit.planner import Plan
 
@@ -288,6 +289,19 @@ class PlacedModel:
         except BaseException:
             self.end_modules()
             raise
+
+    def streamed_bytes(self, within: nn.Module) -> int:
+        """Bytes of the weights in RAM of blocks in `within`."""
+        blocks = {*within.modules()}
+        streamed = (each.weights for each in self.states if isinstance(each.weights, StreamedWeights))
+        return sum(each.flat_bytes.numel() for each in streamed if each.layer.block in blocks)
+
+    @contextmanager
+    def resident_weights(self, within: nn.Module) -> Iterator[None]:
+        """While open, blocks in `within` stay in VRAM, and no parameter is watched. See `WeightRing.resident`."""
+        ring = self.layers.weight_ring
+        with self.external_writes.released(), nullcontext() if ring is None else ring.resident({*within.modules()}):
+            yield
 
     def release_graphs(self) -> None:
         """Free the VRAM of graphs, which only training uses. They are captured again."""

@@ -17,7 +17,7 @@ before that, as when several blocks are recomputed as one, the next gradient rai
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -83,8 +83,12 @@ class StreamedWeights(LayerWeights):
         self.flat_bytes = torch.empty(0)
         self._views.clear()
 
-    def leave_ring(self) -> None:
+    def forget_views(self) -> None:
+        """Drop the views of buffers that are freed."""
         self._views.clear()
+
+    def leave_ring(self) -> None:
+        self.forget_views()
         self.copied = self.written = None
 
     def bind_to_ram(self) -> None:
@@ -124,7 +128,8 @@ class StreamedWeights(LayerWeights):
         if address not in self._views:
             with torch.inference_mode(False):  # autograd refuses tensors made in inference mode
                 self._views[address] = self.tensors(memory.view(self.layer.dtype))
-        self.bind(self._views[address])
+        if self.bound is not self._views[address]:
+            self.bind(self._views[address])
 
     def for_graph(self, view: ParameterView) -> torch.Tensor:
         if self.bound is not self._home:
@@ -372,6 +377,8 @@ class WeightRing:
         self._buffers = [_Buffer(self._memory[start : start + size], start, released=made) for start in starts]
         self.h2d = CopyStream(device, "H2D")
         self._current: _Buffer | None = None
+        self._own: dict[StreamedBlock, _Buffer] = {}
+        """Buffers outside the ring's memory, of blocks that stay in VRAM for a while (`resident`)."""
         self._successor: dict[tuple[bool, StreamedBlock], StreamedBlock] = {}
         self._num_uses = 0
 
@@ -381,6 +388,11 @@ class WeightRing:
         if block.guarded:
             self._release_guarded(block)
         if current is not None and current.block is block:
+            return
+        own = self._own.get(block)
+        if own is not None and own.block is block:
+            for layer, memory in own.parts(block):
+                layer.bind_to_vram(memory)
             return
         for layer in block.layers:
             layer.wait()
@@ -411,11 +423,45 @@ class WeightRing:
         if buffer is not None:
             if buffer is self._current:
                 buffer.released, self._current = record_compute(self.device), None
+            elif block in self._own:
+                buffer.released = record_compute(self.device)
             for layer in block.layers:
                 layer.leaves_vram()
             buffer.block = None
         for layer in block.layers:
             layer.bind_to_ram()
+
+    @contextmanager
+    def resident(self, blocks: Collection[nn.Module]) -> Iterator[None]:
+        """While open, each of `blocks` has a VRAM buffer of its own, so that no block of them is copied again. Other
+        blocks visit the ring. Updates must be done, and none may begin; no graph may be built.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU is full. Nothing has changed.
+        """
+        chosen = [block for block in self._blocks if block.layers[0].layer.block in blocks]
+        for block in chosen:
+            self.evict(block)
+        kept = list(self._buffers)
+        try:
+            for block in chosen:
+                size = sum(layer.flat_bytes.numel() for layer in block.layers)
+                with torch.inference_mode(False):
+                    memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+                self._own[block] = _Buffer(memory, 0, released=record_compute(self.device))
+                self._buffers.append(self._own[block])
+                self.fetch(block)
+            self.synchronize()  # so that the seconds of the move are known
+            yield
+        finally:
+            for block in chosen:
+                self.evict(block)
+            self.synchronize()
+            self._buffers = kept
+            self._own.clear()
+            for block in chosen:
+                for layer in block.layers:
+                    layer.forget_views()
 
     @contextmanager
     def saved_tensors(self) -> Iterator[None]:
@@ -524,9 +570,8 @@ class WeightRing:
             self._guard(left)
 
     def fetch(self, block: StreamedBlock) -> _Buffer:
-        """Copy a block into an empty buffer, or into the least recently used one."""
-        free = [buffer for buffer in self._buffers if buffer is not self._current or buffer.released is not None]
-        buffer = min(free, key=lambda buffer: (buffer.block is not None, buffer.last_use))
+        """Copy a block into its own buffer, else into an empty one of the ring, or into the least recently used one."""
+        buffer = self._own.get(block) or self._least_needed()
         self._empty(buffer)
         if buffer.released is not None:  # the compute stream may still read it
             self.h2d.wait(record_compute(self.device) if buffer.reads_on else buffer.released)
@@ -540,6 +585,12 @@ class WeightRing:
             layer.copied = buffer.arrived
             layer.fetched()
         return buffer
+
+    def _least_needed(self) -> _Buffer:
+        own = self._own.values()
+        free = [each for each in self._buffers if each is not self._current or each.released is not None]
+        shared = [each for each in free if not any(each is one for one in own)] if own else free
+        return min(shared, key=lambda buffer: (buffer.block is not None, buffer.last_use))
 
     def _empty(self, buffer: _Buffer) -> None:
         if buffer.block is not None:

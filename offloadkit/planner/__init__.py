@@ -23,6 +23,7 @@ from offloadkit.planner.layout import (
 from offloadkit.planner.leaner import leaner
 from offloadkit.planner.make import placed
 from offloadkit.planner.plan import Plan, make_plan
+from offloadkit.planner.prediction import FrozenModel
 from offloadkit.planner.work import MicroBatch, Pass, Rows, Stage
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "NUM_STEP_BUFFERS",
     "NUM_WEIGHT_BUFFERS",
     "Dtype",
+    "FrozenModel",
     "LayerShape",
     "MicroBatch",
     "Pass",

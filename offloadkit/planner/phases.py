@@ -53,12 +53,15 @@ def phases_of(
     *,
     on_cpu: bool,
     reads: bool = True,
+    generating: int | None = None,
 ) -> tuple[Phase, ...]:
     """The phases in time order.
 
     Args:
         tiers: the training step's bytes (`layout.run_bytes`), with the same omissions.
         reads: whether weights are read or initialised; False if the model is in memory.
+        generating: VRAM of keys, values and of weights that stream in training; None: keys and values of the longest
+            rows of `work`.
 
     - Reading: all slabs are populated, then each layer is staged, in the working dtype, and copied to its place
       (`PlacedLayers.read`). On a GPU several layers are staged at once, in the RAM that the framework takes later.
@@ -81,20 +84,20 @@ def phases_of(
     moved = int(sizes.moved(codes, vram.get("frozen weights", 0) - in_layers).item())
     if on_cpu:
         built, forward, full = lasting - buckets, forward_bytes(work), framework + slabs + held_in_ram
-        generating = forward + _cache_bytes(work)
+        generates = forward + (_cache_bytes(work) if generating is None else generating)
         read = framework + slabs + max(built, _read_beside(layers, placements))
         found: dict[PhaseName, tuple[Any, Any]] = {
             "reading": (built, read),
             "first step": (lasting + held, full + lasting + held),
             "training": (lasting + held, full + lasting + held),
             "evaluation": (lasting + forward, full + lasting + forward),
-            "generation": (lasting + generating, full + lasting + generating),
+            "generation": (lasting + generates, full + lasting + generates),
             "saving": (lasting, full + lasting),
             "closing": (lasting, full + lasting),
             "resuming": (built, read),
         }
     else:
-        on_gpu = PhasesOnGpu(layers, work, framework, reads=reads)
+        on_gpu = PhasesOnGpu(layers, work, framework, reads=reads, generating=generating)
         found = on_gpu.of(slabs, lasting, buckets, held=held, held_in_ram=held_in_ram, moved=moved)
     return tuple(Phase(name, *map(int, found[name])) for name in PHASES)
 
@@ -103,13 +106,19 @@ class PhasesOnGpu:
     """Peak VRAM and RAM of each phase on a GPU, for numbers or arrays of bytes. `phases_of` describes the phases."""
 
     def __init__(
-        self, layers: Sequence[LayerShape], work: MicroBatch | None, framework: int, *, reads: bool = True
+        self,
+        layers: Sequence[LayerShape],
+        work: MicroBatch | None,
+        framework: int,
+        *,
+        reads: bool = True,
+        generating: int | None = None,
     ) -> None:
         late = min(framework, _LATE_FRAMEWORK_BYTES)
         together = min(late, READ_AHEAD_BYTES, sum(layer.weight_bytes() for layer in layers)) if reads else 0
         largest = max((layer.weight_bytes() for layer in layers), default=0)
         self._framework, self._reading = framework, framework - late + max(largest, together)
-        self._forward, self._cache = forward_bytes(work), _cache_bytes(work)
+        self._forward, self._cache = forward_bytes(work), _cache_bytes(work) if generating is None else generating
 
     def of(
         self, slabs: Any, lasting: Any, buckets: Any, *, held: Any, held_in_ram: Any, moved: Any

@@ -12,7 +12,7 @@ from offloadkit.facts.hardware import Hardware
 from offloadkit.planner import remedies, words
 from offloadkit.planner.layout import LayerShape
 from offloadkit.planner.make import make
-from offloadkit.planner.prediction import Basis, Prediction
+from offloadkit.planner.prediction import Basis, FrozenModel, Prediction
 from offloadkit.planner.work import MicroBatch
 
 
@@ -101,10 +101,11 @@ def make_plan(
     assumed: bool = False,
     unsaved_bytes: int = 0,
     saves_adapters: bool = False,
+    frozen_models: tuple[FrozenModel, ...] = (),
 ) -> Plan:
     """The plan of a model cut into `layers`; see `make`, and `Basis` for the other arguments."""
     basis = Basis(config, frozen, frozen_bytes, work, hardware, assumed, unsaved_bytes=unsaved_bytes)
-    return make(Plan, layers, replace(basis, saves_adapters=saves_adapters))
+    return make(Plan, layers, replace(basis, saves_adapters=saves_adapters, frozen_models=frozen_models))
 
 
 def check_fits(plan: Plan) -> None:

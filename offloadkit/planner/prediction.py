@@ -17,6 +17,18 @@ from offloadkit.planner.work import MicroBatch, Rows
 
 
 @dataclass(frozen=True)
+class FrozenModel:
+    """A whole frozen model that is called beside the trained one, such as the reference of DPO."""
+
+    name: str
+    num_parameters: int
+    layers: tuple[int, ...]
+    """Indices of its flat layers."""
+    rest_bytes: int
+    """VRAM of its parameters outside the flat layers, and of its buffers."""
+
+
+@dataclass(frozen=True)
 class Basis:
     """The inputs of a plan, kept to make changed plans."""
 
@@ -42,6 +54,10 @@ class Basis:
     """RAM of a model in memory, until the engine has taken over all of it."""
     eager: bool = False
     """Blocks do not run as CUDA graphs, because these did not fit."""
+    cache_bytes: int | None = None
+    """Most bytes of keys and values that a generation between updates has kept; None: none is known."""
+    frozen_models: tuple[FrozenModel, ...] = ()
+    """Whole models among the frozen parameters, each with a line of its own in the plan."""
     beside: str = ""
     """A line about what the user could train instead, with its verdict."""
     call: WrittenCall = BY_CONFIG
@@ -90,11 +106,35 @@ class Prediction:
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
         """Peak memory of each phase of a run, from reading the model to closing. Omits the same bytes as `tiers`."""
-        work, held = self.basis.work, self.basis.held_bytes
-        args = self.layers, self.placements, self.accumulation, self.tiers, work
+        cache, held = self.basis.cache_bytes, self.basis.held_bytes
+        if cache is not None and self.generates_in_vram:
+            cache += self._streamed_bytes
         return tuple(
-            replace(each, ram=each.ram + held) if each.name == "reading" else each
-            for each in phases_of(*args, on_cpu=self.on_cpu, reads=not held)
+            replace(each, ram=each.ram + held) if each.name == "reading" else each for each in self._phases(cache)
+        )
+
+    def _phases(self, generating: int | None) -> tuple[Phase, ...]:
+        args = self.layers, self.placements, self.accumulation, self.tiers, self.basis.work
+        return phases_of(*args, on_cpu=self.on_cpu, reads=not self.basis.held_bytes, generating=generating)
+
+    @cached_property
+    def generates_in_vram(self) -> bool:
+        """Whether the weights that stream in training fit in VRAM while text is generated between updates."""
+        generation = next(
+            each
+            for each in self._phases((self.basis.cache_bytes or 0) + self._streamed_bytes)
+            if each.name == "generation"
+        )
+        return "vram" not in self.budgets or generation.vram <= self.budgets["vram"]
+
+    @cached_property
+    def _streamed_bytes(self) -> int:
+        """Bytes of the trained model's weights that stream; a frozen model beside it does not generate."""
+        beside = {at for model in self.basis.frozen_models for at in model.layers}
+        return sum(
+            layer.weight_bytes()
+            for at, (layer, where) in enumerate(zip(self.layers, self.placements, strict=True))
+            if where.weights == "ram" and layer.in_block and at not in beside
         )
 
     def needs(self) -> dict[str, int]:

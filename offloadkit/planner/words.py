@@ -12,7 +12,7 @@ from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.units import format_bytes, format_range, format_rate, format_seconds, rounded, rounded_up
 from offloadkit.optim.table import MOMENTS
 from offloadkit.planner.layout import TIERS
-from offloadkit.planner.prediction import Prediction
+from offloadkit.planner.prediction import FrozenModel, Prediction
 from offloadkit.planner.work import MicroBatch
 
 _KEPT = "\N{NO-BREAK SPACE}"
@@ -188,7 +188,7 @@ def about(plan: Prediction) -> list[str]:
 
 
 def _about(plan: Prediction) -> list[str]:
-    sentences = [*assumed(plan), trained(plan), *_by_optimizer(plan)]
+    sentences = [*assumed(plan), trained(plan), *_by_optimizer(plan), *_beside_training(plan)]
     sentences += _beyond_positions(plan.basis.work)
     if plan.basis.beside:
         sentences.append(plan.basis.beside)
@@ -299,6 +299,23 @@ def _placed(plan: Prediction) -> list[str]:
     if plan.graphs is not None and plan.is_graphed:
         lines.append(f"blocks run as {plan.graphs.number:,} CUDA graphs")
     return lines
+
+
+def _beside_training(plan: Prediction) -> list[str]:
+    sentences = [_of_frozen_model(plan, each) for each in plan.basis.frozen_models]
+    if plan.basis.cache_bytes is not None:
+        where = "in VRAM" if plan.generates_in_vram else f"copied {TO_GPU} for each token"
+        sentences.append(f"generation: weights {where}, {format_bytes(plan.basis.cache_bytes)} of keys and values")
+    return sentences
+
+
+def _of_frozen_model(plan: Prediction, model: FrozenModel) -> str:
+    """ "frozen ref_model: 3,212,749,824 parameters, 1.5 GiB in VRAM, 4.5 GiB in RAM"."""
+    in_tier = {"vram": model.rest_bytes, "ram": 0}
+    for at in model.layers:
+        in_tier[plan.placements[at].weights] += plan.layers[at].weight_bytes()
+    places = (f"{format_bytes(number)} in {tier.upper()}" for tier, number in in_tier.items() if number)
+    return ", ".join([f"frozen {model.name}: {model.num_parameters:,} parameters", *places])
 
 
 def _rows(plan: Prediction) -> list[list[str]]:

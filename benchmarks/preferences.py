@@ -1,0 +1,283 @@
+"""DPO and GRPO of TRL on offloadkit's engine: seconds of a step, memory planned and measured, tokens/s of generation.
+
+    python -m benchmarks.preferences                       # less than four minutes on an H100; needs TRL
+    python -m benchmarks.preferences --parts grpo-12       # one part
+    python -m benchmarks.preferences --tiny                # a try without a GPU
+
+The model is a Llama of 3.2 billion random bf16 weights. Each part runs in a process of its own, within `vram` GiB, and
+prints one line of JSON:
+
+- `dpo-24`: DPO of 4 pairs of 1,024 tokens; the reference model's weights stream where they do not fit.
+- `dpo-24-before`: the same with the reference's log-probabilities computed before training.
+- `grpo-24`, `grpo-12`: GRPO of 8 completions of 256 tokens after a prompt of 256. Beside the tokens/s of its generation
+  stand those of plain `generate`, with all weights in VRAM, for the same rows in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from offloadkit import OffloadConfig, OffloadTrainerMixin
+from offloadkit.facts import hardware
+from offloadkit.facts.telemetry import Telemetry
+
+Row = dict[str, Any]
+
+PARTS = {"dpo-24": 24, "dpo-24-before": 24, "grpo-24": 24, "grpo-12": 12}
+"""VRAM of each part, in GiB."""
+TIMEOUT = 110.0
+"""Seconds for a part."""
+_NUM_WORDS = 1000
+_NUM_STEPS = 7
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    """Run each part in a process, print its line, and return the rows."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.preferences", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--steps", type=int, default=_NUM_STEPS, help="updates of a part")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, for trying it without a GPU")
+    parser.add_argument("--out", type=Path, help="file for the lines of JSON")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.here:
+        print("ROW " + json.dumps(measure(options.parts[0], options.steps, tiny=options.tiny)), flush=True)
+        return []
+    rows = [_in_process(part, options) for part in options.parts]
+    if options.out is not None:
+        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def _in_process(part: str, options: argparse.Namespace) -> Row:
+    command = [sys.executable, "-m", "benchmarks.preferences", "--here", "--parts", part, "--steps", str(options.steps)]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            [*command, *(["--tiny"] if options.tiny else [])],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            env=os.environ | {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore"},
+        )
+        found = next((line for line in done.stdout.splitlines() if line.startswith("ROW ")), None)
+        said = done.stderr[-3000:]
+    except subprocess.TimeoutExpired as error:
+        found, said = None, f"no result after {error.timeout:.0f} s"
+    row: Row = {"part": part, "failed": said} if found is None else json.loads(found[4:])
+    row["process_seconds"] = round(time.monotonic() - began, 1)
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def measure(part: str, num_steps: int, *, tiny: bool) -> Row:
+    """Train, in this process; returns seconds of settled steps and bytes, measured and planned."""
+    device, telemetry = hardware.default_device(), Telemetry()
+    offload = OffloadConfig(vram=f"{2 if tiny else PARTS[part]}GiB")
+    make = _dpo if part.startswith("dpo") else _grpo
+    with tempfile.TemporaryDirectory() as output:
+        trainer, plain = make(part, num_steps, output, tiny, device, offload=offload, telemetry=telemetry)
+        trainer.train()
+        engine = trainer.engine
+        engine.synchronize()
+        plan = engine.plan
+        records = list(telemetry.records)[num_steps // 2 :]  # the first update begins with little in VRAM
+        phases = {phase.name: {"vram": phase.vram, "ram": phase.ram} for phase in plan.phases}
+        row: Row = {
+            "part": part,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            "step_seconds": median(each.seconds["step"] for each in records if "step" in each.seconds),
+            "planned_seconds": plan.seconds.step if plan.seconds else None,
+            "plan": str(plan).splitlines(),
+            "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+            "bytes": {name: {"measured": took, "planned": phases.get(name)} for name, took in telemetry.peaks.items()},
+        }
+        if plain is not None:
+            row |= _of_generation(trainer, telemetry, plain)
+        trainer.close()
+        return row
+
+
+def _of_generation(trainer: Any, telemetry: Telemetry, plain: float) -> Row:
+    ours = median(trainer.rates[1:])
+    moves = list(telemetry.generation_moves)
+    return {
+        "generation_seconds": trainer.num_tokens / ours,
+        "generation_tokens_per_second": ours,
+        "plain_tokens_per_second": plain,
+        "share_of_plain": ours / plain,
+        "seconds_into_vram": median(moves[0::2]) if moves else None,
+        "seconds_out_of_vram": median(moves[1::2]) if moves else None,
+        "generates_in_vram": trainer.engine.plan.generates_in_vram,
+    }
+
+
+def _dpo(part: str, num_steps: int, output: str, tiny: bool, device: torch.device, **more: Any) -> tuple[Any, None]:
+    from trl import DPOConfig, DPOTrainer
+
+    class OffloadDPOTrainer(OffloadTrainerMixin, DPOTrainer):  # type: ignore[misc]
+        pass
+
+    length, pairs, before = 16 if tiny else 512, 4, part.endswith("before")
+    rows = [
+        {"prompt": _words(3 * at, length), "chosen": _words(3 * at + 1, length), "rejected": _words(3 * at + 2, length)}
+        for at in range(pairs * num_steps)
+    ]
+    args = DPOConfig(
+        output, max_length=2 * length, precompute_ref_log_probs=before, **_arguments(device, num_steps, pairs)
+    )
+    reference = {} if before else {"ref_model": _model(tiny, device)}
+    model, data = _model(tiny, device), Dataset.from_list(rows)
+    trainer = OffloadDPOTrainer(
+        model=model, args=args, train_dataset=data, processing_class=_tokenizer(), **reference, **more
+    )
+    return trainer, None
+
+
+def _grpo(part: str, num_steps: int, output: str, tiny: bool, device: torch.device, **more: Any) -> tuple[Any, float]:
+    from trl import GRPOConfig, GRPOTrainer
+
+    length, completions = 16 if tiny else 256, 8
+
+    class OffloadGRPOTrainer(OffloadTrainerMixin, GRPOTrainer):  # type: ignore[misc]
+        rates: list[float]
+        num_tokens = completions * length
+
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            self.engine.synchronize()  # the update before is not generation's time
+            began = _now(device)
+            found = super()._generate_single_turn(*args, **kwargs)
+            self.rates.append(self.num_tokens / (_now(device) - began))
+            return found
+
+    model, tokenizer = _model(tiny, device), _tokenizer()
+    rows = [{"prompt": _words(at, length)} for at in range(num_steps)]
+    exact = {"min_new_tokens": length}  # random weights would end some rows early
+    plain = _plain_rate(model, tokenizer(rows[0]["prompt"])["input_ids"], completions, length, device)
+    args = GRPOConfig(
+        output,
+        num_generations=completions,
+        max_completion_length=length,
+        generation_kwargs=exact,
+        beta=0.0,
+        **_arguments(device, num_steps, completions),
+    )
+    trainer = OffloadGRPOTrainer(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        reward_funcs=lambda completion_ids, **_: [float(len({*ids})) for ids in completion_ids],
+        **more,
+    )
+    trainer.rates = []
+    return trainer, plain
+
+
+def _plain_rate(model: Any, prompt: list[int], rows: int, length: int, device: torch.device) -> float:
+    """Tokens/s of `generate` with the whole model on the device; the second of two calls."""
+    model.to(device).eval()
+    ids = torch.tensor([prompt] * rows, device=device)
+    seconds = []
+    for _ in range(2):
+        began = _now(device)
+        with torch.no_grad():
+            model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=length,
+                min_new_tokens=length,
+                do_sample=True,
+            )
+        seconds.append(_now(device) - began)
+    model.to("cpu").train()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows * length / seconds[-1]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _arguments(device: torch.device, num_steps: int, rows: int) -> Row:
+    on_gpu = device.type == "cuda"
+    return {
+        "max_steps": num_steps,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-5,
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def _model(tiny: bool, device: torch.device) -> LlamaForCausalLM:
+    """Random weights in RAM; bf16 on a GPU, where they are drawn."""
+    shape = (64, 128, 2, 4, 2) if tiny else (3072, 8192, 28, 24, 8)
+    width, inner, blocks, heads, kv_heads = shape
+    config = LlamaConfig(
+        vocab_size=1024 if tiny else 128_256,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    try:
+        with device:
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    model.to("cpu")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return model
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each word "w0" to "w999"."""
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    words = {word: at for at, word in enumerate([*special, *(f"w{at}" for at in range(_NUM_WORDS))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def _words(seed: int, number: int) -> str:
+    drawn = torch.randint(_NUM_WORDS, (number,), generator=torch.Generator().manual_seed(seed))
+    return " ".join(f"w{at}" for at in drawn.tolist()) + " "
+
+
+if __name__ == "__main__":
+    main()
