@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import offloadkit
 from offloadkit.engine.tracing import META, trace_micro_batch
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.hf.patches import fuse
+from offloadkit.hf.masks import Padding, known_padding
+from offloadkit.hf.patches import fuse, patched
 from offloadkit.kernels import feed_forward
 from offloadkit.offload import kept_results
 from offloadkit.offload.weight_ring import WeightRing
@@ -120,3 +121,17 @@ def test_the_plan_counts_what_tiles_keep() -> None:
     extra = 2 * 2 * TOKENS * FEATURES * SIZES["hidden_size"]
     assert tiled.backward.flops - whole.backward.flops == pytest.approx(extra, rel=0.05)
     assert tiled.forward.flops == pytest.approx(whole.forward.flops, rel=0.01)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_mask_of_all_pairs_of_tokens_is_built(masked: bool) -> None:
+    tokens = 8192
+    with torch.device(META):
+        model = tiny("llama", attn_implementation="sdpa").bfloat16()
+    undo = patched(model, OffloadConfig())
+    ids = torch.empty(1, tokens, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids} | ({"attention_mask": torch.ones_like(ids)} if masked else {})
+    with known_padding(Padding.UNREAD if masked else None):
+        stages = trace_micro_batch(model, batch).stages
+    undo()
+    assert max(max(stage.forward_peak_bytes, stage.backward_peak_bytes) for stage in stages) < tokens**2 / 4
