@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Init = Literal["pretrained", "random"]
+_DEQUANTISED = ("mxfp4", "fp8")
+"""Quantisations that transformers undoes when it reads the weights."""
 
 
 class ModelSource:
@@ -104,7 +106,7 @@ class ModelSource:
             return
         said = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
         method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
-        if not said.get("dequantize") and method not in ("mxfp4", "fp8"):  # transformers can dequantise these
+        if not said.get("dequantize") and method not in _DEQUANTISED:
             bits = said.get("bits") or (4 if said.get("load_in_4bit") else 8 if said.get("load_in_8bit") else None)
             how = f"{bits}-bit {method}" if bits else method
             loaded = (
@@ -170,8 +172,14 @@ class ModelSource:
         return model if config is None or has_adapters(model) else add_adapters(model, config)
 
     def training_config(self, config: PreTrainedConfig | None = None) -> PreTrainedConfig:
+        """A copy of the config, with the labels of the rows. Weights that transformers can dequantise are not to stay
+        quantised, as they would on a GPU that has kernels for them.
+        """
         config = copy.deepcopy(config or self.config)
         _set_labels(config, self._id2label)
+        stored = getattr(config, "quantization_config", None)
+        if isinstance(stored, dict) and stored.get("quant_method") in _DEQUANTISED:
+            stored["dequantize"] = True
         return config
 
     @cached_property

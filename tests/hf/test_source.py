@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, ByT5Tokenizer, WhisperConfig
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, ByT5Tokenizer, LlamaForCausalLM, WhisperConfig
 
 import offloadkit
 from offloadkit.doors.planning import PlanRequest, plan_source
@@ -161,6 +164,33 @@ def test_whisper_is_refused_by_plan_and_finetune_and_names_the_trainer(tmp_path:
     for refused in (lambda: offloadkit.plan(folder), lambda: offloadkit.finetune(folder, rows, tokenizer="byte")):
         with pytest.raises(ModelError, match=r"WhisperForConditionalGeneration .*offloadkit\.OffloadSeq2SeqTrainer"):
             refused()
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_weights_that_transformers_can_dequantise_are_read_so_on_every_gpu(tmp_path: Path, method: str) -> None:
+    config: Any = tiny.llama_config()
+    config.quantization_config = {"quant_method": method}
+    source = resolve(tiny.save_config(config, tmp_path / method))
+    source.check_trainable(reads_weights=True)
+    read: Any = source.training_config()
+    assert read.quantization_config["dequantize"] is True
+
+
+def test_fp8_weights_are_multiplied_by_their_scales(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(tiny.llama_config())
+    model.save_pretrained(tmp_path)
+    weights, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    name = "model.layers.0.mlp.up_proj.weight"
+    for each in [each for each in weights if each.endswith("proj.weight")]:
+        scale = weights[each].abs().max() / 448
+        weights[f"{each}_scale_inv"] = scale.reshape(1, 1)
+        weights[each] = (weights[each] / scale).to(torch.float8_e4m3fn)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = resolve(tmp_path).load()
+    assert not getattr(read, "is_quantized", False)
+    torch.testing.assert_close(read.get_parameter(name).float(), model.get_parameter(name), rtol=0.1, atol=1e-3)
 
 
 def test_plan_refuses_4_bit_weights_by_name(tmp_path: Path) -> None:
