@@ -194,15 +194,19 @@ def _started(
 
 
 def _watch(process: subprocess.Popen[bytes], timeout: float, ram: int | None) -> tuple[int, Row | None]:
-    """Wait for the process. Returns its observed peak RAM in bytes, and a row if it had to be killed."""
-    end, peak = time.monotonic() + timeout, 0
+    """Wait for the process. Returns its observed peak RAM in bytes, and a row if it had to be killed.
+
+    RAM counts that two looks in a row have found: the memory of a child that is about to start a compiler counts twice.
+    """
+    end, peak, before = time.monotonic() + timeout, 0, 0
     while True:
         try:
             process.wait(_LOOK_SECONDS)
             return peak, None
         except subprocess.TimeoutExpired:
             if ram is not None:
-                peak = max(peak, tree_ram_bytes(process.pid))
+                now = tree_ram_bytes(process.pid)
+                peak, before = max(peak, min(before, now)), now
         if ram is not None and peak > ram:
             return peak, too_much_ram(ram)
         if time.monotonic() > end:

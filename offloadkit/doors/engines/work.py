@@ -268,7 +268,7 @@ def _widths(work: Work, lengths: Any) -> Widths:
 
 def width(step: list[Batch]) -> int:
     """The longest row's tokens; of sound, the labels'."""
-    return max(batch.get("input_ids", batch["labels"]).shape[1] for batch in step)
+    return max(batch["input_ids" if "input_ids" in batch else "labels"].shape[1] for batch in step)
 
 
 def num_tokens(steps: list[list[Batch]]) -> int:

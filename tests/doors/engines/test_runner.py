@@ -250,6 +250,21 @@ def test_ram_of_children_counts() -> None:
     assert memory.tree_ram_bytes(process.pid) == 0
 
 
+def test_ram_that_one_look_alone_has_found_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak_of(seen: list[int]) -> tuple[int, bool]:
+        looks = iter(seen)
+        monkeypatch.setattr(runner, "tree_ram_bytes", lambda _: next(looks, 1))
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+            monkeypatch.setattr(runner, "_LOOK_SECONDS", 0.01)
+            peak, killed = runner._watch(process, 0.2, 20)
+            process.kill()
+        assert killed is not None
+        return peak, "RAM" in killed["reason"]
+
+    assert peak_of([10, 30, 10, 12, 30, 11]) == (12, False)
+    assert peak_of([10, 30, 25]) == (25, True)
+
+
 def test_a_full_gpu_says_what_it_needs_at_least() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.00 GiB. GPU 0 has ...")
     wrapped = RuntimeError("deepspeed failed")
