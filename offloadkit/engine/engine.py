@@ -132,9 +132,10 @@ class OffloadEngine:
             plan: a plan for this model; None: the engine makes one. If free VRAM is too small for the plan, the engine
                 begins with a leaner plan, with a warning.
             example: the largest expected micro-batch, for planning: a dict of forward's keyword arguments, a tuple or
-                list of positional arguments, or one tensor. Only shapes and dtypes matter: an attention mask, even of
-                ones, is planned as one over padding. None: the engine begins with little in VRAM, and after the first
-                window plans for the window's largest micro-batch and moves.
+                list of positional arguments, or one tensor. Shapes, dtypes, and integers that the model reads, such as
+                `image_grid_thw`, matter: an attention mask, even of ones, is planned as one over padding. None: the
+                engine begins with little in VRAM, and after the first window plans for the window's largest micro-batch
+                and moves.
             evaluation_rows: batch size of evaluation, if larger than training's; counted by plans made here.
 
         Raises:

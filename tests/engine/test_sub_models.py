@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 from offloadkit import OffloadConfig, OffloadEngine, Placement
 from offloadkit.engine.outline import without_memory
 from offloadkit.engine.tracing import trace_micro_batch
+from offloadkit.hf.freezing import freeze_parts
 from offloadkit.offload.layers import repeated_blocks
 from tests.sub_models import FAMILIES
 
@@ -56,10 +58,13 @@ PLACEMENTS = {
 }
 
 
-def losses_of(family: str, place: str, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+def losses_of(
+    family: str, place: str, steps: int = 3, frozen: Sequence[str] = ()
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     make, batch = FAMILIES[family]
     torch.manual_seed(0)
     model = make().train()
+    freeze_parts(model, frozen)
     config = OffloadConfig(learning_rate=1e-3, max_grad_norm=None, weight_decay=0.1, placement=PLACEMENTS[place])
     losses = []
     with OffloadEngine(model, config, device="cpu") as engine:
@@ -69,6 +74,13 @@ def losses_of(family: str, place: str, steps: int = 3) -> tuple[list[float], dic
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))
+        if frozen:
+            blocks = [name for name, _ in repeated_blocks(model) if f".{frozen[0]}." in name]
+            layers = {
+                layer.name: where for layer, where in zip(engine.plan.layers, engine.plan.placements, strict=True)
+            }
+            assert blocks
+            assert {layers[name].weights for name in blocks} == {PLACEMENTS[place].weights}
         return losses, engine.master_weights()
 
 
@@ -78,11 +90,13 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed)
 
 
-def losses_of_plain_adamw(family: str, steps: int = 3) -> list[float]:
+def losses_of_plain_adamw(family: str, steps: int = 3, frozen: Sequence[str] = ()) -> list[float]:
     make, batch = FAMILIES[family]
     torch.manual_seed(0)
     model = make().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    freeze_parts(model, frozen)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.1)
     losses = []
     for step in range(steps):
         seed_everything(step)
@@ -103,3 +117,13 @@ def test_equal_over_placements_and_as_plain_adamw(family: str) -> None:
         assert others == losses
         assert all(moved[name].equal(weight) for name, weight in weights.items())
     assert losses == pytest.approx(losses_of_plain_adamw(family), rel=1e-5)
+
+
+@pytest.mark.parametrize(("family", "tower"), [("gemma3", "vision_tower"), ("qwen2.5-vl", "visual")])
+def test_a_frozen_tower_is_planned_and_streams(family: str, tower: str) -> None:
+    losses, weights = losses_of(family, "vram", frozen=[tower])
+    others, moved = losses_of(family, "ram", frozen=[tower])
+    assert others == losses
+    assert all(moved[name].equal(weight) for name, weight in weights.items())
+    assert not any(f".{tower}." in name for name in weights)
+    assert losses == pytest.approx(losses_of_plain_adamw(family, frozen=[tower]), rel=1e-5)

@@ -92,3 +92,26 @@ def test_sound_is_measured_in_samples_not_in_labels_alone(tmp_path: Path) -> Non
     trainer.train()
     assert len(logged(trainer, "loss")) == 3
     assert trainer.telemetry.plan.basis.work is not None
+
+
+def spectra(rows: list[Row]) -> dict[str, Any]:
+    width = max(row["labels"] for row in rows)
+    labels = torch.tensor([[3 + row["labels"]] * row["labels"] + [-100] * (width - row["labels"]) for row in rows])
+    return {
+        "input_features": torch.cat([sub_models.whisper_batch(1)["input_features"] for _ in rows]),
+        "labels": labels,
+    }
+
+
+def test_whisper_is_planned_for_its_frames_and_longest_labels(tmp_path: Path) -> None:
+    rows = [{"labels": 2 + 5 * (index == 3)} for index in range(5)]
+    torch.manual_seed(0)
+    trainer = trainer_of(tmp_path / "ours", sub_models.whisper(), rows, spectra)
+    call, *_ = longest_batch(trainer)
+    shapes = [{name: tuple(value.shape) for name, value in each.kwargs.items()} for each in (call, *call.alternatives)]
+    assert {"input_features": (2, 8, 48), "labels": (2, 7)} in shapes
+    trainer.train()
+    torch.manual_seed(0)
+    more = {"data_collator": spectra}
+    plain = train(tmp_path / "plain", sub_models.whisper(), rows, Trainer, more, remove_unused_columns=False)
+    assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-4)
