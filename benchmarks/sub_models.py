@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks import run, table
 from benchmarks.lora import line_of
@@ -30,6 +32,7 @@ from offloadkit.doors.engines.work import Batch, Work
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig
+from offloadkit.offload.unread import become, leave_unread
 from offloadkit.optim.table import DTYPES
 from offloadkit.planner import Dtype
 
@@ -95,7 +98,7 @@ class AnyModel(Offloadkit):
 
     def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
         """Raises `DoesNotFitError` if no plan fits."""
-        model = model_of(work, dtype, torch.device("cpu"), device)
+        model = lazy_model_of(work, dtype, device)
         config = OffloadConfig(
             learning_rate=LEARNING_RATE,
             max_grad_norm=MAX_GRAD_NORM,
@@ -111,7 +114,7 @@ class AnyModel(Offloadkit):
 
 class AnyPlain(Baseline):
     def model_of(self, work: Work, dtype: Dtype, device: torch.device) -> Any:
-        model = model_of(work, dtype, device, device)
+        model = model_of(work, dtype, device)
         if work.recomputed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model
@@ -126,8 +129,38 @@ def config_of(work: Work) -> Any:
     return config
 
 
-def model_of(work: Work, dtype: Dtype, weights_on: torch.device, device: torch.device) -> Any:
-    """The class of the config's architecture; its weights are drawn on `device` and put on `weights_on` one by one."""
+def model_of(work: Work, dtype: Dtype, device: torch.device) -> Any:
+    """The class of the config's architecture; its weights are drawn on `device`."""
+    model, draw = _undrawn(work, dtype, device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(draw(parameter))
+    return model
+
+
+def lazy_model_of(work: Work, dtype: Dtype, device: torch.device) -> Any:
+    """The same model in RAM with unread weights, of which the engine draws each when it places it."""
+    model, draw = _undrawn(work, dtype, torch.device("cpu"), device)
+    empty: dict[Any, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                made = nn.Parameter(torch.empty_like(parameter, device="meta"))
+                module._parameters[name] = empty.setdefault(parameter, made)
+
+    def materialise(parameters: Any) -> None:
+        for parameter in parameters:
+            if parameter.is_meta:
+                become(parameter, draw(parameter).cpu())
+
+    leave_unread(model.parameters(), materialise)
+    return model
+
+
+def _undrawn(
+    work: Work, dtype: Dtype, weights_on: torch.device, draws_on: torch.device | None = None
+) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
+    """The model with memory that holds no numbers yet, and a function that draws those of a parameter."""
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -136,13 +169,14 @@ def model_of(work: Work, dtype: Dtype, weights_on: torch.device, device: torch.d
     with weights_on, no_init_weights():
         model = kind._from_config(config, dtype=DTYPES[dtype])
     model.tie_weights()
+    device = draws_on or weights_on
     generator = torch.Generator(device).manual_seed(work.seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            drawn = torch.empty_like(parameter, device=device)
-            drawn = drawn.normal_(0.0, 0.02, generator=generator) if drawn.ndim > 1 else drawn.fill_(1.0)
-            parameter.copy_(drawn)
-    return model.train()
+
+    def draw(parameter: torch.Tensor) -> torch.Tensor:
+        drawn = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        return drawn.normal_(0.0, 0.02, generator=generator) if drawn.ndim > 1 else drawn.fill_(1.0)
+
+    return model.train(), draw
 
 
 def batch_of(work: Work, dtype: torch.dtype, device: torch.device) -> Batch:
