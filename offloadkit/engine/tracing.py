@@ -42,6 +42,7 @@ _SDPA = (
 )
 _ITEM, _UNIQUE = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.unique_consecutive.default
 _COPY, _INDEX = torch.ops.aten._to_copy.default, torch.ops.aten.index.Tensor
+_GROUPED_MM = getattr(torch.ops.aten._grouped_mm, "default", None) if hasattr(torch.ops.aten, "_grouped_mm") else None
 _INDEXING = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "_index_put_impl_"))
 _UNLIKE_THE_FIRST_RUN = (ModelError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 """Errors of a block that cannot run again with the same arguments, because they changed: a cache of keys and values."""
@@ -263,7 +264,7 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.total += counts
             made = [_empty(layout) for layout in layouts]
             return made[0] if spec is None else tree_unflatten(made, spec), made
-        output = function(*args, **kwargs)
+        output = _grouped_output(*args, **kwargs) if function is _GROUPED_MM else function(*args, **kwargs)
         leaves, spec = tree_flatten(output)
         made, read = tensors_of(leaves), tensors_of((args, kwargs))
         storages = {id(tensor.untyped_storage()) for tensor in read}
@@ -315,7 +316,7 @@ def _written(function: Any, args: Any) -> list[torch.Tensor]:
 
 
 def _counts(function: Any, args: Any, kwargs: Any, output: Any, moved: int) -> Pass:
-    flops = flop_registry.get(function.overloadpacket)
+    flops = _grouped_flops if function is _GROUPED_MM else flop_registry.get(function.overloadpacket)
     if flops is None:
         return Pass(moved_bytes=moved, num_operations=1)
     if function.overloadpacket in _FLASH:
@@ -328,6 +329,22 @@ def _counts(function: Any, args: Any, kwargs: Any, output: Any, moved: int) -> P
     else:
         counted = {"flops": number}
     return Pass(**counted, matmul_bytes=moved, num_operations=1)
+
+
+def _grouped_output(
+    input: torch.Tensor, weight: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """An output of torch's grouped matmul, whose own function for the meta device takes bf16 alone."""
+    shape = [input.shape[-2], weight.shape[-1]]
+    if input.dim() == weight.dim():
+        shape = [input.shape[0] if input.dim() == 3 else len(offs), *shape]
+    return input.new_empty(shape, dtype=out_dtype or input.dtype)
+
+
+def _grouped_flops(input: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Each row is multiplied with the weights of one group. torch counts none of these matmuls."""
+    groups = input.shape[0] if input.dim() > weight.dim() else 1
+    return 2 * input.numel() * weight.shape[-1] // groups
 
 
 def _described_arguments(value: Any) -> Any:

@@ -304,6 +304,23 @@ def _untie_head(model: Any) -> None:
     _tell_untied_head(model)
 
 
+DEQUANTISABLE = ("mxfp4", "fp8")
+"""Methods whose weights transformers dequantises; it keeps them where it finds kernels, unless told."""
+
+
+def dequantisable(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """The `quantization_config` of a checkpoint whose weights can be dequantised; None for others."""
+    said = getattr(config, "quantization_config", None)
+    said = said if isinstance(said, dict | None) else said.to_dict()
+    return said if said is not None and quantised_by(said) in DEQUANTISABLE else None
+
+
+def quantised_by(quantisation: Mapping[str, Any]) -> str:
+    """The method in a `quantization_config`."""
+    method = quantisation.get("quant_method")
+    return str(getattr(method, "value", method))
+
+
 def read(
     source: str,
     config: PreTrainedConfig,
@@ -313,12 +330,16 @@ def read(
     progress: bool,
     allow_missing: bool = False,
 ) -> PreTrainedModel:
-    """Read a model from a folder or the hub, directly onto `device` and into `dtype`.
+    """Read a model from a folder or the hub, directly onto `device` and into `dtype`. Weights in MXFP4 or fp8 are
+    dequantised.
 
     Raises:
         ModelError: the checkpoint lacks tensors, except a classifier's head, and `allow_missing` is False.
     """
     auto_class = auto_class_of(config, task)
+    if (quantisation := dequantisable(config)) is not None:
+        config = copy.copy(config)
+        config.quantization_config = quantisation | {"dequantize": True}
     errors = readable_hub_errors(source, found=True)
     with errors, progress_bars(progress), no_conversion_service(), no_tying_advice():
         model, loading = auto_class.from_pretrained(
@@ -363,7 +384,9 @@ def read_lazily_or_now(
 
     try:
         return read_lazily(source, load)
-    except ConversionNeededError as reason:
+    except ConversionNeededError as error:
+        quantisation = dequantisable(config)
+        reason = f"its {quantised_by(quantisation)} weights are dequantised" if quantisation else error
         print(f"{source}: {reason}, so the whole model is read into RAM before training", flush=True)
         return load()
 

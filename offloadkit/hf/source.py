@@ -23,6 +23,7 @@ from offloadkit.hf.adapters import add_adapters, base_of, check_adapters, has_ad
 from offloadkit.hf.freezing import freeze_names, freeze_parts
 from offloadkit.hf.hub import MOST_LABELS, check_files, check_folder, locate, readable_hub_errors, where_to_look
 from offloadkit.hf.load import (
+    DEQUANTISABLE,
     Task,
     auto_class_of,
     build,
@@ -30,6 +31,7 @@ from offloadkit.hf.load import (
     draw_lazily,
     fill,
     infer_task,
+    quantised_by,
     read,
     read_lazily_or_now,
 )
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Init = Literal["pretrained", "random"]
-_DEQUANTISED = ("mxfp4", "fp8")
-"""Quantisations that transformers undoes when it reads the weights."""
 
 
 class ModelSource:
@@ -105,8 +105,8 @@ class ModelSource:
         if quantisation is None:
             return
         said = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
-        method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
-        if not said.get("dequantize") and method not in _DEQUANTISED:
+        method = quantised_by(said)
+        if not said.get("dequantize") and method not in DEQUANTISABLE:
             bits = said.get("bits") or (4 if said.get("load_in_4bit") else 8 if said.get("load_in_8bit") else None)
             how = f"{bits}-bit {method}" if bits else method
             loaded = (
@@ -178,7 +178,7 @@ class ModelSource:
         config = copy.deepcopy(config or self.config)
         _set_labels(config, self._id2label)
         stored = getattr(config, "quantization_config", None)
-        if isinstance(stored, dict) and stored.get("quant_method") in _DEQUANTISED:
+        if isinstance(stored, dict) and stored.get("quant_method") in DEQUANTISABLE:
             stored["dequantize"] = True
         return config
 

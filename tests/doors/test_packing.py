@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    LlamaForCausalLM,
+    T5ForConditionalGeneration,
+)
 from typer.testing import CliRunner
 
 import offloadkit
@@ -209,6 +216,24 @@ def test_what_cannot_be_packed_is_refused_before_training(tmp_path: Path) -> Non
         finetune(tmp_path, packing="yes")
     with pytest.raises(ConfigError, match="leave baseline or packing out"):
         finetune(tmp_path, baseline="measure")
+
+
+def test_a_trainer_with_a_flattening_collator_trains_as_on_padded_rows(tmp_path: Path) -> None:
+    drawn = random.Random(3)
+    rows = [
+        {"input_ids": ids, "labels": ids} for n in (9, 4, 12, 1, 7, 2) for ids in [drawn.choices(range(3, 60), k=n)]
+    ]
+    found = []
+    for collate in (DataCollatorWithFlattening(), DataCollatorForSeq2Seq(word_tokenizer())):
+        args = arguments(tmp_path, max_steps=2, per_device_train_batch_size=3, logging_steps=1, learning_rate=1e-3)
+        model: Any = llama()
+        trainer = OffloadTrainer(model=model, args=args, train_dataset=Dataset.from_list(rows), data_collator=collate)
+        trainer.train()
+        entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+        found.append([value for entry in entries for value in (entry["loss"], entry["grad_norm"])])
+        trainer.close()
+    assert len(found[0]) == 4
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
 def test_a_collator_whose_rows_learn_each_others_first_token_is_refused(tmp_path: Path) -> None:

@@ -355,6 +355,28 @@ class _Mean(nn.Module):
         return x.mean()
 
 
+class Grouped(nn.Module):
+    """Experts that a grouped matmul runs: each row is multiplied with one expert's weights."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(experts, WIDTH, HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.arange(1, len(self.up) + 1, device=x.device, dtype=torch.int32) * (BATCH // len(self.up))
+        return nn.functional.grouped_mm(x, self.up, offs=ends).float().pow(2).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_grouped_matmul_counts_one_expert_for_each_row_in_any_dtype(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        model = Grouped(4).to(dtype)
+    (work,) = trace_micro_batch(model, torch.empty(BATCH, WIDTH, dtype=dtype, requires_grad=True)).stages
+    product = 2 * BATCH * WIDTH * HIDDEN
+    assert (work.forward.flops, work.backward.flops) == (product, 2 * product)
+    assert work.forward.matmul_bytes == dtype.itemsize * (BATCH * WIDTH + 4 * WIDTH * HIDDEN + BATCH * HIDDEN) + 16
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = on_meta(llama())
     before = {name: set(vars(module)) for name, module in model.named_modules()}
