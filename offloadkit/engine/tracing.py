@@ -175,13 +175,14 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         live: bytes of the storages that were created since the start and still exist.
         peak: highest `live` since it was last set.
+        num_waits: operations for which the host waits on a GPU.
     """
 
     def __init__(self, known: Sequence[torch.Tensor], values: Values | None = None, *, mask_is_full: bool) -> None:
         """`values`: the known values of tensors; None: no value is known."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.values = values or Values()
-        self.live = self.peak = 0
+        self.live = self.peak = self.num_waits = 0
         self.total = Pass()
         self._mask_is_full = mask_is_full
         self._alike: torch.Size | None = (
@@ -211,6 +212,7 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         read = tensors_of((args, kwargs))
         is_copy = function is _COPY and kwargs.get("device") == _CPU
+        self.num_waits += (is_dynamic(function) or is_copy) and any(tensor.device == META for tensor in read)
         if is_dynamic(function) or is_copy or (function._schema.is_mutable and _is_on_cpu(args[0])):
             found = self.values.computed(function, args, kwargs)
             if found is not NOTHING:
@@ -648,7 +650,9 @@ class _Stages:
         arguments = [next(unused) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(arguments, spec)
         self.begin()
+        waits = counter.num_waits
         result = forward(*args, **kwargs)
+        waits = counter.num_waits - waits
         forward_pass, forward_peak = counter.total - self._counted, counter.peak - self._before
         kept = counter.live - self._before
         outputs, output_spec = tree_flatten(result)
@@ -670,6 +674,7 @@ class _Stages:
             shared_bytes=sum(tensor.nbytes for tensor in differentiated[1:]),
             forward_peak_bytes=forward_peak,
             backward_peak_bytes=counter.peak - self._before,
+            waits=waits > 0,
         )
         return _Kind(stage, described, output_spec)
 

@@ -622,7 +622,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             self.reason = f"it waits for the device ({func})"
         found = func(*args, **kwargs or {})
-        self._known |= {_storage(each) for each in tree_leaves(found) if isinstance(each, torch.Tensor)}
+        made = [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
+        if func is _COPY and made[0].device != self._device:  # as `.tolist()` does
+            self.reason = f"it waits for the device (a copy to the {made[0].device.type})"
+        self._known |= {_storage(each) for each in made}
         return found
 
 
@@ -630,6 +633,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+_COPY = torch.ops.aten._to_copy.default
 _TWICE = "a backward with create_graph=True is differentiated again"
 
 

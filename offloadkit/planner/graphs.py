@@ -27,8 +27,8 @@ class Graphs:
 
 
 def capturable(layers: Sequence[LayerShape], work: MicroBatch) -> set[str]:
-    """Names of the blocks that can be captured: those that are called once and have no tied weights."""
-    calls = Counter(stage.block for stage in work.stages if stage.block)
+    """Names of the blocks that can be captured: they are called once, never wait, and have no tied weights."""
+    calls = Counter(stage.block for stage in work.stages if stage.block and not stage.waits)
     return {name for name, number in calls.items() if number == 1} - {layer.name for layer in layers if layer.shared}
 
 

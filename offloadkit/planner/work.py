@@ -66,6 +66,8 @@ class Stage:
     """Peak of backward, beyond the bytes alive before it (which include `kept_bytes`)."""
     cheap: Cheap | None = None
     """None between blocks, and for blocks whose recomputation cannot be traced."""
+    waits: bool = False
+    """Forward reads numbers on the host, or has shapes that follow from numbers: no CUDA graph can hold the block."""
 
 
 @dataclass(frozen=True)

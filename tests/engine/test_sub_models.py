@@ -15,7 +15,8 @@ from offloadkit import OffloadConfig, OffloadEngine, Placement
 from offloadkit.engine.outline import without_memory
 from offloadkit.engine.tracing import trace_micro_batch
 from offloadkit.hf.freezing import freeze_parts
-from offloadkit.offload.layers import repeated_blocks
+from offloadkit.offload.layers import flat_layers, repeated_blocks
+from offloadkit.planner.graphs import capturable
 from tests.sub_models import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,3 +128,15 @@ def test_a_frozen_tower_is_planned_and_streams(family: str, tower: str) -> None:
     assert all(moved[name].equal(weight) for name, weight in weights.items())
     assert not any(f".{tower}." in name for name in weights)
     assert losses == pytest.approx(losses_of_plain_adamw(family, frozen=[tower]), rel=1e-5)
+
+
+def test_blocks_that_read_lengths_are_not_planned_as_graphs() -> None:
+    """The vision tower cuts its input at lengths that it reads; the decoder does not wait."""
+    make, batch = FAMILIES["qwen2.5-vl"]
+    work = trace_micro_batch(without_memory(make().train()), batch(2))
+    waits = {stage.block.split(".")[1]: stage.waits for stage in work.stages if stage.block}
+    assert waits == {"visual": True, "language_model": False}
+    layers = flat_layers(make(), OffloadConfig())
+    assert capturable([layer.shape() for layer in layers], work) == {
+        stage.block for stage in work.stages if ".language_model." in stage.block
+    }

@@ -229,3 +229,22 @@ def test_python_takes_less_time_with_graphs(monkeypatch: pytest.MonkeyPatch) -> 
                 engine.step()
             seconds[len(device_types)] = time.perf_counter() - began
     assert seconds[1] < 0.6 * seconds[0]
+
+
+def test_a_block_that_makes_a_list_runs_eagerly_and_the_rest_as_graphs(
+    deterministic: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As vision towers do with the ends of images. A failed capture would make all blocks eager."""
+    caplog.set_level("INFO", "offloadkit")
+    model = t5(**SIZES["t5"])
+    block = model.encoder.block[1]
+    own = block.forward
+
+    def lists(*args: Any, **kwargs: Any) -> Any:
+        made = own(*args, **kwargs)
+        return made if made[0].detach()[0, 0, :2].tolist() else None
+
+    block.forward = lists
+    found = train(model, batches("t5", 6, "cuda", length=96), device="cuda")
+    assert found[2] > 0
+    assert "encoder.block.1 runs eagerly: it waits for the device (a copy to the cpu)" in caplog.text

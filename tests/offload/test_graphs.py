@@ -92,6 +92,13 @@ class Reads(Block):
         return super().forward(x) if float(x.detach().sum()) > 0 else x - super().forward(x)
 
 
+class CopiesAway(Block):
+    """As `.tolist()` does on a GPU, with another device than the CPU."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
+        return super().forward(x) if x.detach().to("meta").shape == x.shape else x
+
+
 class DrawsInPython(Block):
     def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
         return super().forward(x, random.random())
@@ -259,6 +266,7 @@ class HoldsMuch(Block):
 KINDS: list[tuple[type[Block], str]] = [
     (DrawsInPython, "it draws random numbers on the host"),
     (Reads, "it waits for the device (aten._local_scalar_dense.default)"),
+    (CopiesAway, "it waits for the device (a copy to the meta)"),
     (UsesAnotherTensor, "it uses a tensor that is neither an argument nor its own"),
     (CountsCalls, "it writes a buffer"),
     (Remembers, "its attributes change in every step"),
