@@ -31,7 +31,7 @@ from offloadkit.engine.block_calls import BlockCalls, with_the_rest
 from offloadkit.engine.checks import used_elsewhere
 from offloadkit.engine.python_time import blocks_called
 from offloadkit.engine.tracing import Call, trace_blocks, trace_micro_batch
-from offloadkit.facts.changes import caching_configs, changed, claim
+from offloadkit.facts.changes import caching_configs, changed, claim, configs_of
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.hardware import Hardware, with_disk
 from offloadkit.offload.layers import FlatLayer, flat_layers, frozen_dtypes, hooks_of, plan_of, repeated_blocks
@@ -116,6 +116,9 @@ class Outline:
             undo.callback(changed(self.model, self.config, kernels=kernels, capability=capability))
             for caching in caching_configs(self.model):
                 undo.callback(claim(caching, "use_cache", False))
+            for routing in configs_of(self.model):  # blocks are traced one by one: nothing may leave them by hooks
+                if getattr(routing, "output_router_logits", False):
+                    undo.callback(claim(routing, "output_router_logits", False))
             yield
 
     def plan(self, work: MicroBatch | None, **changes: Any) -> Plan:

@@ -330,16 +330,12 @@ def read(
     progress: bool,
     allow_missing: bool = False,
 ) -> PreTrainedModel:
-    """Read a model from a folder or the hub, directly onto `device` and into `dtype`. Weights in MXFP4 or fp8 are
-    dequantised.
+    """Read a model from a folder or the hub, directly onto `device` and into `dtype`.
 
     Raises:
         ModelError: the checkpoint lacks tensors, except a classifier's head, and `allow_missing` is False.
     """
     auto_class = auto_class_of(config, task)
-    if (quantisation := dequantisable(config)) is not None:
-        config = copy.copy(config)
-        config.quantization_config = quantisation | {"dequantize": True}
     errors = readable_hub_errors(source, found=True)
     with errors, progress_bars(progress), no_conversion_service(), no_tying_advice():
         model, loading = auto_class.from_pretrained(

@@ -138,6 +138,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "lsh_attn_chunk_length": 4,
         "num_buckets": 2,
     },
+    # transformers fails with these routers' losses
+    "FlintForCausalLM": {"output_router_logits": False},
+    "NllbMoeForConditionalGeneration": {"output_router_logits": False},
     "GitForCausalLM": {"vision_config": {"patch_size": 14}},
     "MoshiForCausalLM": {"audio_encoder_config": {"upsample_groups": 32, "num_filters": 4, "num_quantizers": 8}},
     "Nemotron3_5TranscribeForConditionalGeneration": {
@@ -197,6 +200,8 @@ def shrunk(config: PreTrainedConfig, *, inner: bool = False) -> dict[str, Any]:
                 found[name] = TOKENS[name]
         elif name in kept:
             found[name] = kept[name]
+        elif name == "output_router_logits":
+            found[name] = True  # the loss of the router is a part of the loss
         elif isinstance(default, int) and not isinstance(default, bool):
             if name.endswith(("token_id", "token_index")) and default >= VOCAB:
                 found[name] = VOCAB - 1
