@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import difflib
 import functools
 import gc
 import json
@@ -17,6 +18,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
+import typer.core
 
 from offloadkit.doors import recipes
 from offloadkit.errors import ConfigError, OffloadkitError, TrainingStoppedError, shown
@@ -115,8 +117,25 @@ def _readable_errors(command: Command, *, loads_torch: bool = True) -> Command:
     return run  # type: ignore[return-value]
 
 
-def _command(command: Command) -> Command:
-    return app.command()(_readable_errors(command))
+def _command(command: Command, cls: type[typer.core.TyperCommand] | None = None) -> Command:
+    return app.command(cls=cls)(_readable_errors(command))
+
+
+class _Train(typer.core.TyperCommand):
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(context, args)
+        except Exception as error:
+            unknown: Any = error  # typer brings its own NoSuchOption, or takes click's
+            if hasattr(error, "possibilities") and unknown.option_name.startswith("--"):
+                written = unknown.option_name
+                name = written[2:].replace("-", "_")
+                if name in _HELP or not difflib.get_close_matches(written, unknown.possibilities or [], cutoff=0.75):
+                    unknown.message = (
+                        f"No such option: {written}. Arguments without an option are KEY=VALUE: {name}=VALUE"
+                    )
+                    unknown.possibilities = None
+            raise
 
 
 def _recipe_command(command: Command) -> Command:
@@ -310,7 +329,7 @@ def cp(
     typer.echo(recipes.copy(name, to))
 
 
-@_command
+@functools.partial(_command, cls=_Train)
 @_takes_finetune_options
 def train(
     *,

@@ -951,7 +951,6 @@ class _Entry:
         self._run: _Run | None = None
         self._forward: _Captured | None = None
         self._output_spec: Any = None
-        self._output_metas: list[Meta] = []
         self._differentiable: list[bool] = []
         self._backwards: dict[Any, _Backward] = {}
         self._newest: Callable[[], _Call | None] = lambda: None
