@@ -25,6 +25,7 @@ from offloadkit.device.host_random import HostRandom
 from offloadkit.engine.values import META, NOTHING, Values, is_dynamic, keeps_values, tensors_of
 from offloadkit.errors import ModelError
 from offloadkit.kernels.attention import OPERATIONS as FUSED_ATTENTION
+from offloadkit.offload.graphs import waits_for_values
 from offloadkit.offload.layers import repeated_blocks
 from offloadkit.offload.recompute import cheaply_recomputed_in_backward
 from offloadkit.offload.records import num_tokens
@@ -212,7 +213,9 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         read = tensors_of((args, kwargs))
         is_copy = function is _COPY and kwargs.get("device") == _CPU
-        self.num_waits += (is_dynamic(function) or is_copy) and any(tensor.device == META for tensor in read)
+        self.num_waits += (waits_for_values(function, args) or is_copy) and any(
+            tensor.device == META for tensor in read
+        )
         if is_dynamic(function) or is_copy or (function._schema.is_mutable and _is_on_cpu(args[0])):
             found = self.values.computed(function, args, kwargs)
             if found is not NOTHING:

@@ -619,7 +619,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.reason = "it uses a tensor that is neither an argument nor its own"
         if _hooks_of_saved_tensors() != (_detached, _unchanged):
             self.reason = "other code saves or recomputes activations in it"
-        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        if waits_for_values(func, args):
             self.reason = f"it waits for the device ({func})"
         found = func(*args, **kwargs or {})
         made = [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
@@ -627,6 +627,15 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.reason = f"it waits for the device (a copy to the {made[0].device.type})"
         self._known |= {_storage(each) for each in made}
         return found
+
+
+def waits_for_values(function: Any, args: Sequence[Any]) -> bool:
+    """Whether a result's shape, or a number on the host, follows from values. Indices are such values if they are a
+    mask.
+    """
+    if function is torch.ops.aten.index.Tensor:
+        return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+    return torch.Tag.data_dependent_output in function.tags or torch.Tag.dynamic_output_shape in function.tags
 
 
 def _storage(tensor: torch.Tensor) -> int:
