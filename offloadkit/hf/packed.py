@@ -114,6 +114,8 @@ def planned_row_of(position_ids: Tensor) -> int | None:
 class _Now(threading.local):
     noted: Tensor | None = None
     """Boundaries of the batch, from its collator."""
+    noted_positions: Any = None
+    """`position_ids` of that batch. A loss function may call the model with another one, such as half of it."""
     rows: Tensor | None = None
     """Boundaries of the forward's batch; None if it is not packed or transformers makes its masks."""
     positions: Tensor | None = None
@@ -127,13 +129,16 @@ _now = _Now()
 
 
 @contextmanager
-def known_boundaries(rows: Tensor | None) -> Iterator[None]:
-    """Forwards of packed batches take these boundaries and do not ask the GPU."""
-    before, _now.noted = _now.noted, rows
+def known_boundaries(rows: Tensor | None, position_ids: Any = None) -> Iterator[None]:
+    """Forwards with this tensor of `position_ids`, or on the meta device, take these boundaries and do not ask the
+    GPU.
+    """
+    before = _now.noted, _now.noted_positions
+    _now.noted, _now.noted_positions = rows, position_ids
     try:
         yield
     finally:
-        _now.noted = before
+        _now.noted, _now.noted_positions = before
 
 
 def keep_rows_apart(
@@ -209,7 +214,8 @@ def _boundaries_of(kwargs: Mapping[str, Any]) -> Tensor | None:
     inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
     if inputs is None or inputs.shape[:2] != positions.shape:
         return None
-    if noted is not None and not (positions.is_meta and positions.numel() % (noted.shape[1] - 1)):
+    is_planned = positions.is_meta and noted is not None and positions.numel() % (noted.shape[1] - 1) == 0
+    if noted is not None and (is_planned or positions is _now.noted_positions):
         return noted.to(positions.device, non_blocking=True)
     if positions.is_meta:  # planned as rows of full length
         return planned_boundaries(len(positions), positions.shape[1], row=positions.shape[1])

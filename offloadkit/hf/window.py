@@ -104,6 +104,7 @@ class TrainingWindow:
     def _train_once(self, trainer: Any, inputs: Any, step: TrainingStep) -> torch.Tensor:
         model = trainer.model
         inputs, padding, boundaries = split_notes(inputs)
+        positions = None if boundaries is None else inputs["position_ids"]
         inputs, targets = without_targets(inputs)
         one_mask = not getattr(getattr(model, "config", None), "is_encoder_decoder", True)
         if not is_standard(type(trainer).compute_loss) or (padding is Padding.NONE and not one_mask):
@@ -124,7 +125,7 @@ class TrainingWindow:
         with (
             trainer.engine.recover_from_oom(),
             known_padding(padding),
-            known_boundaries(boundaries),
+            known_boundaries(boundaries, positions),
             called_through_engine(trainer),
         ):  # also in a custom loss
             loss = step(inputs, on_device(num_items, trainer.args.device))

@@ -334,3 +334,54 @@ def test_a_model_that_asks_for_no_mask_is_refused_in_its_forward(
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **_: None)
     with pytest.raises(ModelError, match="makes its attention masks by itself"):
         training(model_of("Llama"))(**packs(rows_of()))
+
+
+# -- loss functions and attention of the user's choice
+
+
+class InHalves(OffloadTrainer):
+    """Calls the model with each half of a batch, the later half first."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        half = len(inputs["input_ids"]) // 2
+        parts = [{name: each[at] for name, each in inputs.items()} for at in (slice(half, None), slice(half))]
+        return sum(model(**part, num_items_in_batch=num_items_in_batch).loss for part in parts)
+
+
+def test_a_loss_of_parts_of_a_batch_has_the_boundaries_of_its_parts(tmp_path: Path) -> None:
+    rows = rows_of((7, 12, 5, 5, 6, 3, 9, 10))
+    whole = packs(rows[:2], rows[2:5], rows[5:7], rows[7:])
+
+    def collate(given: list[dict[str, int]]) -> dict[str, Tensor]:
+        return {name: each[[row["at"] for row in given]] for name, each in whole.items()}
+
+    found = []
+    for kind in (OffloadTrainer, InHalves):
+        options = {"per_device_train_batch_size": 4, "max_steps": 2, "remove_unused_columns": False}
+        trainer = kind(
+            model=model_of("Llama"),
+            args=arguments(tmp_path / kind.__name__, logging_steps=1, **options),
+            train_dataset=Dataset.from_list([{"at": at} for at in range(4)]),
+            data_collator=collate,
+        )
+        trainer.train()
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
+def test_a_training_batch_is_asked_for_its_boundaries_once_by_its_collator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Tensor] = []
+    own = packed.boundaries
+    monkeypatch.setattr(packed, "boundaries", lambda positions: (asked.append(positions), own(positions))[1])
+    trainer = OffloadTrainer(
+        model=model_of("Llama"),
+        args=arguments(tmp_path, per_device_train_batch_size=2, max_steps=3),
+        train_dataset=Dataset.from_list([{"input_ids": row.tolist()} for row in rows_of((7, 5, 6, 4, 3, 8))]),
+        data_collator=transformers.DataCollatorWithFlattening(),
+    )
+    trainer.train()
+    assert len(asked) == 3
