@@ -39,6 +39,8 @@ _OF_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _WITHOUT_POSITIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 _ANSWERED = ("sdpa", "eager")
 """Attention implementations whose masks are made here. Flash and flex attention read the positions themselves."""
+_FLASH = "flash"
+"""In the names of implementations that read the positions of a batch of one row only."""
 _OF_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention", "global", "local"}
 """Layer types of configs whose layers mix tokens by masked attention alone."""
 _OTHERWISE = ("blt",)
@@ -174,7 +176,13 @@ def keep_rows_apart(
         if not is_fit and (why := why_not_packed(module)):
             raise DataError(f"the batch is packed, and {why}")
         is_fit = True
-        if module.config._attn_implementation not in _ANSWERED:
+        if (attention := module.config._attn_implementation) not in _ANSWERED:
+            if _FLASH in str(attention) and len(positions) > 1:
+                raise DataError(
+                    f"a batch of {len(positions)} packed rows, and attn_implementation={attention!r} keeps rows apart "
+                    "in a batch of one packed row alone: load the model with attn_implementation='sdpa', or train with "
+                    "batch_size=1 (per_device_train_batch_size) and more gradient accumulation"
+                )
             return None
         _now.rows, _now.positions = rows, positions
         weight = module.get_input_embeddings().weight

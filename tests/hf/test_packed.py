@@ -385,3 +385,10 @@ def test_a_training_batch_is_asked_for_its_boundaries_once_by_its_collator(
     )
     trainer.train()
     assert len(asked) == 3
+
+
+def test_flash_attention_is_refused_for_several_packed_rows(training: Any) -> None:
+    model, rows = training(model_of("Llama")), rows_of()
+    model.config._attn_implementation_internal = "flash_attention_2"  # the package is not needed
+    with pytest.raises(DataError, match=r"a batch of 2 packed rows, and attn_implementation='flash_attention_2'"):
+        model(**packs(rows[:2], rows[2:]))
