@@ -31,7 +31,7 @@ from offloadkit.engine.block_calls import BlockCalls, with_the_rest
 from offloadkit.engine.checks import used_elsewhere
 from offloadkit.engine.python_time import blocks_called
 from offloadkit.engine.tracing import Call, trace_blocks, trace_micro_batch
-from offloadkit.facts.changes import caching_configs, changed, claim, configs_of
+from offloadkit.facts.changes import caching_configs, changed, claim, configs_of, num_rotated
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.hardware import Hardware, with_disk
 from offloadkit.offload.layers import FlatLayer, flat_layers, frozen_dtypes, hooks_of, plan_of, repeated_blocks
@@ -75,7 +75,8 @@ class Outline:
         `batch` and `loss_of` as for `trace_micro_batch`. `rows`: the shape; None: read from `input_ids` and `labels` if
         possible.
         """
-        return self._timed(lambda: trace_micro_batch(self.model, batch, loss_of), rows or _rows(self.model, batch))
+        of_rows = rows or _rows(self.model, batch)
+        return self._timed(lambda: trace_micro_batch(self.model, batch, loss_of), of_rows, self._num_positions(batch))
 
     def work_of_blocks(self, calls: Sequence[tuple[str, Call]], batch: Call, held_bytes: int) -> MicroBatch | None:
         """The work of a micro-batch from the calls of its blocks; None if a block cannot run on the meta device.
@@ -85,10 +86,17 @@ class Outline:
             held_bytes: as for `with_the_rest`.
         """
         tokens, rows = num_tokens(self.model, dict(batch.kwargs)) or 0, _rows(self.model, batch)
-        work = self._timed(lambda: trace_blocks(self.model, calls, tokens), rows) if calls else None
+        limit = self._num_positions(batch)
+        work = self._timed(lambda: trace_blocks(self.model, calls, tokens), rows, limit) if calls else None
         return None if work is None else with_the_rest(work, held_bytes)
 
-    def _timed(self, trace: Callable[[], MicroBatch], rows: Rows | None) -> MicroBatch | None:
+    def _num_positions(self, batch: Any) -> int | None:
+        is_packed = "position_ids" in Call.of(batch).kwargs
+        return None if is_packed else num_rotated(getattr(self.model, "config", None))
+
+    def _timed(
+        self, trace: Callable[[], MicroBatch], rows: Rows | None, num_positions: int | None
+    ) -> MicroBatch | None:
         """The traced work with Python's time; None if it cannot be traced."""
         with self._as_trained():
             try:
@@ -101,7 +109,7 @@ class Outline:
             device = torch.device(self.machine.device)
             is_here = device.type == "cuda" and torch.cuda.is_available() and not self.machine.assumed
             seconds = blocks.operation_seconds(traced, device) if is_here else None
-        traced = replace(traced, rows=rows)
+        traced = replace(traced, rows=rows, num_positions=num_positions)
         if seconds is None:
             return traced
         launch = self.machine.launch_seconds

@@ -112,7 +112,11 @@ def prepare(
     run = _run(dataset, columns, tokenizer, model_config, task, max_input_length, max_target_length, id2label)
     tokenized = tokenize(run)
     if len(tokenized) == 0:
-        why = "all labels are -100" if columns.kind == "tokenized" else "their text has no tokens to predict"
+        whys: dict[Kind, str] = {
+            "tokenized": "all labels are -100",
+            "messages": "no message has the role 'assistant', whose messages are learned",
+        }
+        why = whys.get(columns.kind, "their text has no tokens to predict")
         why = run.why_cut_off() if run.cut_off else why
         raise DataError(f"none of the {len(dataset)} rows teaches anything: {why}")
     run.check_known()

@@ -74,8 +74,13 @@ def test_messages_keep_what_differs_from_one_to_the_next(tmp_path: Path) -> None
     """Dates, and tool calls: a column with one type would give every call the arguments of all calls."""
     template = "{% for m in messages %}{{ m['content'] }} {{ m['call'] | default(0) | tojson }} {% endfor %}"
     rows = [
-        {"messages": [{"role": "user", "content": "1999-05-03", "call": {"day": 3}}]},
-        {"messages": [{"role": "user", "content": "hello", "call": {"name": "x"}}, {"role": "tool", "content": "a"}]},
+        {"messages": [{"role": "assistant", "content": "1999-05-03", "call": {"day": 3}}]},
+        {
+            "messages": [
+                {"role": "assistant", "content": "hello", "call": {"name": "x"}},
+                {"role": "tool", "content": "a"},
+            ]
+        },
     ]
     words = ByT5Tokenizer()
     words.chat_template = template
@@ -83,6 +88,10 @@ def test_messages_keep_what_differs_from_one_to_the_next(tmp_path: Path) -> None
     texts = [words.decode(ids) for ids in data.dataset["input_ids"]]
     assert texts[0].startswith('1999-05-03 {"day": 3}')
     assert texts[1].startswith('hello {"name": "x"} a 0')
+    for row in rows:
+        row["messages"][0]["role"] = "user"
+    with pytest.raises(DataError, match="no message has the role 'assistant'"):
+        prepare(load_dataset_like(rows), words, tiny.llama_config(vocab_size=384))
 
 
 def test_rows_of_many_forms_have_the_types_of_all_of_them(tmp_path: Path) -> None:
