@@ -658,6 +658,8 @@ class OffloadEngine:
     def _let_go(self) -> None:
         """Detach from the model and free memory. After any failure in here, the model still owns its weights."""
         try:
+            if self.replanner.first_window is not None:
+                self.replanner.first_window.close()
             self._finalizer()
             self.optimizer.state.clear()
             self.loop.records.forget()

@@ -432,11 +432,15 @@ class FirstWindow:
             return None
         made = found
         self.is_done = True
-        if self._calls is not None:
-            self._calls.close()
+        self.close()
         if made is not None:
             check_fits(proposing_disk(made))
         return made
+
+    def close(self) -> None:
+        """Take the hooks of a measured window off the model."""
+        if self._calls is not None:
+            self._calls.close()
 
     def _plan_now(self) -> Plan | str | None:
         if self._outline is None or not self._examples:

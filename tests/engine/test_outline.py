@@ -19,7 +19,7 @@ from offloadkit.engine.block_calls import BlockCalls
 from offloadkit.engine.tracing import trace_blocks, trace_micro_batch
 from offloadkit.errors import DoesNotFitError, NonFiniteGradientError
 from offloadkit.facts.fitted import LOADED_LATER_BYTES
-from offloadkit.offload.layers import flat_layers, repeated_blocks
+from offloadkit.offload.layers import flat_layers, hooks_of, repeated_blocks
 from offloadkit.offload.placed_layers import PlacedLayers
 from offloadkit.planner import counts, layout
 from offloadkit.planner.layout import ALLOCATOR_BYTES, activations
@@ -205,6 +205,17 @@ def test_a_model_that_cannot_be_traced_is_planned_from_a_measured_window(
     with OffloadEngine(TinyLM(**LARGER), unplanned, device="cpu") as engine:
         others = trained(engine)
     assert all(weights[name].equal(weight) for name, weight in others.items())
+
+
+@pytest.mark.usefixtures("on_a_tiny_card")
+def test_a_run_that_ends_before_its_measured_window_leaves_no_hooks() -> None:
+    model = Reads(**LARGER)
+    with OffloadEngine(model, replace(TIGHT, vram=BUDGET), device="cpu", example=window(0)[0]) as engine:
+        for tokens in window(0):
+            engine.backward(engine(tokens))
+            engine.step()
+        assert engine.is_beginning
+    assert not any(each for module in model.modules() for each in hooks_of(module))
 
 
 @pytest.mark.usefixtures("on_a_card")
