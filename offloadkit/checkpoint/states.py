@@ -147,12 +147,13 @@ class SavedStates:
             ConfigError: the optimizer, precision or working dtype differs.
         """
         where, names = self._where, self._ranges.keys()
-        for missing, what in ((names - states.keys(), "not in this model"), (states.keys() - names, "not saved")):
+        for missing, what in ((names - states.keys(), "not trained now"), (states.keys() - names, "not saved")):
             if missing:
                 listed = ", ".join(map(repr, sorted(missing)[:5]))
                 raise ModelError(
-                    f"{where} is from another model: {len(missing)} of its trained parameters are {what}, such as "
-                    f"{listed}. Resume with the model of that run"
+                    f"{where} is from another model, or other parameters were frozen: {len(missing)} of its trained "
+                    f"parameters are {what}, such as {listed}. Resume with the model of that run and the same "
+                    "parameters frozen (finetune: freeze=)"
                 )
         for parameter, state in states.items():
             if tuple(self._shapes[parameter]) != tuple(shapes[parameter]):

@@ -10,7 +10,7 @@ import torch
 from transformers import ByT5Tokenizer, LlamaForCausalLM
 
 import offloadkit
-from offloadkit.errors import ConfigError
+from offloadkit.errors import ConfigError, ModelError
 from offloadkit.hf.freezing import freeze_parts
 from tests.hf.tiny import llama_config
 from tests.sub_models import gemma3
@@ -70,3 +70,20 @@ def test_finetune_leaves_frozen_weights_alone(tmp_path: Path) -> None:
     assert {name for name, weight in before.items() if after[name].equal(weight)} == {
         name for name in before if ".layers.0." in name
     }
+
+
+def test_a_run_with_other_parts_frozen_is_not_resumed(tmp_path: Path) -> None:
+    rows = [{"input": f"question {number}", "target": "yes"} for number in range(4)]
+    options: dict[str, Any] = {"batch_size": 2, "monitor": False, "tokenizer": ByT5Tokenizer(), "save_steps": 1}
+
+    def run(freeze: str | None, steps: int, **more: Any) -> None:
+        model = LlamaForCausalLM(llama_config(vocab_size=384))
+        given = options | more | {"max_steps": steps, "output_dir": tmp_path}
+        offloadkit.finetune(model, rows, freeze=freeze, save_strategy="steps", **given)
+
+    run("embed_tokens", 1)
+    with pytest.raises(ModelError, match=r"not saved, such as 'model\.embed_tokens\.weight'\. .* freeze="):
+        run(None, 2, resume=True)
+    with pytest.raises(ModelError, match=r"not trained now, such as 'lm_head\.weight'\. .* freeze="):
+        run("lm_head", 2, resume=True)
+    run("embed_tokens", 2, resume=True)
