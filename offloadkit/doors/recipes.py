@@ -125,7 +125,7 @@ _LAST_PART = "# The arguments of the last part of a run, from "
 
 
 def is_of_user(path: Path) -> bool:
-    """Whether the file is there and no run wrote it."""
+    """Whether the file exists and no run wrote it."""
     return path.is_file() and not path.read_bytes().startswith((_WHOLE.encode(), _LAST_PART.encode()))
 
 

@@ -1,4 +1,4 @@
-"""Frozen models that a Trainer calls beside the trained one: TRL's reference, teacher and reward models.
+"""Frozen models that a Trainer calls together with the trained model: TRL's reference, teacher and reward models.
 
 TRL gives them to `accelerator.prepare_model(..., evaluation_mode=True)`, which would move them to the GPU whole. The
 engine takes them over instead: their blocks' weights are in VRAM or stream from RAM, as planned.

@@ -88,7 +88,7 @@ def label_ids(values: list[Any], indices: list[int], feature: Any, id2label: dic
 
 @dataclass
 class Cut:
-    """What a maximum length cuts off."""
+    """Tokens that a maximum length cuts off."""
 
     option: str
     """The argument of `finetune` that is the maximum."""
@@ -330,7 +330,7 @@ def _text(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
 
 
 def _messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
-    """Conversations through the chat template. All messages of the assistant have labels, all others -100."""
+    """Conversations through the chat template. All messages of the assistant have labels, all other messages -100."""
     (column,) = run.columns.inputs
     if run.tokenizer.chat_template is None:
         raise DataError(_NO_TEMPLATE.format(column=column))

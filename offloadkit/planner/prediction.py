@@ -18,7 +18,7 @@ from offloadkit.planner.work import MicroBatch, Rows
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A whole frozen model that is called beside the trained one, such as the reference of DPO."""
+    """A whole frozen model that is called together with the trained model, such as the reference of DPO."""
 
     name: str
     num_parameters: int
@@ -57,7 +57,7 @@ class Basis:
     cache_bytes: int | None = None
     """Most bytes of keys and values that a generation between updates has kept; None: none is known."""
     frozen_models: tuple[FrozenModel, ...] = ()
-    """Whole models among the frozen parameters, each with a line of its own in the plan."""
+    """Whole models among the frozen parameters, each with its line in the plan."""
     beside: str = ""
     """A line about what the user could train instead, with its verdict."""
     call: WrittenCall = BY_CONFIG

@@ -1,4 +1,4 @@
-"""Rows of a packed batch do not see each other: logits, losses and gradients are those of the rows without packing."""
+"""Rows of a packed batch do not see each other: logits, losses and gradients are the same as without packing."""
 
 from __future__ import annotations
 
