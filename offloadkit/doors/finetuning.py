@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -40,6 +40,7 @@ from offloadkit.doors.model_card import CARD, model_card
 from offloadkit.doors.planning import (
     PlanRequest,
     auto_batch_size,
+    check_input_length,
     default_dtype,
     plan_source,
     shown_plan,
@@ -57,6 +58,7 @@ from offloadkit.hf.adapters import check_same_adapters, has_adapters
 from offloadkit.hf.columns import ColumnOptions
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
+from offloadkit.hf.load import is_speech
 from offloadkit.hf.options import FinetuneOptions, documented_arguments
 from offloadkit.hf.packing import check_packing, packed, planned_length, share_of_padding
 from offloadkit.hf.quiet import bars_where_live
@@ -64,10 +66,12 @@ from offloadkit.hf.read import check_there, on_hub, with_validation
 from offloadkit.hf.resumed import check_same_model, other_rows
 from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.hf.source import ModelSource, resolve
+from offloadkit.hf.speech import prepare_speech
 from offloadkit.monitor.monitor import Monitor, can_be_drawn
 from offloadkit.offload.layers import flat_layers, is_of
 from offloadkit.offload.unread import is_unread
-from offloadkit.planner import Plan
+from offloadkit.optim.table import DTYPES
+from offloadkit.planner import Dtype, Plan
 from offloadkit.planner.phases import differing
 
 if TYPE_CHECKING:
@@ -493,6 +497,14 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
         options = replace(options, batch_size=world.run_on_rank_0("choosing batch_size", chosen))
     args = arguments_of_finetune(options)
     check_arguments(args)
+    if is_speech(source.config):
+        of_text = {"baseline": "predict", "engine": "offloadkit", "label_smoothing_factor": 0}
+        for name, default in of_text.items():
+            if (value := getattr(options, name, given.get(name, default))) != default:
+                raise ConfigError(
+                    f"{name}={value!r} is for text, and {source.config.model_type} hears sound: leave it out"
+                )
+        check_input_length(source.config, options.max_input_length)
     source.check_trainable(reads_weights=options.init == "pretrained")
     if options.packing:
         check_packing(source)
@@ -513,9 +525,17 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
 def _read_rows(setup: Setup) -> tuple[Setup, TrainingRows]:
     options = setup.options
     column_options = ColumnOptions(options.input_column, options.target_column, options.template)
-    tokenizer, config = setup.source.load_tokenizer(options.tokenizer), setup.source.config
+    config, load = setup.source.config, cast(Any, setup.source.load_tokenizer)
+    if is_speech(config):
+        load = setup.source.load_processor
+    tokenizer = load(options.tokenizer)
     sets = options.train_dataset, options.eval_dataset
-    data, evaluation = prepare_both(*sets, tokenizer, config, **options.lengths, column_options=column_options)
+    if is_speech(config):
+        longest, dtype = options.max_target_length, DTYPES[cast("Dtype", setup.offload.working_dtype)]
+        of: dict[str, Any] = {"max_target_length": longest, "column_options": column_options}
+        data, evaluation = prepare_speech(*sets, tokenizer, config, dtype, **of)
+    else:
+        data, evaluation = prepare_both(*sets, tokenizer, config, **options.lengths, column_options=column_options)
     if options.packing:
         seed = setup.args.seed if setup.args.data_seed is None else setup.args.data_seed
         data = packed(data, config, tokenizer, max_input_length=options.max_input_length, seed=seed)
@@ -568,6 +588,7 @@ class TrainingRun:
         text = model_card(
             folder,
             os.fspath(model) if isinstance(model, str | os.PathLike) else None,
+            self.setup.source.config,
             plan,
             {
                 "training": (options.train_dataset, rows.training),
@@ -631,7 +652,12 @@ class TrainingRun:
         if setup.source.model is None and setup.checkpoint is not None and setup.source.adapters is None:
             saved = resolve(setup.checkpoint).for_rows(rows.task, rows.id2label)
             saved.check_decoder()
-            return saved.load_lazily()
+            model = saved.load_lazily()
+            planned = dict(setup.source.on_meta.named_parameters())
+            for name, parameter in model.named_parameters():
+                if name in planned:
+                    parameter.requires_grad_(planned[name].requires_grad)
+            return model
         return setup.source.load_lazily()
 
     def _given_to_trainer(self, model: PreTrainedModel, args: TrainingArguments) -> dict[str, Any]:

@@ -11,25 +11,24 @@ from offloadkit.doors.recipes import repeats_the_run
 from offloadkit.facts.units import format_bytes, rounded
 from offloadkit.facts.version import __version__
 from offloadkit.hf.adapters import ADAPTERS
+from offloadkit.hf.load import auto_class_name, is_speech
 from offloadkit.hf.presets import PRESETS
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from offloadkit.facts.telemetry import Peaks
     from offloadkit.hf.data import PreparedData
     from offloadkit.planner import Plan
 
 CARD = "README.md"
 _REPEATS = "; saved as recipe.yaml, `offloadkit train recipe.yaml` repeats the run."
-_AUTO_CLASSES = {
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "causal": "AutoModelForCausalLM",
-    "classification": "AutoModelForSequenceClassification",
-}
 
 
 def model_card(
     folder: Path,
     given: str | None,
+    config: PreTrainedConfig,
     plan: Plan,
     sets: Mapping[str, tuple[object, PreparedData | None]],
     *,
@@ -44,6 +43,7 @@ def model_card(
     Args:
         folder: of the saved model.
         given: the model's name or folder; None: it was in memory.
+        config: the model's.
         sets: by "training" and "evaluation": what the user passed, and the prepared rows.
         is_drawn: training began with random weights.
         recipe: the run's arguments in YAML, as `recipes.with_head` returns them.
@@ -65,15 +65,17 @@ def model_card(
     trained = f"{plan.num_trainable_parameters:,} of its {plan.num_parameters:,} parameters"
     if plan.num_trainable_parameters == plan.num_parameters:
         trained = f"all {plan.num_parameters:,} parameters"
-    auto_class, is_adapters = _AUTO_CLASSES[task], (folder / ADAPTERS).is_file()
-    imports = [f"from transformers import {auto_class}, AutoTokenizer"]
+    auto_class, is_adapters = auto_class_name(config, task), (folder / ADAPTERS).is_file()
+    beside = "processor" if is_speech(config) else "tokenizer"
+    imports = [f"from transformers import {auto_class}, Auto{beside.title()}"]
     if is_adapters:
-        auto_class = auto_class.replace("AutoModel", "AutoPeftModel")
-        imports = [f"from peft import {auto_class}", "from transformers import AutoTokenizer"]
-    classes = {"model": auto_class, "tokenizer": "AutoTokenizer"}
+        auto_class = "AutoPeftModel" if is_speech(config) else auto_class.replace("AutoModel", "AutoPeftModel")
+        imports = [f"from peft import {auto_class}", f"from transformers import Auto{beside.title()}"]
+    classes = {"model": auto_class, beside: f"Auto{beside.title()}"}
     load = [f"{name} = {cls}.from_pretrained({str(folder)!r})" for name, cls in classes.items()]
     if is_adapters:
         load.append("whole = model.merge_and_unload()  # an ordinary model, with the adapters in its weights")
+    frames = " frames" if is_speech(config) else ""
     lines = [
         "\n".join([*header, "---"]),
         f"# {folder.resolve().parent.name}",
@@ -82,7 +84,9 @@ def model_card(
         "## Figures",
         "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in figures.items())]),
         "## Data",
-        "\n".join(f"- {key}: {_described(rows, data)}" for key, (rows, data) in sets.items() if data is not None),
+        "\n".join(
+            f"- {key}: {_described(rows, data, frames)}" for key, (rows, data) in sets.items() if data is not None
+        ),
         "## Plan",
         f"{plan.verdict}",
         "## Arguments",
@@ -92,10 +96,10 @@ def model_card(
     return "\n\n".join(lines) + "\n"
 
 
-def _described(rows: Any, data: PreparedData) -> str:
+def _described(rows: Any, data: PreparedData, frames: str) -> str:
     if isinstance(rows, float):
         source = f"{rounded(100 * rows, 3)} % of the training rows, held out"
     else:
         source = str(rows) if isinstance(rows, str) or hasattr(rows, "__fspath__") else f"a {type(rows).__name__}"
-    tokens = f"{data.longest_input:,}" + (f" + {data.longest_target:,}" if data.task == "seq2seq" else "")
+    tokens = f"{data.longest_input:,}{frames}" + (f" + {data.longest_target:,}" if data.task == "seq2seq" else "")
     return f"{source}: {data.rows_in_words} of at most {tokens} tokens"

@@ -28,7 +28,7 @@ from offloadkit.facts.hardware import Hardware, with_disk
 from offloadkit.facts.starting import said_if_long
 from offloadkit.facts.units import format_bytes, parse_bytes
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length, num_positions
-from offloadkit.hf.load import Task
+from offloadkit.hf.load import Task, is_speech, num_frames
 from offloadkit.hf.masks import Padding, known_padding
 from offloadkit.hf.packed import known_boundaries, planned_boundaries
 from offloadkit.hf.packing import check_packing
@@ -358,6 +358,15 @@ def _with_states_folder(machine: Hardware, config: OffloadConfig) -> Hardware:
     return machine if config.states_folder is None else with_disk(machine, config.states_folder)
 
 
+def check_input_length(config: Any, given: int | None) -> None:
+    """Raise `ConfigError` if `max_input_length` is given for a speech model, whose window is fixed."""
+    if is_speech(config) and given not in (None, num_frames(config)):
+        raise ConfigError(
+            f"max_input_length={given} is for text, and each row of {config.model_type} has {num_frames(config):,} "
+            "frames of sound: leave it out"
+        )
+
+
 @dataclass(frozen=True)
 class _TaskOutline:
     outline: Outline
@@ -377,6 +386,9 @@ class _TaskOutline:
                 )
         length = wanted.max_input_length or default_input_length(config, self.task)
         target = (wanted.max_target_length or DEFAULT_TARGET_LENGTH) if self.task == "seq2seq" else None
+        if is_speech(config):
+            length, target = num_frames(config), min(target or 1, config.max_target_positions)
+            check_input_length(config, wanted.max_input_length)
         rows = Rows(AUTO_BATCH_SIZE, length, target)
         if wanted.batch_size != "auto":
             return replace(rows, batch_size=wanted.batch_size)
@@ -400,7 +412,12 @@ class _TaskOutline:
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
         batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
-        if self.request.mask == "absent" or self.request.packing:
+        config: Any = self.outline.model.config
+        if is_speech(config):
+            features = size, config.num_mel_bins, length
+            dtype = self.outline.model.dtype
+            batch = {"input_features": torch.empty(features, dtype=dtype, device="meta"), "labels": batch["labels"]}
+        elif self.request.mask == "absent" or self.request.packing:
             del batch["attention_mask"]
         rows_within = None
         if self.request.packing:
@@ -428,7 +445,8 @@ class _TaskOutline:
         sizes = [size for size in BATCH_SIZES if size < rows.batch_size]
         others: list[tuple[tuple[str, ...], Rows]]
         others = [((f"batch_size={size}",), replace(rows, batch_size=size)) for size in sizes]
-        if half := rows.input_length // 2:
+        half = rows.input_length // 2
+        if half and not is_speech(self.outline.model.config):
             one_row = () if rows.batch_size == 1 else ("batch_size=1",)
             shorter = replace(rows, batch_size=1, input_length=half)
             others.append(((*one_row, f"max_input_length={half}"), shorter))

@@ -40,12 +40,13 @@ _DRAWN = (True, False, "gaussian")
 """Values of `init_lora_weights` that read no weight of the base."""
 
 
-def lora_config(lora: bool | int | LoraConfig | None, task: Task) -> LoraConfig | None:
+def lora_config(lora: bool | int | LoraConfig | None, task: Task | None) -> LoraConfig | None:
     """The adapters to add, as PEFT describes them; None for full fine-tuning.
 
     Args:
         lora: True is rank `RANK`. A rank adapts all linear layers but the head, with `lora_alpha` of twice the rank. A
             `LoraConfig` is used unchanged, but for a missing task type.
+        task: None: PEFT's model of no task.
 
     Raises:
         ConfigError: as `check_lora`.
@@ -55,11 +56,12 @@ def lora_config(lora: bool | int | LoraConfig | None, task: Task) -> LoraConfig 
         return None
     from peft import LoraConfig
 
+    task_type = None if task is None else _TASKS[task]
     if not isinstance(lora, LoraConfig):
         rank = RANK if lora is True else lora
-        return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=_TASKS[task])
+        return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task_type)
     found = copy.deepcopy(lora)
-    found.task_type = found.task_type or _TASKS[task]
+    found.task_type = found.task_type or task_type
     return found
 
 

@@ -228,7 +228,7 @@ def prepare_both(
     if eval_dataset is None:
         return data, None
     if isinstance(eval_dataset, float):
-        return _held_out(data, eval_dataset)
+        return held_out(data, eval_dataset)
     try:
         rows = load_dataset_like(eval_dataset, split="validation", columns=column_options.named)
         return data, prepare(rows, tokenizer, model_config, task=data.task, id2label=data.id2label, **how)
@@ -236,7 +236,8 @@ def prepare_both(
         raise DataError(f"eval_dataset: {error}") from error
 
 
-def _held_out(data: PreparedData, share: float) -> tuple[PreparedData, PreparedData]:
+def held_out(data: PreparedData, share: float) -> tuple[PreparedData, PreparedData]:
+    """Training rows, and a share of them for evaluation. Raises `DataError` if no row is left to train on."""
     total = len(data.dataset)
     number = max(1, round(share * total))
     if number == total:

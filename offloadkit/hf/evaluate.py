@@ -12,6 +12,8 @@ import torch
 from offloadkit.hf.data import PreparedData
 
 _CONTINUED_TOKENS = 48
+_PROMPT_OF_WHISPER = 4
+"""Tokens before the text: start, language, task, and no timestamps."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,14 @@ def predict(
     """
     was_training = model.training
     model.eval()
-    rows = data.dataset.select(range(min(num_rows, len(data.dataset)))).to_list()
+    rows, number = data.dataset, min(num_rows, len(data.dataset))
     try:
         with torch.no_grad():
             if data.task == "causal":
-                return [run_eval(partial(_continue, model, tokenizer, row)) for row in rows]
+                return [run_eval(partial(_continue, model, tokenizer, rows[index])) for index in range(number)]
             answer = _write if data.task == "seq2seq" else _classify
-            batches = [rows[begin : begin + batch_size] for begin in range(0, len(rows), batch_size)]
+            parts = (range(begin, min(begin + batch_size, number)) for begin in range(0, number, batch_size))
+            batches = ([rows[index] for index in part] for part in parts)
             answers = (run_eval(partial(answer, model, tokenizer, data, batch)) for batch in batches)
             return [sample for answered in answers for sample in answered]
     finally:
@@ -75,8 +78,14 @@ def share_correct(samples: list[Sample]) -> float:
 def _write(model: Any, tokenizer: Any, data: PreparedData, rows: list[dict[str, Any]]) -> list[Sample]:
     batch = data.collator(rows)
     longest = max(len(row["labels"]) for row in rows)
-    written = _generate(model, batch["input_ids"], batch["attention_mask"], longest)
     targets = [[token for token in row["labels"] if token >= 0] for row in rows]
+    if "input_features" in batch:
+        features = batch["input_features"].to(model.device, model.dtype)
+        room = model.config.max_target_positions - _PROMPT_OF_WHISPER
+        written = _generate(model, max(1, min(longest, room)), input_features=features)
+        texts = (_text(tokenizer.tokenizer, ids) for ids in (targets, written))
+        return [Sample("(sound)", *sample) for sample in zip(*texts, strict=True)]
+    written = _generate(model, longest, input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     texts = (_text(tokenizer, ids) for ids in ([row["input_ids"] for row in rows], targets, written))
     return [Sample(*sample) for sample in zip(*texts, strict=True)]
 
@@ -98,12 +107,13 @@ def _continue(model: Any, tokenizer: Any, row: dict[str, Any]) -> Sample:
     masked = next((index for index, label in enumerate(row.get("labels", ids)) if label >= 0), 0)
     cut = masked if 0 < masked < len(ids) else max(1, len(ids) // 2)
     prompt = torch.tensor([ids[:cut]])
-    written = _generate(model, prompt, torch.ones_like(prompt), min(_CONTINUED_TOKENS, len(ids) - cut))
+    longest = min(_CONTINUED_TOKENS, len(ids) - cut)
+    written = _generate(model, longest, input_ids=prompt, attention_mask=torch.ones_like(prompt))
     return Sample(*_text(tokenizer, [ids[:cut], ids[cut:], written[0, cut:].tolist()]))
 
 
-def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, num_tokens: int) -> Any:
-    inputs = {"input_ids": input_ids.to(model.device), "attention_mask": mask.to(model.device)}
+def _generate(model: Any, num_tokens: int, **tensors: torch.Tensor) -> Any:
+    inputs = {name: tensor.to(model.device) for name, tensor in tensors.items()}
     return model.generate(**inputs, max_new_tokens=num_tokens, max_length=None, num_beams=1, do_sample=False)
 
 

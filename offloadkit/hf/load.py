@@ -195,6 +195,7 @@ _AUTO_CLASSES = {
     "causal": "AutoModelForCausalLM",
     "classification": "AutoModelForSequenceClassification",
 }
+_SPEECH = "AutoModelForSpeechSeq2Seq"
 _NUM_AT_A_TIME = 16
 _MOST_PARAMETERS = 2**48
 
@@ -204,16 +205,19 @@ def infer_task(config: PreTrainedConfig) -> Task:
     from transformers.models.auto import modeling_auto as auto
 
     architecture = (config.architectures or [""])[0]
+    if is_speech(config):
+        return "seq2seq"
     if architecture.endswith("ForSequenceClassification"):
         return "classification"
     if config.is_encoder_decoder and config.model_type in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         return "seq2seq"
     names_causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
     masked = config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if config.is_encoder_decoder:  # Whisper's decoder is in the list below, but it is not the whole model
+    if config.is_encoder_decoder:  # some have decoders in the list below, which are not the whole model
         raise ModelError(
-            f"{architecture or config.model_type} does not map text to text, and finetune and plan are for text: train "
-            "it with offloadkit.OffloadSeq2SeqTrainer, which plans for the batches of your own collator"
+            f"{architecture or config.model_type} does not map text to text, and finetune and plan are for text, and "
+            "for sound by Whisper: train it with offloadkit.OffloadSeq2SeqTrainer, which plans for the batches of your "
+            "own collator"
         )
     if config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (names_causal or not masked):
         return "causal"
@@ -225,6 +229,21 @@ def infer_task(config: PreTrainedConfig) -> Task:
     )
 
 
+def is_speech(config: PreTrainedConfig) -> bool:
+    """Whether the model is a Whisper, which maps sound to text."""
+    architecture = (config.architectures or ["WhisperForConditionalGeneration"])[0]
+    return config.model_type == "whisper" and architecture == "WhisperForConditionalGeneration"
+
+
+def num_frames(config: Any) -> int:
+    """Frames of a Whisper's window: its two convolutions make a position of each two frames."""
+    return 2 * int(config.max_source_positions)
+
+
+def auto_class_name(config: PreTrainedConfig, task: Task) -> str:
+    return _SPEECH if task == "seq2seq" and is_speech(config) else _AUTO_CLASSES[task]
+
+
 def auto_class_of(config: PreTrainedConfig, task: str) -> Any:
     """The Auto class of a task. Raises `ConfigError` for an unknown task, `ModelError` if the class has no such
     model.
@@ -233,7 +252,7 @@ def auto_class_of(config: PreTrainedConfig, task: str) -> Any:
 
     if task not in _AUTO_CLASSES:
         raise ConfigError(f"task must be one of {', '.join(map(repr, _AUTO_CLASSES))}, got {task!r}")
-    auto_class = getattr(transformers, _AUTO_CLASSES[task])
+    auto_class = getattr(transformers, auto_class_name(config, cast("Task", task)))
     if type(config) not in auto_class._model_mapping and not getattr(config, "auto_map", None):
         raise ModelError(
             f"{config.model_type!r} has no model for task {task!r}; it can be trained as {infer_task(config)!r}"

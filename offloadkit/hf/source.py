@@ -31,6 +31,7 @@ from offloadkit.hf.load import (
     draw_lazily,
     fill,
     infer_task,
+    is_speech,
     quantised_by,
     read,
     read_lazily_or_now,
@@ -149,7 +150,12 @@ class ModelSource:
         """PEFT's config of the adapters that the model has or gets; None: all weights are trained."""
         if has_adapters(self.model):
             return cast("PeftModel", self.model).active_peft_config
-        return lora_config(self.lora, self.task)
+        return lora_config(self.lora, self._adapted_task)
+
+    @property
+    def _adapted_task(self) -> Task | None:
+        """None for speech, because PEFT's class for seq2seq passes `input_ids`."""
+        return None if is_speech(self._preset_config or self.config) else self.task
 
     @property
     def is_quantised(self) -> bool:
@@ -168,7 +174,7 @@ class ModelSource:
     def _adapted(self, model: Any) -> Any:
         """The model with its adapters, or with its frozen parts."""
         freeze_parts(model, self.freeze)
-        config = lora_config(self.lora, self.task)
+        config = lora_config(self.lora, self._adapted_task)
         return model if config is None or has_adapters(model) else add_adapters(model, config)
 
     def training_config(self, config: PreTrainedConfig | None = None) -> PreTrainedConfig:
@@ -196,6 +202,8 @@ class ModelSource:
             self.check_decoder(config)
             with collector_off(), self._of_its_config():  # building imports the model's module
                 model = build(config, self.task, None, torch.device("meta"))
+            if self.init == "pretrained":  # all weights that are read are trained, also Whisper's fixed positions
+                model.requires_grad_(True)
         if getattr(model, "loss_type", "") is None:
             model.loss_type = "ForCausalLM"  # transformers' default, without its warning; GPT-2 sets no loss type
         return cast("PreTrainedModel", self._adapted(model))
@@ -303,6 +311,16 @@ class ModelSource:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
 
+    def load_processor(self, processor: Any = None) -> Any:
+        """Load a speech model's own processor, or the given one (a processor, its hub name or folder).
+
+        Raises `ConfigError` if it has no feature extractor or tokenizer.
+        """
+        processor = self._tokenizer_name if processor is None else processor
+        if processor == "":
+            raise ModelError("a model made in memory has no processor: pass tokenizer= its processor")
+        return _read_processor(processor)
+
     @property
     def _tokenizer_name(self) -> str:
         return self.given if isinstance(self.given, str) else cast(str, getattr(self.given, "name_or_path", ""))
@@ -402,6 +420,33 @@ def _check_head(model: Any, task: Task, id2label: dict[int, str] | None) -> None
             f"the model has {config.num_labels} labels but the dataset has {len(id2label)}: load it with "
             f"num_labels={len(id2label)}"
         )
+
+
+def _read_processor(given: Any) -> Any:
+    """A processor with a feature extractor and a tokenizer. Raises `ConfigError` if `given` is something else."""
+    from transformers import AutoProcessor
+
+    if isinstance(given, str | os.PathLike) and given != "byte":
+        location = locate(given)
+        if os.path.isdir(location):
+            check_files(Path(location))
+        read: Any = AutoProcessor.from_pretrained
+        try:
+            with readable_hub_errors(location, kind="processor"):
+                given = read(location, **where_to_look(location))
+        except (ModelError, TypeError, ValueError) as error:
+            if type(error) not in (ModelError, TypeError, ValueError):
+                raise
+            raise ModelError(
+                f"no processor can be loaded from {location!r}: pass tokenizer= a processor, or the name or folder of "
+                f"one, with its preprocessor_config.json and tokenizer files ({error})"
+            ) from error
+    if not all(hasattr(given, name) for name in ("feature_extractor", "tokenizer")):
+        raise ConfigError(
+            "tokenizer must be the processor of a speech model, with its feature_extractor and tokenizer, or the name "
+            f"or folder of one; got {shown(given)}"
+        )
+    return given
 
 
 def _read_tokenizer(location: str) -> PreTrainedTokenizerBase:

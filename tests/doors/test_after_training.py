@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from transformers import ByT5Tokenizer, T5ForConditionalGeneration, TrainerCallback
+from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration, TrainerCallback
 
 import offloadkit
 from offloadkit import OffloadConfig
@@ -85,7 +85,8 @@ def test_a_card_names_a_base_model_only_of_the_hub_whose_weights_were_read(
         "peaks": {},
         "metrics": {"train_seconds": 12345},
     }
-    card = ModelCard(model_card(Path("out"), given, run[0].plan, {"training": (0.002, data)}, **options))
+    sets = {"training": (0.002, data)}
+    card = ModelCard(model_card(Path("out"), given, T5Config(), run[0].plan, sets, **options))
     assert card.data.base_model == base
     assert ("random weights" in card.text) == bool(is_drawn)
     assert "| train_seconds | 12345 |" in card.text

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import (
     BertForSequenceClassification,
     ByT5Tokenizer,
@@ -25,6 +26,7 @@ from offloadkit import OffloadConfig
 from offloadkit.doors import recipes
 from offloadkit.doors.cli import app
 from offloadkit.hf.options import FinetuneOptions
+from tests import speech
 from tests.hf import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +113,7 @@ ROWS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "llama-8b-24gib": lambda text, answer: {"text": text},
     "llama-8b-lora-8gib": lambda text, answer: {"text": text},
     "two-gpus": lambda text, answer: {"input": text, "target": answer},
+    "whisper": lambda text, answer: speech.rows(2)[answer == "bad"],
 }
 DECODERS = ("chat", "completion", "continued-pretraining", "llama-8b-24gib", "llama-8b-lora-8gib")
 LEAST_FALL = 0.5
@@ -119,7 +122,7 @@ LEAST_FALL = 0.5
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders "t5", "decoder" and "classification" with tiny models and their tokenizers."""
+    """Folders "t5", "decoder", "classification" and "whisper" with tiny models and their tokenizers."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     words = tiny.word_tokenizer(chat_template=tiny.CHAT_TEMPLATE)
@@ -127,6 +130,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "t5": (T5ForConditionalGeneration(tiny.t5_config(d_model=32)), ByT5Tokenizer()),
         "decoder": (LlamaForCausalLM(tiny.llama_config(hidden_size=32)), words),
         "classification": (BertForSequenceClassification(tiny.bert_config(hidden_size=32)), words),
+        "whisper": (speech.model(), speech.processor()),
     }
     for name, (model, tokenizer) in made.items():
         model.save_pretrained(folder / name)
@@ -147,10 +151,14 @@ def test_a_recipe_trains_and_its_loss_falls(
     """The recipe itself, with a tiny model and few rows. Two GPUs are two processes on the CPU."""
     monkeypatch.chdir(tmp_path)
     options_of(name)
-    model = models / (name if name == "classification" else "decoder" if name in DECODERS else "t5")
+    model = models / (name if name in ("classification", "whisper") else "decoder" if name in DECODERS else "t5")
     rows = recipes.read(name)["train_dataset"].replace("*", "part")
     Path(rows).parent.mkdir(exist_ok=True)
-    Path(rows).write_text("".join(json.dumps(ROWS[name](*PAIRS[number % 2])) + "\n" for number in range(32)))
+    made = [ROWS[name](*PAIRS[number % 2]) for number in range(32)]
+    if rows.endswith(".parquet"):
+        Dataset.from_list(made).to_parquet(rows)
+    else:
+        Path(rows).write_text("".join(json.dumps(row) + "\n" for row in made))
     changes = ["max_steps=25", "learning_rate=0.02", "save_strategy=steps", "eval_strategy=no", "batch_size=4"]
     changes += ["gradient_accumulation=1", "use_cpu=True", "vram=None", "ram=None", "output_dir=out"]
     done = run("train", name, f"model={model}", *changes)

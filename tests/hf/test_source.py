@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, ByT5Tokenizer, LlamaForCausalLM, WhisperConfig
+from transformers import AutoConfig, ByT5Tokenizer, LlamaForCausalLM, Speech2TextConfig
 
 import offloadkit
 from offloadkit.doors.planning import PlanRequest, plan_source
@@ -157,12 +157,12 @@ def test_a_name_that_is_nearly_a_presets_gets_one_guess(name: str, meant: str | 
     assert (f"did you mean '{meant}'?" if meant else "a hub name such as") in message
 
 
-def test_whisper_is_refused_by_plan_and_finetune_and_names_the_trainer(tmp_path: Path) -> None:
-    config = WhisperConfig(architectures=["WhisperForConditionalGeneration"], decoder_start_token_id=1)
-    folder = str(tiny.save_config(config, tmp_path / "whisper"))
+def test_other_speech_models_are_refused_by_plan_and_finetune_and_name_the_trainer(tmp_path: Path) -> None:
+    config = Speech2TextConfig(architectures=["Speech2TextForConditionalGeneration"], decoder_start_token_id=1)
+    folder = str(tiny.save_config(config, tmp_path / "speech"))
     rows = [{"text": "a"}]
     for refused in (lambda: offloadkit.plan(folder), lambda: offloadkit.finetune(folder, rows, tokenizer="byte")):
-        with pytest.raises(ModelError, match=r"WhisperForConditionalGeneration .*offloadkit\.OffloadSeq2SeqTrainer"):
+        with pytest.raises(ModelError, match=r"Speech2TextForCond.* offloadkit\.OffloadSeq2SeqTrainer"):
             refused()
 
 
