@@ -451,12 +451,12 @@ class WeightRing:
                 self._own[block] = _Buffer(memory, 0, released=record_compute(self.device))
                 self._buffers.append(self._own[block])
                 self.fetch(block)
-            self.synchronize()  # so that the seconds of the move are known
+            self.synchronize()  # wait: seconds of a move into VRAM
             yield
         finally:
             for block in chosen:
                 self.evict(block)
-            self.synchronize()
+            self.synchronize()  # wait: fetches before a block's own memory is freed
             self._buffers = kept
             self._own.clear()
             for block in chosen:

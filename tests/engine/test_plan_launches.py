@@ -113,7 +113,7 @@ def test_rows_whose_blocks_were_timed_take_about_as_long_as_planned_in_the_media
     steps, backwards, factors, inside = [], [], [], []
     for row in table.read():
         timed = row["status"] == "measured" and "operation_launches" in (row["figures"] or {}) and row["rates"]
-        timed = timed and not row["engine"].endswith(("-muon", "-lora"))  # `inputs_of` has AdamW's layers
+        timed = timed and not row["engine"].endswith(("-muon", "-lora", "any"))  # `inputs_of` knows AdamW's
         if timed and row["mask"] == "full" and row["rates"].get("num_ranks", 1) == 1 and row["tokens"] <= 5120:
             search, counts = as_placed(row)
             planned = search.phases(counts)

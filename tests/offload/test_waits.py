@@ -502,6 +502,8 @@ NEVER_MISSED = {
     "updates before a forward reads weights by itself": "`ExternalWrites` waits for what Python reads before its "
     "module runs; this one is for what Python does not see",
     "timings": "it orders no work",
+    "seconds of a move into VRAM": "it orders no work",
+    "fetches before a block's own memory is freed": "the wait for the move's seconds came first",
     "an input in RAM before it is fetched": "the compute stream, which this stream waits for a line before, waited for "
     "it when the input's VRAM was freed",
     "a step before its weights are copied down": "this stream waited for each chunk's step",
