@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from offloadkit import OffloadConfig, OffloadEngine, Placement
 from offloadkit.engine.outline import without_memory
@@ -17,26 +14,10 @@ from offloadkit.engine.tracing import trace_micro_batch
 from offloadkit.hf.freezing import freeze_parts
 from offloadkit.offload.layers import flat_layers, repeated_blocks
 from offloadkit.planner.graphs import capturable
+from tests.engine.test_tracing import saved_in_a_real_run
 from tests.sub_models import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def saved_in_a_real_run(model: nn.Module, batch: dict[str, Any]) -> int:
-    """Bytes of the distinct storages that autograd saves on the CPU, without weights and inputs."""
-    given = [tensor for tensor in batch.values() if isinstance(tensor, torch.Tensor)]
-    own = {each.untyped_storage().data_ptr() for each in itertools.chain(model.parameters(), model.buffers(), given)}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _loss = model(**batch).loss
-    return sum(saved.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

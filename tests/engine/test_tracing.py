@@ -98,10 +98,10 @@ def tokens(rows: int, length: int, **others: int) -> dict[str, torch.Tensor]:
     return {name: torch.ones(rows, number, dtype=torch.int64) for name, number in lengths.items()}
 
 
-def saved_in_a_real_run(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+def saved_in_a_real_run(model: nn.Module, batch: dict[str, Any]) -> int:
     """Bytes of the distinct storages that autograd saves on the CPU, without weights and inputs."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
-    own |= {tensor.untyped_storage().data_ptr() for tensor in batch.values()}
+    given = [tensor for tensor in batch.values() if isinstance(tensor, torch.Tensor)]
+    own = {each.untyped_storage().data_ptr() for each in itertools.chain(model.parameters(), model.buffers(), given)}
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
