@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks import run, table
+from benchmarks import run
 from benchmarks.cases import CASES, ENGINES, LORA
 from benchmarks.table import Row
 from offloadkit.facts.units import format_bytes
@@ -24,34 +23,14 @@ from offloadkit.facts.units import format_bytes
 
 def main(arguments: list[str] | None = None) -> list[Row]:
     """Measure, append the rows to the table, print them, and return them."""
-    options = parse(arguments)
-    rows = run.run(
-        options.cases,
-        engines=options.engines,
-        turns=options.turns,
-        steps=options.steps,
-        out=options.out,
-        commit=options.commit,
-        timeout=options.timeout,
-        verbose=options.verbose,
-    )
+    rows = run.by_options(parse(arguments))
     for row in rows:
         print(line_of(row) + beside_peft(row, rows))
     return rows
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lora", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help="default: all with the claim lora")
-    parser.add_argument("--engines", nargs="+", choices=LORA, default=(), help="default: those of each case")
-    parser.add_argument("--turns", type=int, default=1, help="processes of each engine")
-    parser.add_argument("--steps", type=int, default=run.STEPS, help="timed steps of a process")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a process")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, for trying it without a GPU")
-    parser.add_argument("--verbose", action="store_true", help="show what the processes print")
-    parser.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
-    parser.add_argument("--commit", help="commit to write down where git is missing")
-    options = parser.parse_args(arguments)
+    options = run.parser_for("lora", __doc__, LORA).parse_args(arguments)
     of_claim = [name for name, case in CASES.items() if case.claim == "lora"]
     options.cases = options.cases or (["tiny-lora"] if options.tiny else of_claim)
     return options

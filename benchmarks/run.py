@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import signal
 import subprocess
@@ -68,6 +69,32 @@ def run(
                 table.write([*before, *made, *done], out)
         made += done
     return made
+
+
+def parser_for(script: str, document: str, engines: Sequence[str]) -> argparse.ArgumentParser:
+    """The command line of a script that measures the cases of one claim; `by_options` measures what it says.
+
+    Args:
+        script: module in `benchmarks`.
+        document: its docstring.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{script}", description=document.partition("\n")[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help="default: all of this claim")
+    parser.add_argument("--engines", nargs="+", choices=engines, default=(), help="default: those of each case")
+    parser.add_argument("--turns", type=int, default=1, help="processes of each engine")
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of a process")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a process")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, for trying it without a GPU")
+    parser.add_argument("--verbose", action="store_true", help="show what the processes print")
+    parser.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
+    parser.add_argument("--commit", help="commit to write down where git is missing")
+    return parser
+
+
+def by_options(options: argparse.Namespace) -> list[Row]:
+    """`run` with the options of `parser_for`."""
+    names = ("engines", "turns", "steps", "out", "commit", "timeout", "verbose")
+    return run(options.cases, **{name: getattr(options, name) for name in names})
 
 
 def _said(raw: dict[str, Any]) -> str:

@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks import run, table
+from benchmarks import run
 from benchmarks.lora import line_of
 from benchmarks.table import Row
 from offloadkit.doors.engines import worker
@@ -39,16 +38,7 @@ from offloadkit.planner import Dtype
 
 def main(arguments: list[str] | None = None) -> list[Row]:
     """Measure, append the rows to the table, print them, and return them."""
-    options = parse(arguments)
-    rows = run.run(
-        options.cases,
-        engines=options.engines,
-        steps=options.steps,
-        out=options.out,
-        commit=options.commit,
-        timeout=options.timeout,
-        verbose=options.verbose,
-    )
+    rows = run.by_options(parse(arguments))
     for row in rows:
         print(line_of(row) + beside_plain(row, rows))
     return rows
@@ -57,16 +47,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     from benchmarks.cases import CASES, SUB_MODELS
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sub_models", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help="default: all with the claim any")
-    parser.add_argument("--engines", nargs="+", choices=SUB_MODELS, default=(), help="default: both")
-    parser.add_argument("--steps", type=int, default=run.STEPS, help="timed steps of a process")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a process")
-    parser.add_argument("--tiny", action="store_true", help="tiny models, for trying it without a GPU")
-    parser.add_argument("--verbose", action="store_true", help="show what the processes print")
-    parser.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
-    parser.add_argument("--commit", help="commit to write down where git is missing")
-    options = parser.parse_args(arguments)
+    options = run.parser_for("sub_models", __doc__, SUB_MODELS).parse_args(arguments)
     tiny = [name for name in CASES if name.startswith("tiny-any-")]
     of_claim = [name for name, case in CASES.items() if case.claim == "any"]
     options.cases = options.cases or (tiny if options.tiny else of_claim)
