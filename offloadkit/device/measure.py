@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from offloadkit.device.host_memory import HostSlab
+from offloadkit.device.process_memory import load_libraries
 from offloadkit.device.state_file import unnamed_file
 from offloadkit.device.streams import CopyStream, Event
 from offloadkit.errors import OutputError
@@ -39,7 +40,7 @@ from offloadkit.facts.threads import ThreadPool
 from offloadkit.kernels import cpu
 from offloadkit.optim.table import DTYPES, FlatState, Segment, state_table
 
-_VERSION = 8
+_VERSION = 9
 """Raise it when the measurements change, to invalidate cached rates."""
 DISK_RATES = {"disk_read_bytes_per_second", "disk_write_bytes_per_second"}
 RATES = {
@@ -88,6 +89,9 @@ def measure(
     rates = cached.get(key, {})
     if rates.keys() != RATES:
         rates = _found(key, device, lambda: machine_rates(device, meet), num_ranks)
+    if device.type == "cuda":
+        load_libraries(device)
+        rates = rates | {"vram_context_bytes": hardware.context_of_another_time(device, rates["vram_context_bytes"])}
     disk: dict[str, Any] = {}
     if folder is not None:
         disk_key = f"{key} | {folder}"
@@ -181,6 +185,7 @@ def _sizes(device: torch.device) -> dict[str, Any]:
         "supports_bf16": hardware.supports_bf16(device),
         "vram_total_bytes": vram_total,
         "vram_free_bytes": vram_free,
+        "vram_of_others_bytes": hardware.vram_of_others_bytes(device),
         "ram_total_bytes": ram_total,
         "ram_available_bytes": ram_available,
         "cpu_name": hardware.cpu_name(),

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import psutil
 import torch
 
-from offloadkit.facts import hardware
+from offloadkit.facts import hardware, nvml
 from offloadkit.facts.fitted import LOADED_LATER_BYTES
 from offloadkit.facts.telemetry import Peaks
 
@@ -42,34 +42,24 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.peak_bytes, self.source = 0, "none"
-        self._device, self._nvml_device = device, None
-        if device.type != "cuda":
-            return
-        self.source = "mem_get_info (whole device)"
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            index = _cuda._get_nvml_device_index(device.index or 0)  # by CUDA_VISIBLE_DEVICES: numbers or UUIDs
-            self._nvml, self._nvml_device = pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)
-            self._bytes_before = int(pynvml.nvmlDeviceGetMemoryInfo(self._nvml_device).used)
-        except Exception as error:
-            self.source += f"; no NVML: {error!r}"
+        self._device, self._bytes_before = device, None
+        if device.type == "cuda":
+            self._bytes_before = nvml.used_bytes(device)
+            self.source = "mem_get_info (whole device)"
 
     def sample(self) -> None:
         if self.source != "none":
             self.peak_bytes = max(self.peak_bytes, self._used_bytes())
 
     def _used_bytes(self) -> int:
-        if self._nvml_device is None:
-            free, total = torch.cuda.mem_get_info(self._device)
-            return int(total - free)
-        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._nvml_device):
-            if process.pid == os.getpid() and process.usedGpuMemory:
-                self.source = "NVML, this process"
-                return int(process.usedGpuMemory)
-        self.source = "NVML, growth of the device"
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._nvml_device).used) - self._bytes_before
+        if (own := nvml.process_bytes(self._device)) is not None:
+            self.source = "NVML, this process"
+            return own
+        if self._bytes_before is not None and (used := nvml.used_bytes(self._device)) is not None:
+            self.source = "NVML, growth of the device"
+            return used - self._bytes_before
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(total - free)
 
 
 class VramCap:
@@ -96,7 +86,7 @@ class VramCap:
         get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # missing in torch 2.6
         if self._device not in self._shares:
             self._shares[self._device] = {None: get_fraction(self._device)}
-        self._take_account_of(hardware.vram_context_bytes(self._device))
+        self._limit_torch()
 
     def renew(self, work: str) -> None:
         """Adjust the cap to the context's present size. Call it after every piece of `work`.
@@ -109,7 +99,7 @@ class VramCap:
         if self._seen.get(work) == context:
             self._settled.add(work)
         self._seen[work] = context
-        self._take_account_of(context)
+        self._limit_torch()
 
     def watch(self) -> None:
         self._seen.clear()
@@ -124,9 +114,10 @@ class VramCap:
         if len(shares) == 1:
             del self._shares[self._device]
 
-    def _take_account_of(self, context_bytes: int) -> None:
+    def _limit_torch(self) -> None:
         assert self._limit is not None
-        allowed = max(0, self._limit - context_bytes - (0 if self._settled else LOADED_LATER_BYTES))
+        growth = 0 if self._settled else LOADED_LATER_BYTES
+        allowed = max(0, self._limit - hardware.vram_context_bytes(self._device, growth_bytes=growth))
         shares = self._shares[self._device]
         shares[self] = allowed / torch.cuda.get_device_properties(self._device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(shares.values()), self._device)
@@ -139,6 +130,7 @@ def load_libraries(device: torch.device) -> None:
     torch.mm(square, square)
     del square
     torch.cuda.empty_cache()
+    hardware.note_loaded_libraries(device)
 
 
 def tree_ram_bytes(pid: int) -> int:

@@ -130,7 +130,7 @@ def measured_together(ranks: Group, device: torch.device, folder: str | Path | N
     least, most = told.min(0).tolist(), told.max(0).tolist()
     agreed: dict[str, Any] = {}
     for name, low, high in zip(names, least, most, strict=True):
-        is_cost = name in ("launch_seconds", "vram_context_bytes", "num_ranks")
+        is_cost = name in ("launch_seconds", "vram_context_bytes", "vram_of_others_bytes", "num_ranks")
         agreed[name] = type(getattr(own, name))(high if is_cost else low)
     together = replace(own, **agreed)
     one_host = together.num_ranks == ranks.size  # otherwise the link is a network

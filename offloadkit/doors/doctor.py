@@ -21,6 +21,7 @@ from offloadkit.facts.files import path_of
 from offloadkit.facts.hardware import CPU_STEP_RATES, PCI_DEVICES, Hardware, text_of
 from offloadkit.facts.units import format_bytes, format_rate, rounded
 from offloadkit.kernels import cpu, gpu
+from offloadkit.planner.words import of_others
 
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 _DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"), Path("/dev/dxg"))
@@ -263,6 +264,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         major, minor = machine.compute_capability
         bf16 = "native bf16" if machine.supports_bf16 else "no native bf16"
         vram = f"{format_bytes(machine.vram_free_bytes)} free of {format_bytes(machine.vram_total_bytes)}"
+        vram += of_others(machine.vram_of_others_bytes)
         rows += [
             ("GPU", f"{machine.gpu_name}, compute capability {major}.{minor}, {bf16}"),
             ("VRAM", f"{vram}, {format_bytes(machine.vram_context_bytes)} for CUDA itself"),

@@ -17,6 +17,7 @@ from offloadkit.distributed.machine import shared_cores
 from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.engine.outline import FirstWindow, needs_plan, plan_for, proposing_disk
 from offloadkit.errors import RankError
+from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.offload.layers import FlatLayer, check_plan, divided_groups, listed_groups, plan_of
 from offloadkit.offload.shortage import move_summary, within_free_vram
@@ -24,6 +25,7 @@ from offloadkit.optim.table import options_of
 from offloadkit.planner import Plan
 from offloadkit.planner.make import with_layers
 from offloadkit.planner.plan import check_fits
+from offloadkit.planner.words import of_others
 
 
 def checked_groups(
@@ -107,7 +109,8 @@ class Start:
             return plan, first_window
         begun = plan_of_rank(begun, self.layers, self.ranks)
         words = move_summary(plan, begun)
-        message = f"less VRAM is free than when the plan was made: the plan is leaner ({words})"
+        others = of_others(hardware.vram_of_others_bytes(self.device))
+        message = f"less VRAM is free than the plan needs{others}: the plan is leaner ({words})"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
         return begun, first_window
 

@@ -19,14 +19,16 @@ import psutil
 import torch
 
 from offloadkit.errors import ConfigError, OutputError, shown
+from offloadkit.facts import nvml
 from offloadkit.facts.config import Precision
+from offloadkit.facts.fitted import LOADED_LATER_BYTES
 
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _CPU_CACHES = Path("/sys/devices/system/cpu")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-_MAX_CONTEXT_BYTES = 3 << 29
+_MIN_CONTEXT_BYTES, _MAX_CONTEXT_BYTES = 64 << 20, 3 << 29
 _highest_ram = 0
 """Peak RAM from before the system's counter was last reset."""
 
@@ -107,6 +109,9 @@ class Hardware:
     disk_free_bytes: int = 0
     disk_read_bytes_per_second: float = 0.0
     disk_write_bytes_per_second: float = 0.0
+
+    vram_of_others_bytes: int = 0
+    """VRAM that other processes hold."""
 
     assumed: str = ""
     """Sentence that names the assumed values; "" if everything except the link was measured."""
@@ -338,19 +343,68 @@ def vram_outside_bytes(device: torch.device) -> int:
     return int(total) - int(free) - torch.cuda.memory_reserved(device)
 
 
-def vram_context_bytes(device: torch.device) -> int:
-    """VRAM in use outside torch's allocator, in bytes: this process's CUDA context and libraries; 0 for the CPU.
+_loaded_bytes: dict[int, int] = {}
+"""Least VRAM outside torch's allocator and `library_bytes` since CUDA's libraries were loaded, by GPU index: an upper
+bound of this process's context then.
+"""
 
-    Except for `library_bytes` it is capped at 1.5 GiB, because other processes' VRAM cannot be told apart everywhere.
+
+def vram_context_bytes(device: torch.device, *, growth_bytes: int = 0) -> int:
+    """VRAM of this process outside torch's allocator, in bytes: its CUDA context and libraries; 0 for the CPU.
+
+    This is NVML's figure, if NVML has a plausible one. Otherwise another process's VRAM cannot be told apart from a
+    context that grows: of the VRAM in use it is as much as this process may have, `LOADED_LATER_BYTES` more than when
+    CUDA's libraries were loaded. Before that it is at most 1.5 GiB beside `library_bytes`.
+
+    Args:
+        growth_bytes: add these for kernels that are loaded later, within that bound.
     """
     if device.type != "cuda":
         return 0
-    known = library_bytes[device.index or 0]
-    return min(vram_outside_bytes(device) - known, _MAX_CONTEXT_BYTES) + known
+    index = device.index or 0
+    outside = vram_outside_bytes(device)
+    if (own := _context_by_nvml(device, outside)) is not None:
+        return own + growth_bytes
+    known = library_bytes[index]
+    rest = max(0, outside - known)
+    if index not in _loaded_bytes:
+        return min(rest, _MAX_CONTEXT_BYTES) + growth_bytes + known
+    least = _loaded_bytes[index] = min(_loaded_bytes[index], rest)
+    return min(rest + growth_bytes, least + LOADED_LATER_BYTES) + known
+
+
+def _context_by_nvml(device: torch.device, outside: int) -> int | None:
+    own = nvml.process_bytes(device)
+    if own is None:
+        return None
+    context = own - torch.cuda.memory_reserved(device)
+    return context if library_bytes[device.index or 0] + _MIN_CONTEXT_BYTES <= context <= outside else None
+
+
+def note_loaded_libraries(device: torch.device) -> None:
+    """Bound this process's context by its present size. Call it when CUDA's libraries are loaded."""
+    if device.type == "cuda":
+        index = device.index or 0
+        now = vram_context_bytes(device) - library_bytes[index]
+        _loaded_bytes[index] = min(_loaded_bytes.get(index, now), now)
+
+
+def context_of_another_time(device: torch.device, num_bytes: int) -> int:
+    """`num_bytes`, the context that an earlier process measured, or less if another process's VRAM was part of it."""
+    index = device.index or 0
+    if index not in _loaded_bytes or _context_by_nvml(device, vram_outside_bytes(device)) is not None:
+        return num_bytes
+    _loaded_bytes[index] = min(_loaded_bytes[index], num_bytes)
+    return min(num_bytes, _loaded_bytes[index] + LOADED_LATER_BYTES)
+
+
+def vram_of_others_bytes(device: torch.device) -> int:
+    """VRAM of other processes, in bytes, as far as `vram_context_bytes` tells them apart; 0 for the CPU."""
+    return max(0, vram_outside_bytes(device) - vram_context_bytes(device))
 
 
 def is_gpu_shared(device: torch.device) -> bool:
-    """Whether other processes hold VRAM of this GPU, as far as `vram_context_bytes` shows it. False for the CPU."""
+    """Whether other processes hold much VRAM of this GPU, more than a CUDA context. False for the CPU."""
     return vram_outside_bytes(device) - library_bytes[device.index or 0] >= _MAX_CONTEXT_BYTES
 
 

@@ -23,6 +23,7 @@ from offloadkit.facts.threads import Thread
 from offloadkit.facts.units import format_bytes
 from offloadkit.planner import Plan, leaner
 from offloadkit.planner.layout import GRAPHS, TIERS
+from offloadkit.planner.words import of_others
 
 POLL_SECONDS = 0.2
 TOLERANCE = 1.02
@@ -151,12 +152,17 @@ def _spare_ram(plan: Plan) -> int:
     return max(0, hardware.ram_available_bytes() - ram_floor()) // plan.num_on_host
 
 
+def _spare_vram(device: torch.device) -> int:
+    """VRAM, in bytes, that is free at the process's peak, if other processes keep theirs."""
+    for_peaks = process_memory.peak_reserved_bytes(device) - torch.cuda.memory_allocated(device)
+    return max(0, hardware.vram_bytes(device)[0] - for_peaks)
+
+
 def room(plan: Plan, device: torch.device) -> dict[str, int]:
     """Bytes of "vram" and "ram" that another plan of this run may need, limited by budgets and free memory."""
     needs, spare = plan.needs(), {"ram": _spare_ram(plan)}
     if device.type == "cuda":
-        for_peaks = process_memory.peak_reserved_bytes(device) - torch.cuda.memory_allocated(device)
-        spare["vram"] = max(0, hardware.vram_bytes(device)[0] - for_peaks)
+        spare["vram"] = _spare_vram(device)
     free = {tier: needs[tier] + more for tier, more in spare.items()}
     return {tier: min(plan.budgets[tier], free.get(tier, plan.budgets[tier])) for tier in ("vram", "ram")}
 
@@ -201,9 +207,7 @@ def with_less_ram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan
     lacking = (2 * ram_floor() - hardware.ram_available_bytes()) // plan.num_on_host
     budgets = {"ram": max(1, now["ram"] - max(now["ram"] // 8, lacking))}
     if device.type == "cuda":
-        used = hardware.vram_context_bytes(device) + process_memory.peak_reserved_bytes(device)
-        spare = max(0, hardware.vram_bytes(device)[1] - used)
-        budgets["vram"] = min(now["vram"] + spare, max(now["vram"], plan.budgets.get("vram", 1 << 60)))
+        budgets["vram"] = min(now["vram"] + _spare_vram(device), max(now["vram"], plan.budgets.get("vram", 1 << 60)))
     if (folder := plan.basis.config.disk) is not None:
         budgets["disk"] = now["disk"] + shutil.disk_usage(folder).free // plan.num_on_host
     return _planned(plan, "ram", budgets, ranks)
@@ -254,6 +258,7 @@ def full_gpu(plan: Plan, device: torch.device) -> str:
     planned = plan.tiers["vram"]
     parts = ", ".join(f"{category} {format_bytes(size)}" for category, size in planned.items() if size)
     free, total = hardware.vram_bytes(device)
+    held = of_others(hardware.vram_of_others_bytes(device))
     used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     fixed = sum(size for category, size in planned.items() if category not in ("activations", GRAPHS, "framework"))
     others = (
@@ -263,6 +268,6 @@ def full_gpu(plan: Plan, device: torch.device) -> str:
     )
     return (
         f"the GPU's memory is full: torch used up to {format_bytes(used)}, {format_bytes(free)} of "
-        f"{format_bytes(total)} are free. Planned were {format_bytes(sum(planned.values()))} ({parts}){others}; "
+        f"{format_bytes(total)} are free{held}. Planned were {format_bytes(sum(planned.values()))} ({parts}){others}; "
         f"activations and torch's own memory took {format_bytes(max(0, used - fixed))}"
     )

@@ -24,7 +24,7 @@ from offloadkit.planner.make import P, budget_options, is_short_of_ram, replanne
 from offloadkit.planner.prediction import Prediction
 from offloadkit.planner.ranks import GPUS_PER_HOST
 from offloadkit.planner.seconds import FEW_CORES, cpu_step_rate
-from offloadkit.planner.words import TO_GPU, TO_RAM, host_totals, misfit_message, of_tiers, speed
+from offloadkit.planner.words import TO_GPU, TO_RAM, beside_others, host_totals, misfit_message, of_tiers, speed
 from offloadkit.planner.words import takes as takes_of
 
 _LIMITS = {
@@ -197,9 +197,12 @@ def remedies(plan: Prediction) -> list[Remedy]:
 def notes(plan: Prediction) -> list[str]:
     """Further sentences about a plan that does not fit."""
     by_name = {phase.name: phase for phase in plan.phases}
-    if "vram" in plan.lacking() and by_name["evaluation"].vram > by_name["training"].vram:
-        return ["evaluation takes the most VRAM: a smaller per_device_eval_batch_size takes less"]
-    return []
+    if "vram" not in plan.lacking():
+        return []
+    found = beside_others(plan)
+    if by_name["evaluation"].vram > by_name["training"].vram:
+        found.append("evaluation takes the most VRAM: a smaller per_device_eval_batch_size takes less")
+    return found
 
 
 def _would_fit(plan: Prediction) -> Iterator[str]:

@@ -17,6 +17,8 @@ from offloadkit.planner.work import MicroBatch
 
 _KEPT = "\N{NO-BREAK SPACE}"
 TO_GPU, TO_RAM = "RAM -> GPU", "GPU -> RAM"
+_LITTLE_VRAM_BYTES = 64 << 20
+"""Other processes' VRAM below this is not worth a word."""
 _WHERE = {"vram": "in VRAM", "ram": "in RAM", "disk": "on disk"}
 _STEPPERS = {
     ("vram", "gpu"): "the GPU",
@@ -29,6 +31,11 @@ _STEPPERS = {
 def of_tiers(num_bytes: Mapping[str, int]) -> str:
     """ "1.23 GiB of VRAM and 4.56 GiB of RAM"."""
     return " and ".join(f"{format_bytes(number)} of {TIERS[tier]}" for tier, number in num_bytes.items())
+
+
+def of_others(num_bytes: int) -> str:
+    """ " (other processes hold 1.2 GiB)", or "" if it is little."""
+    return f" (other processes hold {format_bytes(num_bytes)})" if num_bytes >= _LITTLE_VRAM_BYTES else ""
 
 
 def does_not_fit(lacking: Mapping[str, tuple[int, int]], *, at_least: bool = False) -> str:
@@ -187,8 +194,31 @@ def about(plan: Prediction) -> list[str]:
     return [line for sentence in _about(plan) for line in _wrapped(sentence)]
 
 
+def beside_others(plan: Prediction) -> list[str]:
+    """What other processes hold of the GPU, where that leaves less VRAM than the budget, or where the budget is the
+    free VRAM.
+    """
+    machine, budget = plan.basis.hardware, plan.budgets.get("vram")
+    if machine is None or plan.on_cpu or budget is None:
+        return []
+    held, there = of_others(machine.vram_of_others_bytes), machine.vram_free_bytes + machine.vram_context_bytes
+    if not held or (plan.basis.config.vram is not None and budget <= there):
+        return []
+    if plan.basis.config.vram is None:
+        return [f"VRAM: what is free on this GPU{held}."]
+    short = plan.fits and plan.needs()["vram"] > there
+    leaner = " Training would begin with a leaner plan, unless they end before." if short else ""
+    return [f"Of the budget of {format_bytes(budget)} of VRAM, {format_bytes(there)} are free now{held}.{leaner}"]
+
+
 def _about(plan: Prediction) -> list[str]:
-    sentences = [*assumed(plan), trained(plan), *_by_optimizer(plan), *_beside_training(plan)]
+    sentences = [
+        *assumed(plan),
+        *(beside_others(plan) if plan.fits else []),
+        trained(plan),
+        *_by_optimizer(plan),
+        *_beside_training(plan),
+    ]
     sentences += _beyond_positions(plan.basis.work)
     if plan.basis.beside:
         sentences.append(plan.basis.beside)

@@ -25,7 +25,7 @@ from offloadkit.device import measure as measuring
 from offloadkit.device import measure as rates
 from offloadkit.device.host_memory import HostSlab
 from offloadkit.errors import OffloadkitError, OutputError
-from offloadkit.facts import hardware
+from offloadkit.facts import hardware, nvml
 from offloadkit.kernels import cpu
 
 CPU = torch.device("cpu")
@@ -424,6 +424,8 @@ def test_the_memory_fraction_limits_the_vram(monkeypatch: pytest.MonkeyPatch) ->
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer, raising=False)
+    monkeypatch.setattr(hardware, "_loaded_bytes", {})
+    monkeypatch.setattr(nvml, "process_bytes", lambda _: None)
     device = torch.device("cuda", 0)
     assert hardware.vram_bytes(device) == (12 * gib, 20 * gib)
     assert hardware.vram_context_bytes(device) == 1.5 * gib, "the rest belongs to another process"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,12 @@ from offloadkit.device.process_memory import (
     phase,
     sample_ram,
 )
-from offloadkit.facts import hardware
+from offloadkit.facts import hardware, nvml
+from offloadkit.facts.fitted import LOADED_LATER_BYTES
 from offloadkit.facts.telemetry import Peaks
+from tests.nvml import Library, nvml_is
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 CPU = torch.device("cpu")
 
 
@@ -85,6 +88,7 @@ class Card:
     total = 64 << 30
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.others = 0
         self.context, self.reserved, self.allowed, self.num_readings, self.num_emptied = 512 * MIB, 0, 0, 0, 0
         self.share(1.0)
         patch.setattr(torch.cuda, "mem_get_info", self.info)
@@ -93,11 +97,13 @@ class Card:
         patch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: self.allowed / self.total)
         patch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: self.share(share))
         patch.setattr(torch.cuda, "empty_cache", self.empty)
+        patch.setattr(nvml, "process_bytes", lambda _: None)
+        patch.setattr(hardware, "_loaded_bytes", {})
         patch.setattr(process_memory, "load_libraries", lambda _: None)
 
     def info(self, _: Any) -> tuple[int, int]:
         self.num_readings += 1
-        return self.total - self.context - self.reserved, self.total
+        return self.total - self.context - self.reserved - self.others, self.total
 
     def share(self, share: float) -> None:
         self.allowed = round(share * self.total)
@@ -131,6 +137,25 @@ def test_a_cap_on_vram_follows_the_context_until_it_stays_as_it_is(monkeypatch: 
     assert card.allowed + card.context < limit
     cap.remove()
     assert card.allowed == card.total
+
+
+def test_a_neighbour_takes_nothing_of_a_small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without NVML. The plan has counted on the context's present size and `LOADED_LATER_BYTES`."""
+    card, limit, device = Card(monkeypatch), 3 << 29, torch.device("cuda", 0)
+    monkeypatch.setattr(process_memory, "load_libraries", hardware.note_loaded_libraries)
+    cap = VramCap(limit, device)
+    planned = limit - card.context - LOADED_LATER_BYTES
+    assert card.allowed == planned
+    for others in (GIB, 2 * GIB, 2 * GIB):
+        card.others = others
+        cap.renew("training")
+        assert card.allowed == planned
+    card.others = 0
+    cap.watch()
+    for _ in range(2):
+        cap.renew("training")
+    assert card.allowed == limit - card.context
+    cap.remove()
 
 
 @pytest.mark.parametrize("ends_first", [0, 1])
@@ -167,24 +192,19 @@ def test_without_a_limit_nothing_is_capped(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_memory_that_is_read_is_that_of_the_device_itself(
     visible: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uuids = [f"GPU-{letter}" for letter in "abcd"]
-    used = dict.fromkeys(range(len(uuids)), 100)
-    nvml = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetMemoryInfo=lambda index: SimpleNamespace(used=used[index]),
-        nvmlDeviceGetComputeRunningProcesses=lambda _: [],
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "_raw_device_uuid_nvml", lambda: uuids)
-    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: len(uuids))
+    library = Library()
+    library.used = dict.fromkeys(range(4), 100)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible) if visible else monkeypatch.delenv(
         "CUDA_VISIBLE_DEVICES", raising=False
     )
-    memory = DeviceMemory(torch.device("cuda", 1))
-    used |= {each: 100 + each for each in used}
-    memory.sample()
-    assert (memory.source, memory.peak_bytes) == ("NVML, growth of the device", number)
+    with nvml_is(library):
+        memory = DeviceMemory(torch.device("cuda", 1))
+        library.used = {each: 100 + each for each in library.used}
+        memory.sample()
+        assert (memory.source, memory.peak_bytes) == ("NVML, growth of the device", number)
+        library.processes[number] = [(os.getpid(), 7), (1, 50)]
+        memory.sample()
+        assert (memory.source, memory.peak_bytes) == ("NVML, this process", 7)
 
 
 @pytest.mark.gpu

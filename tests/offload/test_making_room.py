@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 
-from offloadkit.device import host_memory
+from offloadkit.device import host_memory, process_memory
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import OffloadkitError, OutOfRamError, OutOfVramError, RepeatWindowError
 from offloadkit.facts import hardware
@@ -534,6 +534,16 @@ def test_a_plan_that_takes_just_what_is_free_is_begun(monkeypatch: pytest.Monkey
         free = plan.total_bytes("vram") - short
         monkeypatch.setattr(hardware, "vram_bytes", lambda device, free=free: (free, 1 << 40))
         assert (shortage.within_free_vram(plan, torch.device("cuda"), 0) is plan) == (short == 0)
+
+
+def test_a_plan_with_less_ram_takes_no_vram_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, asked = planned(Hungry(), OffloadConfig(), Placement()), list[dict[str, int]]()
+    monkeypatch.setattr(shortage, "leaner", lambda plan, short, budgets: asked.append(dict(budgets)))
+    monkeypatch.setattr(hardware, "vram_bytes", lambda device: (300, 10_000))
+    monkeypatch.setattr(process_memory, "peak_reserved_bytes", lambda device: 250)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 150)
+    shortage.with_less_ram(plan, torch.device("cuda"))
+    assert asked[-1]["vram"] == plan.total_bytes("vram") + 200
 
 
 @pytest.mark.parametrize("num_on_host", [1, 2, 5])

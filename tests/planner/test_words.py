@@ -207,3 +207,23 @@ def test_a_plan_with_lion_proposes_no_precision_that_lion_does_not_have() -> Non
         assert "precision=" not in told
         assert made.fits == (ram == "120GiB")
     assert not made.fits
+
+
+def test_a_plan_names_what_other_processes_hold_where_that_matters() -> None:
+    def said(made: Plan) -> str:
+        return " ".join((str(made) if made.fits else made.explain()).split())
+
+    crowded = replace(H200, vram_free_bytes=6 * GIB, vram_of_others_bytes=100 * GIB)
+    there = format_bytes(crowded.vram_free_bytes + crowded.vram_context_bytes)
+    assert has_facts(
+        said(plan(crowded, vram="8GiB")), "budget of 8 GiB", there, "other processes hold 100 GiB", "leaner plan"
+    )
+    small = said(plan(crowded, num_layers=2, vram="8GiB"))
+    assert has_facts(small, "budget of 8 GiB", there, "other processes hold 100 GiB")
+    assert "leaner plan" not in small, "it needs less than there is"
+    assert has_facts(said(plan(crowded)), "VRAM: what is free", "other processes hold 100 GiB")
+    short = plan(replace(crowded, vram_free_bytes=1 << 20))
+    assert not short.fits
+    assert "other processes hold 100 GiB" in said(short)
+    for silent in (plan(crowded, vram="4GiB"), plan(H200), plan(replace(H200, vram_of_others_bytes=1 << 20))):
+        assert "other processes" not in said(silent)
