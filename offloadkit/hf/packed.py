@@ -462,7 +462,9 @@ def _by_varlen(
     query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
     most = min(1 << rows.shape[0], length)
     seen = (-1, 0) if window is None else (window - 1, 0)
-    options: dict[str, Any] = {"scale": scale, "window_size": seen, "enable_gqa": num_heads != key.shape[1]}
+    options: dict[str, Any] = {"scale": scale, "window_size": seen}
+    if num_heads != key.shape[1] and "enable_gqa" in _varlen_options():  # torch 2.11 has no such option and needs none
+        options["enable_gqa"] = True
     output: Any = varlen_attn(query, key, value, rows[0], rows[0], most, most, **options)
     return output.unflatten(0, (num_rows, length))  # type: ignore[no-any-return]
 
@@ -494,13 +496,14 @@ def _block_diagonal(rows: Tensor, query: Tensor, window: int | None) -> Tensor:
 def _kernel_runs(capability: tuple[int, int] | None) -> bool:
     if capability is None:
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    return capability >= LEAST_CAPABILITY and _has_kernel()
+    return capability >= LEAST_CAPABILITY and {"window_size", "scale"} <= _varlen_options()
 
 
 @cache
-def _has_kernel() -> bool:
+def _varlen_options() -> frozenset[str]:
+    """Names of the parameters of torch's `varlen_attn`; empty before torch 2.10."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return False
-    return {"window_size", "scale", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,6 +42,15 @@ def short_rows_are_long(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> No
     monkeypatch.setattr(WeightRing, "fill_with_nan", True)
 
 
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Attention's backward on a GPU adds in any order otherwise."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def tiny(model_type: str, **changes: Any) -> Any:
     values = {"vocab_size": 64, "num_hidden_layers": BLOCKS, "head_dim": 8, "pad_token_id": 0, "use_cache": False}
     torch.manual_seed(0)
@@ -64,7 +74,9 @@ def trained(model_type: str, device: str, placement: Placement) -> tuple[list[fl
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_no_placement_changes_a_number(model_type: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_placement_changes_a_number(
+    model_type: str, device: str, monkeypatch: pytest.MonkeyPatch, deterministic: None
+) -> None:
     called, own = [], feed_forward.tiles
     monkeypatch.setattr(feed_forward, "tiles", lambda *sizes: called.append(sizes) or own(*sizes))
     losses, weights = trained(model_type, device, Placement())
