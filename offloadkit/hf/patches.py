@@ -7,8 +7,10 @@ with the GPU, or are left out (`masks.py`), and rows of packed batches do not se
 from __future__ import annotations
 
 import inspect
+import math
+import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
@@ -261,8 +263,8 @@ def fuse_decoders(model: nn.Module, capability: tuple[int, int] | None = None) -
 
 
 def change_feed_forwards(model: nn.Module, *, kernels: bool) -> Callable[[], None]:
-    """Compute gated feed-forward layers of long rows in tiles, and of all other rows by one kernel if `kernels`;
-    returns a function that undoes it.
+    """Compute experts and gated feed-forward layers of long rows in tiles, and such layers of all other rows by one
+    kernel if `kernels`; returns a function that undoes it.
     """
     changes = ExitStack()
     for module in model.modules():
@@ -270,17 +272,24 @@ def change_feed_forwards(model: nn.Module, *, kernels: bool) -> Callable[[], Non
         for forward in (_feed_forward, _joint_feed_forward):
             if "forward" not in vars(module) and _computes(kind, forward):
                 changes.callback(give_method(module, "forward", partial(forward, kernels=kernels)))
+        if "forward" not in vars(module) and _is_experts(module):
+            weights = {name: each.shape for name, each in module.named_parameters(remove_duplicate=False)}
+            changes.callback(give_method(module, "forward", partial(_experts, kind=kind, weights=weights)))
     return changes.close
 
 
 def _feed_forward(self: Any, hidden_states: Tensor, *, kernels: bool) -> Tensor:
     into = self.gate_proj, self.up_proj
-    if (tiled := _tiled(hidden_states, into, self.down_proj, self.act_fn, kernels=kernels)) is not None:
-        return tiled
+    whole = partial(_whole_feed_forward, kernels=kernels)
+    tiled = _tiled(self, hidden_states, into, self.down_proj, self.act_fn, whole, kernels=kernels)
+    return whole(self, hidden_states) if tiled is None else tiled
+
+
+def _whole_feed_forward(self: Any, hidden_states: Tensor, *, kernels: bool) -> Tensor:
     if not kernels or not _runs_gated(self.act_fn, hidden_states):
         own: Tensor = type(self).forward(self, hidden_states)
         return own
-    gate, up = (project(hidden_states) for project in into)
+    gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
     if gate.dtype == up.dtype in decoder_kernel.DTYPES and gate.shape == up.shape:
         product = decoder_kernel.gated(gate, up, _ACTIVATIONS[type(self.act_fn).__name__])
     else:
@@ -292,8 +301,12 @@ def _feed_forward(self: Any, hidden_states: Tensor, *, kernels: bool) -> Tensor:
 def _joint_feed_forward(self: Any, hidden_states: Tensor, *, kernels: bool) -> Tensor:
     """`_feed_forward` with one matrix for gate and up."""
     into = (self.gate_up_proj,)
-    if (tiled := _tiled(hidden_states, into, self.down_proj, self.activation_fn, kernels=kernels)) is not None:
-        return tiled
+    whole = partial(_whole_joint_feed_forward, kernels=kernels)
+    tiled = _tiled(self, hidden_states, into, self.down_proj, self.activation_fn, whole, kernels=kernels)
+    return whole(self, hidden_states) if tiled is None else tiled
+
+
+def _whole_joint_feed_forward(self: Any, hidden_states: Tensor, *, kernels: bool) -> Tensor:
     if not kernels or not _runs_gated(self.activation_fn, hidden_states):
         own: Tensor = type(self).forward(self, hidden_states)
         return own
@@ -307,20 +320,122 @@ def _joint_feed_forward(self: Any, hidden_states: Tensor, *, kernels: bool) -> T
     return output
 
 
-def _tiled(x: Tensor, into: tuple[Any, ...], back: Any, activation: Any, *, kernels: bool) -> Tensor | None:
-    """The layer in tiles if the rows of `x` are long; None if they are not, or if a projection is no plain linear layer
-    in the dtype of `x`, such as one with adapters or hooks.
+def _tiled(
+    self: nn.Module,
+    x: Tensor,
+    into: tuple[Any, ...],
+    back: Any,
+    activation: Any,
+    whole: Callable[[Any, Tensor], Tensor],
+    *,
+    kernels: bool,
+) -> Tensor | None:
+    """The layer in tiles if the rows of `x` are long; None if they are not, or if a projection, or the base of LoRA's
+    adapters, is no plain linear layer in the dtype of `x`, such as one with hooks.
     """
-    if not feed_forward_kernel.is_long(x, getattr(back, "in_features", 0)) or not _is_known(activation):
+    features = getattr(back, "in_features", 0)
+    if not feed_forward_kernel.is_long(x, features) or not _is_known(activation) or autocasts(x.device.type):
         return None
     matrices = *into, back
-    if autocasts(x.device.type) or not all(map(_is_plain, matrices)):
+    bases = [each.get_base_layer() if _has_lora(each) else each for each in matrices]
+    if not all(map(_is_plain, bases)):
         return None
-    weights, biases = [each.weight for each in matrices], [each.bias for each in matrices]
+    weights, biases = [each.weight for each in bases], [each.bias for each in bases]
     if not all(each is None or each.dtype == x.dtype in feed_forward_kernel.DTYPES for each in (*weights, *biases)):
         return None
-    name = _ACTIVATIONS[type(activation).__name__]
-    return feed_forward_kernel.gated_feed_forward(x, weights[:-1], weights[-1], biases, name, kernels=kernels)
+    if bases == list(matrices):
+        name = _ACTIVATIONS[type(activation).__name__]
+        return feed_forward_kernel.gated_feed_forward(x, weights[:-1], weights[-1], biases, name, kernels=kernels)
+    names, tensors = zip(*self.named_parameters(remove_duplicate=False), strict=True)
+    size = feed_forward_kernel.tile_size(x.numel() // x.shape[-1], features, feed_forward_kernel.TILE)
+
+    def bind(given: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+        return partial(whole, _with_parameters(self, type(self), dict(zip(names, given, strict=True))))
+
+    rows = x.reshape(-1, x.shape[-1])
+    output = feed_forward_kernel.in_tiles(bind, [rows], tensors, len(weights[-1]), size)
+    return output.view(*x.shape[:-1], -1)
+
+
+def _has_lora(projection: Any) -> bool:
+    """Whether `projection` is a linear layer with LoRA's adapters that computes each token by itself, without random
+    numbers.
+    """
+    file = sys.modules.get("peft.tuners.lora.layer")
+    if file is None or type(projection) is not file.Linear or projection.merged or projection.lora_variant:
+        return False
+    adapters = [projection, *(each for name in ("lora_A", "lora_B") for each in getattr(projection, name).values())]
+    return (
+        all(_is_plain(each) for each in adapters[1:])
+        and not any("forward" in vars(each) or any(hooks_of(each)) for each in projection.modules())
+        and not any(each.training and getattr(each, "p", 0.0) for each in projection.lora_dropout.values())
+    )
+
+
+def _with_parameters(module: nn.Module, kind: type[nn.Module], tensors: Mapping[str, Tensor]) -> Any:
+    """A copy of `module` of the class `kind`, with copies of the modules inside, that has `tensors`, by name, as its
+    parameters.
+    """
+    copy: Any = object.__new__(kind)
+    vars(copy).update(vars(module))
+    own = {name: tensor for name, tensor in tensors.items() if "." not in name}
+    inside = {name: tensor for name, tensor in tensors.items() if "." in name}
+    parts = {}
+    for name, part in module._modules.items():
+        given = {key[len(name) + 1 :]: tensor for key, tensor in inside.items() if key.startswith(f"{name}.")}
+        parts[name] = part if part is None or not given else _with_parameters(part, type(part), given)
+    vars(copy).update(_parameters={**module._parameters, **own}, _modules=parts)
+    return copy
+
+
+# -- experts
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether `module` has the weights of all experts in 3-D parameters, and transformers chooses its forward."""
+    draws = any(isinstance(each, nn.Dropout) for each in module.modules())
+    return hasattr(module, "_is_expert_parallel") and not draws and any(True for _ in module.parameters())
+
+
+def _experts(
+    self: Any,
+    hidden_states: Tensor,
+    *routing: Any,
+    kind: type[nn.Module],
+    weights: Mapping[str, torch.Size],
+    **named: Any,
+) -> Tensor:
+    """The experts in tiles of tokens if there are many.
+
+    Args:
+        routing: each [number of tokens, experts of a token]: the experts' numbers and weights.
+        kind: the class of `self`; PEFT gives it another one while adapted weights are used.
+        weights: shapes by name.
+    """
+    given = (hidden_states, *routing)
+    is_usual = not named and len(given) == 3 and all(isinstance(each, Tensor) and each.dim() == 2 for each in given)
+    is_usual &= not (autocasts(hidden_states.device.type) or torch.compiler.is_compiling() or self._is_expert_parallel)
+
+    @cache
+    def tensors() -> list[Tensor]:
+        return [operator.attrgetter(name)(self) for name in weights]
+
+    size, (tokens, width) = 0, hidden_states.shape[-2:]
+    if is_usual:
+        of_an_expert = sum(math.prod(shape[1:]) for shape in weights.values() if len(shape) == 3) // width
+        size = feed_forward_kernel.tile_of_experts(tokens, routing[0].shape[-1] * (2 * width + of_an_expert), tensors)
+    if not 0 < size < tokens:
+        own: Tensor = type(self).forward(self, *given, **named)
+        return own
+
+    def bind(values: Sequence[Tensor]) -> Callable[..., Tensor]:
+        copy = _with_parameters(self, kind, dict(zip(weights, values, strict=True)))
+        return partial(type(copy).forward, copy)
+
+    return feed_forward_kernel.in_tiles(bind, given, tensors(), width, size)
+
+
+# -- what layers compute
 
 
 def _is_plain(projection: Any) -> bool:

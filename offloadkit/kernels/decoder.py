@@ -59,10 +59,10 @@ def available() -> bool:
 
 
 def differentiable_gradients(output: Tensor, inputs: Sequence[Tensor | None], gradient: Tensor) -> list[Tensor | None]:
-    """Differentiable gradients of the inputs that require one; None for all other inputs."""
+    """Differentiable gradients of the inputs that require one and are used; None for all other inputs."""
     wanted = [one is not None and one.requires_grad for one in inputs]
     given = [one for one, is_wanted in zip(inputs, wanted, strict=True) if one is not None and is_wanted]
-    found = iter(torch.autograd.grad(output, given, gradient, create_graph=True))
+    found = iter(torch.autograd.grad(output, given, gradient, create_graph=True, allow_unused=True))
     return [next(found) if is_wanted else None for is_wanted in wanted]
 
 

@@ -1,8 +1,11 @@
-"""Gated feed-forward layers in tiles of tokens, so that long rows need the memory of one tile.
+"""Feed-forward layers in tiles of tokens, so that long rows need the memory of one tile.
 
 Untiled, a layer of 8,192 features keeps 6 GiB of bf16 numbers for a row of 131,072 tokens. Tiled, it keeps its input,
 and backward computes each tile again: eleven matmuls of the layer's size in total instead of nine. Weight gradients
 are added over the tiles in fp32 and in order. The tiles follow from shapes alone, so all placements have equal bits.
+
+`gated_feed_forward` has plain matrices. `in_tiles` runs any function of tokens, such as experts or layers with LoRA's
+adapters, and differentiates it tile by tile.
 
 The layer is two nodes of autograd. The first one saves the input and computes nothing; the second one computes and
 saves nothing. A recomputed block thus ends at the first node, and computes no tile before backward needs it.
@@ -10,11 +13,12 @@ saves nothing. A recomputed block thus ends at the first node, and computes no t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +32,9 @@ LONG_ROW = 1 << 28
 short rows are not tiled, because a smaller micro-batch needs less memory without more matmuls.
 """
 TILE = 1 << 27
-"""Most tokens times features of a tile: 256 MiB in bf16. Backward has five such arrays at once."""
+"""Most tokens times features of a tile: 256 MiB in bf16."""
+ARRAYS = 5
+"""Such arrays that exist at once in backward."""
 ROWS = 256
 """Tokens of a tile are a multiple of this number."""
 DTYPES = (*decoder.DTYPES, torch.float64)
@@ -55,11 +61,213 @@ def is_long(x: Tensor, features: int) -> bool:
     return x.dim() >= 2 and x.shape[-2] * features >= LONG_ROW
 
 
+def tile_of_experts(tokens: int, numbers: int, weights: Callable[[], Sequence[Tensor]]) -> int:
+    """Tokens of a tile of a layer of experts; 0: too few tokens for tiles.
+
+    Each tile reads and writes the sums of the gradients of all experts, four bytes for each number of the weights. So a
+    tile's arrays are about as large as the sums, and tiles begin where they halve the memory.
+
+    Args:
+        numbers: of a token, in all arrays of its experts.
+        weights: returns those of all experts. It is called for many tokens only.
+    """
+    if tokens * numbers < ARRAYS * LONG_ROW:
+        return 0
+    summed = sum(each.numel() for each in weights() if each.requires_grad)
+    return 0 if tokens * numbers < 4 * summed else tile_size(tokens, numbers, max(ARRAYS * TILE, summed))
+
+
+def tile_size(tokens: int, features: int, most: int) -> int:
+    """Tokens of equal tiles of at most about `most` features: a multiple of `ROWS`."""
+    number = max(1, -(-tokens * features // most))
+    return -(-tokens // number // ROWS) * ROWS
+
+
 def tiles(tokens: int, features: int) -> list[slice]:
     """Equal tiles, multiples of `ROWS` tokens except the last one."""
-    number = max(1, -(-tokens * features // TILE))
-    size = -(-tokens // number // ROWS) * ROWS
+    size = tile_size(tokens, features, TILE)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def gated_feed_forward(
+    x: Tensor,
+    into: Sequence[Tensor],
+    back: Tensor,
+    biases: Sequence[Tensor | None],
+    activation: str,
+    *,
+    kernels: bool,
+) -> Tensor:
+    """(activation(x @ gate.T) * (x @ up.T)) @ back.T in tiles, differentiable any number of times: [..., width].
+
+    Args:
+        x: [..., width], of one of `DTYPES`, as all weights.
+        into: gate and up, each [features, width], or both in one matrix of [2 * features, width].
+        back: [width, features].
+        biases: one for each matrix of `into`, then one for `back`; None: no bias.
+        activation: one of `decoder.ACTIVATIONS`.
+        kernels: use the kernels of `decoder` on a GPU, where they must be `available`, and on the meta device.
+    """
+    return _applied(_Gated(activation, kernels), (*x.shape[:-1], len(back)), [x, *into, back, *biases])
+
+
+def in_tiles(
+    bind: Callable[[Sequence[Tensor]], Callable[..., Tensor]],
+    tokens: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    width: int,
+    size: int,
+) -> Tensor:
+    """`bind(weights)(*tokens)` in tiles, differentiable any number of times: [number of tokens, width].
+
+    Args:
+        bind: returns a function that is free of random numbers, and computes each token's output from that token's
+            numbers alone.
+        tokens: each [number of tokens, ...]. The output has the dtype of the first tensor.
+        size: tokens of a tile.
+    """
+    shape = (len(tokens[0]), width)
+    return _applied(_Function(bind, len(tokens), size), shape, [*tokens, *weights])
+
+
+class _Work(Protocol):
+    """A layer's computation. The first of its tensors gives the output's dtype and device."""
+
+    def in_tiles(self, tensors: Sequence[Any], output: Tensor) -> None:
+        """Write the output, one tile at a time."""
+
+    def whole(self, tensors: Sequence[Any]) -> Tensor:
+        """The same output, differentiable."""
+
+    def gradients(self, tensors: Sequence[Any], gradient: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of the tensors that need one, else None, one tile at a time."""
+
+
+def _applied(work: _Work, shape: tuple[int, ...], tensors: Sequence[Tensor | None]) -> Tensor:
+    apply_saved: Any = _Saved.apply
+    apply_computed: Any = _Computed.apply
+    place = apply_saved(work, shape, *tensors)
+    output: Tensor = apply_computed(place, [None if each is None else each.detach() for each in tensors], work)
+    return output
+
+
+class _Saved(torch.autograd.Function):
+    """Its output has the shape of the layer's output, and no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, work: _Work, shape: tuple[int, ...], *tensors: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.work = work
+        first: Any = tensors[0]
+        place: Tensor = first.new_empty(1).expand(shape)
+        return place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), tensors = gradients, ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return None, None, *decoder.differentiable_gradients(ctx.work.whole(tensors), tensors, gradient)
+        with _tiling():
+            return None, None, *ctx.work.gradients(tensors, gradient, ctx.needs_input_grad[2:])
+
+
+class _Computed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, place: Tensor, tensors: Sequence[Any], work: _Work) -> Tensor:
+        output: Tensor = tensors[0].new_empty(place.shape)
+        with _tiling():
+            work.in_tiles(tensors, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None, None
+
+
+# -- any function of tokens
+
+
+@dataclass(frozen=True)
+class _Function:
+    bind: Callable[[Sequence[Tensor]], Callable[..., Tensor]]
+    num_tokens: int
+    """Number of tensors that have a token in each row; weights follow them."""
+    size: int
+
+    def in_tiles(self, tensors: Sequence[Any], output: Tensor) -> None:
+        run = self.bind(tensors[self.num_tokens :])
+        for tile in self._tiles(output):
+            output[tile] = run(*(each[tile] for each in tensors[: self.num_tokens]))
+
+    def whole(self, tensors: Sequence[Any]) -> Tensor:
+        output: Tensor = self.bind(tensors[self.num_tokens :])(*tensors[: self.num_tokens])
+        return output
+
+    def gradients(self, tensors: Sequence[Any], gradient: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        leaves = [each.detach().requires_grad_(need) for each, need in zip(tensors, needs, strict=True)]
+        tokens, weights = leaves[: self.num_tokens], leaves[self.num_tokens :]
+        found: list[Tensor | None] = [torch.zeros_like(each) if each.requires_grad else None for each in tokens]
+        sums = dict[int, Tensor]()
+        for at, weight in enumerate(weights):
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(partial(_add_gradient, sums, at))
+        run = self.bind(weights)
+        for tile in self._tiles(gradient):
+            parts = [each[tile].detach().requires_grad_(each.requires_grad) for each in tokens]
+            with torch.enable_grad():
+                output = run(*parts)
+            if output.requires_grad:
+                torch.autograd.backward(output, gradient[tile])
+            for part, whole in zip(parts, found, strict=True):
+                if whole is not None and part.grad is not None:
+                    whole[tile] = part.grad
+            del parts, part, output
+        found += [sums.pop(at).to(weight.dtype) if at in sums else None for at, weight in enumerate(weights)]
+        return found
+
+    def _tiles(self, rows: Tensor) -> list[slice]:
+        return [slice(start, min(start + self.size, len(rows))) for start in range(0, len(rows), self.size)]
+
+
+def _add_gradient(sums: dict[int, Tensor], at: int, weight: Tensor) -> None:
+    """Move a weight's gradient to its sum. A weight without a gradient in any tile has no sum."""
+    gradient: Any = weight.grad
+    weight.grad = None
+    if at in sums:
+        sums[at] += gradient
+    else:
+        sums[at] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+
+
+# -- gated layers
+
+
+@dataclass(frozen=True)
+class _Gated:
+    activation: str
+    kernels: bool
+
+    def in_tiles(self, tensors: Sequence[Any], output: Tensor) -> None:
+        layer = self._layer(tensors)
+        matrix, bias = layer.back
+        rows, outputs = tensors[0].reshape(-1, tensors[0].shape[-1]), output.view(-1, len(matrix))
+        for tile in tiles(len(rows), layer.features):
+            product = layer.product(layer.hidden(rows[tile]))
+            if bias is None:
+                torch.mm(product, matrix.t(), out=outputs[tile])
+            else:
+                torch.addmm(bias, product, matrix.t(), out=outputs[tile])
+            del product
+
+    def whole(self, tensors: Sequence[Any]) -> Tensor:
+        layer = self._layer(tensors)
+        return F.linear(layer.product(layer.hidden(tensors[0])), *layer.back)
+
+    def gradients(self, tensors: Sequence[Any], gradient: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        return _backward(self._layer(tensors), tensors[0], gradient, needs)
+
+    def _layer(self, tensors: Sequence[Any]) -> _Layer:
+        return _Layer(tensors[1:], self.activation, self.kernels)
 
 
 @dataclass(frozen=True)
@@ -107,80 +315,6 @@ class _Layer:
 
     def _fused(self, like: Tensor) -> bool:
         return self.kernels and like.device.type in ("cuda", "meta") and like.dtype in decoder.DTYPES
-
-
-def gated_feed_forward(
-    x: Tensor,
-    into: Sequence[Tensor],
-    back: Tensor,
-    biases: Sequence[Tensor | None],
-    activation: str,
-    *,
-    kernels: bool,
-) -> Tensor:
-    """(activation(x @ gate.T) * (x @ up.T)) @ back.T in tiles, differentiable any number of times: [..., width].
-
-    Args:
-        x: [..., width], of one of `DTYPES`, as all weights.
-        into: gate and up, each [features, width], or both in one matrix of [2 * features, width].
-        back: [width, features].
-        biases: one for each matrix of `into`, then one for `back`; None: no bias.
-        activation: one of `decoder.ACTIVATIONS`.
-        kernels: use the kernels of `decoder` on a GPU, where they must be `available`, and on the meta device.
-    """
-    weights = [*into, back, *biases]
-    apply_saved: Any = _Saved.apply
-    apply_computed: Any = _Computed.apply
-    place = apply_saved(x, activation, kernels, *weights)
-    detached = [None if each is None else each.detach() for each in (x, *weights)]
-    output: Tensor = apply_computed(place, detached, activation, kernels)
-    return output
-
-
-class _Saved(torch.autograd.Function):
-    """Its output has the shape of the layer's output, and no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: str, kernels: bool, *weights: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, *weights)
-        ctx.activation, ctx.kernels = activation, kernels
-        width = len(_Layer(weights, activation, kernels).back[0])
-        return x.new_empty(1).expand(*x.shape[:-1], width)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (x, *weights) = gradients, ctx.saved_tensors
-        layer = _Layer(weights, ctx.activation, ctx.kernels)
-        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
-        if torch.is_grad_enabled():  # create_graph=True
-            output = F.linear(layer.product(layer.hidden(x)), *layer.back)
-            d_x, *d_weights = decoder.differentiable_gradients(output, [x, *weights], gradient)
-        else:
-            with _tiling():
-                d_x, *d_weights = _backward(layer, x, gradient, needs)
-        return d_x, None, None, *d_weights
-
-
-class _Computed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, place: Tensor, tensors: Sequence[Any], activation: str, kernels: bool) -> Tensor:
-        layer = _Layer(tensors[1:], activation, kernels)
-        matrix, bias = layer.back
-        rows: Tensor = tensors[0].reshape(-1, tensors[0].shape[-1])
-        output = rows.new_empty(len(rows), len(matrix))
-        with _tiling():
-            for tile in tiles(len(rows), layer.features):
-                product = layer.product(layer.hidden(rows[tile]))
-                if bias is None:
-                    torch.mm(product, matrix.t(), out=output[tile])
-                else:
-                    torch.addmm(bias, product, matrix.t(), out=output[tile])
-                del product
-        return output.view(place.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0], None, None, None
 
 
 def _backward(layer: _Layer, x: Tensor, gradient: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:

@@ -139,3 +139,30 @@ def test_one_tile_s_activations_are_in_memory(monkeypatch: pytest.MonkeyPatch) -
         assert counter.peak - before_backward < held + 5.5 * tile
         assert (counter.total - before).flops == 8 * matmuls
     assert [each.shape for each in gradients] == [x.shape, *(each.shape for each in matrices)]
+
+
+def test_tiles_of_any_function_equal_the_function() -> None:
+    """Three tiles of two tensors with a number for each token; one weight is frozen, and one is not used."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(TOKENS, WIDTH), (TOKENS, 2), (WIDTH, FEATURES), (FEATURES, 2), (FEATURES, WIDTH), (3,)]
+    given = [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in shapes]
+    given[4].requires_grad_(False)
+    trained, sizes = [*given[:4], given[5]], []
+
+    def bind(weights: Any) -> Any:
+        def run(x: Tensor, scales: Tensor) -> Tensor:
+            sizes.append(len(x))
+            return ((x @ weights[0]).tanh() * (weights[1] @ scales.T).T) @ weights[2]
+
+        return run
+
+    def results(output: Tensor) -> list[Any]:
+        once = torch.autograd.grad(output, trained, torch.ones_like(output), retain_graph=True, allow_unused=True)
+        first = torch.autograd.grad(output.square().sum(), trained, create_graph=True, allow_unused=True)
+        second = torch.autograd.grad(sum(each.square().sum() for each in first[:4]), trained[:4])
+        return [output, *first[:4], *second, *once[:4], first[4], once[4]]
+
+    tiles = feed_forward.in_tiles(bind, given[:2], given[2:], WIDTH, 256)
+    assert sizes == [256, 256, 188]
+    for found, expected in zip(results(tiles), results(bind(given[2:])(*given[:2])), strict=True):
+        assert found is expected is None or torch.allclose(found, expected, rtol=1e-10, atol=1e-10)
