@@ -34,7 +34,7 @@ from offloadkit.offload.gradient_buffers import Buckets, NormSums, RamSums
 from offloadkit.offload.layer_gradient import LayerGradient, Stage, runs
 from offloadkit.offload.layers import ParameterView
 from offloadkit.offload.shards import Reduction
-from offloadkit.offload.weights import LayerWeights
+from offloadkit.offload.weights import LayerWeights, has_hooks
 
 
 class Gradients:
@@ -76,6 +76,7 @@ class Gradients:
         self._norm_sums: NormSums | None = None
         self._use((), torch.empty(0))
         self._layer_of: dict[ParameterView, tuple[LayerGradient, int]] = {}
+        self._of_weights: dict[LayerWeights, LayerGradient] = {}
         self._hooks: list[Any] = []
         self._hook_of: dict[int, int] = {}
         for view in views:
@@ -100,6 +101,7 @@ class Gradients:
         self._use(layers, staging)
         self._norm_sums = NormSums(layers, self._device, is_sum=self._is_sum)
         for gradient in layers:
+            self._of_weights[gradient.weights] = gradient
             for index, view in enumerate(gradient.layer.views):
                 self._layer_of[view] = (gradient, index)
 
@@ -118,6 +120,7 @@ class Gradients:
         for layer in self.layers:
             layer.forget_buffers()
         self._layer_of.clear()
+        self._of_weights.clear()
         self._use((), torch.empty(0))
 
     def _gradient_hook(self, view: ParameterView) -> Callable[[torch.Tensor], None]:
@@ -138,20 +141,45 @@ class Gradients:
             layer.weights.check_held(view)
             layer.received.add(index)
             if len(layer.received) == len(layer.layer.views):
+                self._gather_from_autograd(layer)
                 self._finish(layer)
 
         return take
 
-    def _gather(self, layer: LayerGradient) -> None:
+    def take(self, weights: LayerWeights, gradients: list[torch.Tensor]) -> bool:
+        """Take the gradients of all parameters of a layer at once. Their memory is free after this call.
+
+        Returns:
+            False if autograd must have them, because a parameter may have another gradient, or the user hooks on it.
+        """
+        layer, parameters = self._of_weights.get(weights), [view.parameter for view in weights.layer.views]
+        if layer is None or layer.at_end_only or layer.received or layer.stage is not Stage.FILLING:
+            return False
+        for each in parameters:
+            if each.grad is not None or not each.requires_grad or has_hooks(each):
+                return False
+        if weights.is_streamed:
+            for view in weights.layer.views:
+                weights.check_held(view)
+        layer.received.update(range(len(parameters)))
+        self._gather(layer, gradients)
+        self._finish(layer)
+        return True
+
+    def _gather_from_autograd(self, layer: LayerGradient) -> None:
         views = [layer.layer.views[index] for index in layer.received]
         gradients: list[Any] = [view.parameter.grad for view in views]
         for view, gradient in zip(views, gradients, strict=True):
             _check_dense(view, gradient)
+        self._gather(layer, gradients)
+        for view in views:
+            view.parameter.grad = None
+
+    def _gather(self, layer: LayerGradient, gradients: list[torch.Tensor]) -> None:
+        """`gradients`: of the views in `layer.received`."""
         self.buckets.open(layer, layer.received)
         places = layer.places()
         torch._foreach_copy_([places[index] for index in layer.received], gradients)
-        for view in views:
-            view.parameter.grad = None
 
     @torch.no_grad()
     def receive(self, view: ParameterView, gradient: torch.Tensor) -> None:
@@ -185,6 +213,8 @@ class Gradients:
         exchanges = self._exchanges_now
         for layer in self.layers if exchanges is None else exchanges.in_order():
             if (layer.received or exchanges is not None) and layer.stage is Stage.FILLING:
+                if layer.received and not layer.at_end_only:
+                    self._gather_from_autograd(layer)
                 self._finish(layer)
         if self.reduction is not None:
             self.reduction.end_of_backward(exchanged=exchanges is not None)
@@ -253,8 +283,6 @@ class Gradients:
 
     def _finish(self, layer: LayerGradient) -> None:
         """Called when a layer has all its gradients of this micro-batch: start the operations of the module's table."""
-        if layer.received and not layer.at_end_only:
-            self._gather(layer)
         if (tracing := trace.active()) is not None:
             tracing.has_gradients_of(layer.layer.name)
         layer.stage = Stage.FULL

@@ -9,11 +9,11 @@ it can be. Two graphs belong to a block:
 | kept | forward; saved tensors stay alive | `autograd.grad` |
 | recomputed | forward; saved tensors are dropped | forward and `autograd.grad` |
 
-Between graphs, inputs are copied into *static* memory, outputs and gradients are cloned, and autograd hands the
-gradients of parameters to the engine's hooks. Streamed weights are copied too, because a block's place in the ring
-changes. An input that many blocks share, such as an encoder's output, is also an
-output of each block that uses it, and the next block gets that one. So backward adds the uses' gradients one by one, in
-the order of eager blocks.
+Between graphs, inputs are copied into *static* memory, and outputs and gradients of inputs are cloned. The engine gets
+a layer's gradients at once, without autograd, where no parameter can have another gradient. Streamed weights are copied
+too, because a block's place in the ring changes. An input that many blocks share, such as an encoder's output, is also
+an output of each block that uses it, and the next block gets that one. So backward adds the uses' gradients one by one,
+in the order of eager blocks.
 
 Kept activations stay in the pool from capture on. A *generation* is what is captured until no forward waits for its
 backward; the next generation reuses its memory. So the pool holds the activations of the largest kind of batch, and
@@ -48,7 +48,7 @@ from offloadkit.errors import EngineStateError
 from offloadkit.facts.units import format_bytes
 from offloadkit.offload.external_writes import Watched
 from offloadkit.offload.layers import hooks_of, replace_forwards
-from offloadkit.offload.weights import LayerWeights, has_hooks
+from offloadkit.offload.weights import LayerWeights
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,10 @@ MOST_CONTENTS = 2000
 """Most values in the dicts, lists and objects that a block's attributes hold; they are compared in every call."""
 MOST_CHANGES = 3
 """A block whose attributes changed this often in succession is not captured any more."""
+
+
+Take = Callable[[LayerWeights, list[torch.Tensor]], bool]
+"""`Gradients.take`."""
 
 
 class Recomputed(NamedTuple):
@@ -130,7 +134,7 @@ class BlockGraphs:
         self.weights: dict[nn.Module, Sequence[LayerWeights]] = {}
         self._statics: dict[tuple[str, int, Meta], _Static] = {}
         self._passed_on: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._borrowed: list[torch.Tensor] = []
+        self.take: Take = _takes_nothing
         self._dropped: list[_Entry] = []
         self._blocks = [_Block(self, name, block, tied) for name, block in blocks]
         self.recomputes_in_training_only = False
@@ -146,9 +150,15 @@ class BlockGraphs:
         self._num_shortages = 0
         self.hooks_of_saved_tensors: Any = None
 
-    def arrange(self, weights: Mapping[nn.Module, Sequence[LayerWeights]]) -> None:
+    def arrange(
+        self,
+        weights: Mapping[nn.Module, Sequence[LayerWeights]],
+        take: Take,
+    ) -> None:
         """The layers of each block, after they were placed or moved. Drops all graphs."""
-        self.weights = dict(weights)
+        self.weights, self.take = dict(weights), take
+        for block in self._blocks:
+            block.streams = any(layer.is_streamed for layer in weights.get(block.module, ()))
         self.release()
 
     def recompute(self, blocks: Mapping[nn.Module, Recomputed], *, in_training_only: bool) -> None:
@@ -183,6 +193,7 @@ class BlockGraphs:
     def close(self) -> None:
         self._undo()
         self.weights.clear()
+        self.take = _takes_nothing
         self.release()
         self._blocks.clear()
 
@@ -320,11 +331,14 @@ class BlockGraphs:
         backward the other way round.
         """
         waiting = self._waiting
-        while waiting and ((last := waiting[-1]()) is None or last not in last.entry.block.live):
+        while waiting and ((last := waiting[-1]()) is None or not last.is_live):
             waiting.pop()
-        others = (each for ref in reversed(waiting) if (each := ref()) is not None and each is not call)
-        newest = next((each for each in others if each in each.entry.block.live), None)
-        may = newest is None or newest.entry.comes_before(captured)
+        may = True
+        for ref in reversed(waiting):
+            newest = ref()
+            if newest is not None and newest is not call and newest.is_live:
+                may = newest.entry.comes_before(captured)
+                break
         self._is_out_of_order |= not may
         return may and not self.pool.is_broken
 
@@ -332,18 +346,8 @@ class BlockGraphs:
         """The call's activations wait for backward."""
         self._waiting.append(weakref.ref(call))
 
-    def lend(self, gradients: list[torch.Tensor]) -> None:
-        """Gradients that autograd gets without a copy. They are gone when the next graph is replayed."""
-        self._borrowed = gradients
-
     def replay(self, captured: _Captured) -> Results:
         """The results of a replay, which are gone after the next one."""
-        if any(torch._C._storage_Use_Count(each.untyped_storage()._cdata) > _own_users() for each in self._borrowed):
-            raise EngineStateError(
-                "a gradient was still in use when its memory was needed: a parameter of a block is used outside it, "
-                "in a way that the engine did not see"
-            )
-        self._borrowed = []
         captured.graph.replay()
         return captured.graph.results
 
@@ -384,11 +388,8 @@ class BlockGraphs:
         return self._passed_on[id(original)][1]
 
 
-@cache
-def _own_users() -> int:
-    """Storage use count of a tensor that nobody else uses: the tensor, and this query."""
-    tensor = torch.zeros(1)
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def _takes_nothing(weights: LayerWeights, gradients: list[torch.Tensor]) -> bool:
+    return False
 
 
 @contextmanager
@@ -418,7 +419,7 @@ class _Static:
 
     def copy(self, tensor: torch.Tensor) -> None:
         self.present = None
-        into, source = self.memory, tensor.detach()
+        into, source = self.memory, tensor.detach() if torch.is_grad_enabled() else tensor
         for dim in self._expanded:
             into, source = into.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
         into.copy_(source)
@@ -461,6 +462,7 @@ class _Block:
     """A block whose forward runs as a graph if possible.
 
     Attributes:
+        streams: weights visit VRAM, in several places.
         how: the block is recomputed so; None if it keeps its activations.
         live: forwards through graphs whose backward may come.
         ran_eagerly: since the last backward, with gradients.
@@ -472,6 +474,7 @@ class _Block:
         self.graphs, self.name, self.module = graphs, name, module
         self.own_forward: Callable[..., Any] = module.forward
         self.how: Recomputed | None = None
+        self.streams = False
         self._tied = any(each in tied for each in module.modules())
         self._said: set[str] = set()
         self._num_changes = 0
@@ -519,7 +522,9 @@ class _Block:
                 found = self._eagerly(args, kwargs)
             graphs.watch_backward(found)
             return found
-        with nullcontext() if self.recomputed is None else self.recomputed.saves(tensors[0] if tensors else None):
+        if (recomputed := self.recomputed) is None:
+            return entry.run(tensors)
+        with recomputed.saves(tensors[0] if tensors else None):
             return entry.run(tensors)
 
     @property
@@ -551,19 +556,20 @@ class _Block:
             facts = self._facts = _Facts(self.module)
         if self._num_changes >= MOST_CHANGES:
             raise _EagerlyError("its attributes change in every step")
-        streams = any(layer.is_streamed for layer in self.graphs.weights.get(self.module, ()))
+        streams, recomputed = self.streams, self.recomputed
         addresses = () if streams else facts.addresses()
-        key = _Key(spec, tuple(map(_meta, tensors)), addresses, self.recomputed is not None, _flags())
-        if key not in self._entries:
-            if self.recomputed is not None and self.recomputed.why_eager is not None:
-                raise _EagerlyError(self.recomputed.why_eager)
+        key = _Key(spec, tuple([_meta(each) for each in tensors]), addresses, recomputed is not None, _flags())
+        entry = self._entries.get(key)
+        if entry is None:
+            if recomputed is not None and recomputed.why_eager is not None:
+                raise _EagerlyError(recomputed.why_eager)
             if self._tied:
                 raise _EagerlyError("it contains a tied weight")
             if (reason := facts.reason()) is not None:
                 raise _EagerlyError(reason)
             is_known = not facts.has_buffers and any(other.reason is None for other in self._like(key))
             is_one_more = len({each[:2] for each in self._entries} - {key[:2]}) >= MOST_KINDS
-            if self.recomputed is None and (is_one_more or not is_known):
+            if recomputed is None and (is_one_more or not is_known):
                 self.graphs.check_eager(key.num_bytes() / self.eager_bytes if self.eager_bytes else 1.0)
             if is_one_more:
                 raise _EagerlyError(f"it was called with more than {MOST_KINDS} kinds of arguments")
@@ -573,7 +579,6 @@ class _Block:
                     self.eager_bytes = max(self.eager_bytes, key.num_bytes())
                 return first
         self._num_changes = 0
-        entry = self._entries.get(key)
         if not isinstance(entry, _Entry):
             has_run, reason = entry is not None, None if entry is None else entry.reason
             is_watched = any(isinstance(other, _Entry) and other.reason is None for other in self._like(key))
@@ -696,7 +701,7 @@ class _Facts:
         self._memory = self._memory_now()
 
     def addresses(self) -> tuple[int, ...]:
-        return tuple([parameter.data_ptr() for parameter in self.parameters])
+        return tuple(map(torch.Tensor.data_ptr, self.parameters))
 
     def _memory_now(self) -> list[int]:
         """Addresses of buffers and of other tensors, but no parameters."""
@@ -807,17 +812,18 @@ def _check_surroundings(device: torch.device) -> None:
 
 def _flags() -> tuple[Any, ...]:
     """Settings of torch that choose kernels."""
-    cuda: Any = torch.backends.cuda
-    cudnn: Any = torch.backends.cudnn
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.get_default_dtype(),
-        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
-        *(cuda.cudnn_sdp_enabled(), cuda.preferred_blas_library()),
-        *(cuda.matmul.allow_bf16_reduced_precision_reduction, cuda.matmul.allow_fp16_reduced_precision_reduction),
-        *(cudnn.enabled, cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32),
-    )
+    return tuple([each() for each in _getters()])
+
+
+@cache
+def _getters() -> Sequence[Callable[[], Any]]:
+    """The functions that torch.backends calls, without its Python."""
+    reductions = ("cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_reduced_precision_reduction")
+    cudnn = ("cudnn_enabled", "cudnn_deterministic", "cudnn_benchmark", "cudnn_allow_tf32")
+    attention = [f"{each}_sdp_enabled" for each in ("flash", "mem_efficient", "math", "cudnn")]
+    names = ["deterministic_algorithms", "float32_matmul_precision", "blas_preferred_backend"]
+    found = [getattr(torch._C, f"_get_{name}") for name in (*names, *attention, *reductions, *cudnn)]
+    return [*found, torch.get_default_dtype]
 
 
 def _meta(tensor: torch.Tensor) -> Meta:
@@ -830,6 +836,9 @@ def _flatten(value: Any, tensors: list[torch.Tensor], newest: Callable[[torch.Te
     Raises:
         _EagerlyError: a value that a graph may not depend on.
     """
+    kind = type(value)
+    if kind in _CONSTANTS:
+        return kind, value
     if isinstance(value, torch.Tensor):
         value = newest(value)
         for index, other in enumerate(tensors):
@@ -838,13 +847,16 @@ def _flatten(value: Any, tensors: list[torch.Tensor], newest: Callable[[torch.Te
         _check_tensor(value)
         tensors.append(value)
         return _At(len(tensors) - 1)
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
-        return type(value), value
-    if type(value) in (tuple, list):
-        return type(value), tuple([_flatten(each, tensors, newest) for each in value])
-    if type(value) is dict:
-        return dict, tuple([(key, _flatten(each, tensors, newest)) for key, each in value.items()])
-    raise _EagerlyError(f"it gets or returns a {type(value).__name__}")
+    if kind is tuple or kind is list:
+        return kind, tuple([_flatten(each, tensors, newest) for each in value])
+    if kind is dict:
+        return kind, tuple([(key, _flatten(each, tensors, newest)) for key, each in value.items()])
+    if isinstance(value, bool | int | float | str):
+        return kind, value
+    raise _EagerlyError(f"it gets or returns a {kind.__name__}")
+
+
+_CONSTANTS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
 
 def _check_tensor(tensor: torch.Tensor) -> None:
@@ -908,11 +920,12 @@ class _Run:
         return False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Call:
     """One forward through an entry, until its backward.
 
     Attributes:
+        is_live: backward may come.
         seen: the updates of the block's layers that it saw.
         versions: of the entry's `saved` tensors.
     """
@@ -921,6 +934,12 @@ class _Call:
     random: Any
     seen: list[int]
     versions: list[int]
+    is_live: bool = True
+
+    def end(self) -> None:
+        """Its backward was the last one."""
+        self.is_live = False
+        self.entry.block.live.discard(self)
 
 
 class _Entry:
@@ -945,16 +964,17 @@ class _Entry:
         self._num_own = 0 if self.recomputes else len(metas[:1])  # autograd saves the first input
         self._own: list[_Static] = []
         self._shared = [graphs.static("input", index, metas[index]) for index in range(self._num_own, len(metas))]
+        self._all_layers = graphs.weights.get(block.module, ())
         self._weights: list[torch.Tensor] = []
+        self._copied: list[tuple[LayerWeights, torch.Tensor]] = []
+        self._copied_alone: list[tuple[torch.Tensor, nn.Parameter]] = []
         if streams:
-            self._weights = [
-                graphs.static("weight", index, _meta(each)).memory for index, each in enumerate(parameters)
-            ]
+            self._copy_weights()
         self._passes_on = [index for index, meta in enumerate(metas) if index > 0 and meta.requires_grad]
         at = {parameter: len(metas) + index for index, parameter in enumerate(self.trained)}
         self._layers = [
             (layer, [at[view.parameter] for view in layer.layer.views])
-            for layer in graphs.weights.get(block.module, ())
+            for layer in self._all_layers
             if not layer.layer.shared and all(view.parameter in at for view in layer.layer.views)
         ]
         self._run: _Run | None = None
@@ -964,6 +984,20 @@ class _Entry:
         self._backwards: dict[Any, _Backward] = {}
         self._newest: Callable[[], _Call | None] = lambda: None
         self.reason, self.is_dropped, self._is_freed = reason, False, False
+
+    def _copy_weights(self) -> None:
+        """Graphs read copies of the weights, one for a layer."""
+        graphs, places = self.block.graphs, dict[nn.Parameter, torch.Tensor]()
+        for index, layer in enumerate(self._all_layers):
+            meta = Meta(torch.Size([layer.layer.numel]), (1,), layer.layer.dtype, requires_grad=False)
+            flat = graphs.static("weights", index, meta).memory
+            self._copied.append((layer, flat))
+            places |= {view.parameter: flat[view.elements].view(view.parameter.shape) for view in layer.layer.views}
+        for index, each in enumerate(self._parameters):
+            if each not in places:
+                places[each] = graphs.static("weight", index, _meta(each)).memory
+                self._copied_alone.append((places[each], each))
+        self._weights = [places[each] for each in self._parameters]
 
     def num_graphs(self) -> int:
         return (self._forward is not None) + len(self._backwards)
@@ -982,7 +1016,7 @@ class _Entry:
     def why_not_now(self) -> str | None:
         """Why a replay of forward would overwrite activations that backward still needs, or None."""
         newest = self._newest()
-        if not self.recomputes and newest is not None and newest in self.block.live:
+        if not self.recomputes and newest is not None and newest.is_live:
             return "an earlier forward still waits for its backward"
         assert self._forward is not None
         if not self.block.graphs.may_replay(self._forward, None):
@@ -1072,6 +1106,7 @@ class _Entry:
         self._forget()
         self._is_freed = True
         self._own, self._shared, self._weights = [], [], []
+        self._copied, self._copied_alone = [], []
 
     def _make_own(self) -> None:
         if not self._own:
@@ -1091,7 +1126,10 @@ class _Entry:
                 static.hold(tensor)
         if self._weights:
             with torch.no_grad():
-                torch._foreach_copy_(self._weights, [each.detach() for each in self._parameters])
+                for layer, flat in self._copied:
+                    layer.copy_to(flat)
+                for copy, parameter in self._copied_alone:
+                    copy.copy_(parameter)
 
     def _inputs(self) -> list[torch.Tensor]:
         return [static.memory for static in [*self._own, *self._shared]]
@@ -1133,7 +1171,7 @@ class _Entry:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         graphs, block = self.block.graphs, self.block
-        seen = [layer.num_updates for layer in graphs.weights.get(block.module, ())]
+        seen = [layer.num_updates for layer in self._all_layers]
         graphs.num_graphed += 1
         call = _Call(self, graphs.pool.random_state(), seen, [each._version for each in self.saved.values()])
         block.live.add(call)
@@ -1175,7 +1213,7 @@ class _Entry:
                 f"a buffer of {block.name} that backward needs was written after this loss was computed: write it "
                 "after backward, or compute the loss again"
             )
-        for layer, num_updates in zip(graphs.weights.get(block.module, ()), call.seen, strict=True):
+        for layer, num_updates in zip(self._all_layers, call.seen, strict=True):
             layer.check_seen(num_updates)
             layer.use()
         self._hold_shared(inputs)
@@ -1194,7 +1232,7 @@ class _Entry:
             with graphs.pool.random_from(call.random):
                 own = self._gradients(self._compute(self._inputs())[0], given, places)
             if not retains:
-                block.live.discard(call)
+                call.end()
             return list(own)
         graph = found.captured
         if self.recomputes:
@@ -1202,39 +1240,31 @@ class _Entry:
                 results = graphs.replay(graph)
         else:
             results = graphs.replay(graph)
-        borrowed = self._taken_at_once(results)
-        graphs.lend([each for index in borrowed if (each := results[index]) is not None])
+        taken = self._hand_over(results)
         if not retains:
-            block.live.discard(call)
-        return [
-            None if result is None else result.detach() if index in borrowed else result.clone()
-            for index, result in enumerate(results)
-        ]
+            call.end()
+        return [None if result is None or index in taken else result.clone() for index, result in enumerate(results)]
 
-    def _taken_at_once(self, results: Results) -> set[int]:
-        """Indices of gradients that the engine copies to a bucket before the next graph is replayed.
-
-        These are the gradients of layers that this backward completes.
+    def _hand_over(self, results: Results) -> Collection[int]:
+        """Give the engine the gradients of layers that this backward completes, without a copy and without autograd's
+        work for each parameter. Returns their indices.
         """
-        block = self.block
+        block, taken = self.block, list[int]()
         if len(block.live) > 1 or block.ran_eagerly:  # autograd waits for the gradients of all calls
-            return set()
+            return taken
         if any(isinstance(each, Watched) for each in self.trained[:1]):  # autograd.grad, not the engine's backward
-            return set()
-        return {
-            index
-            for layer, indices in self._layers
-            if not layer.used_outside
-            and all(results[index] is not None for index in indices)
-            and not any(has_hooks(self.trained[index - len(self._metas)]) for index in indices)
-            for index in indices
-        }
+            return taken
+        for layer, indices in self._layers:
+            gradients = [each for index in indices if (each := results[index]) is not None]
+            if len(gradients) == len(indices) and not layer.used_outside and block.graphs.take(layer, gradients):
+                taken += indices
+        return taken
 
     def _captured_backward(
         self, gradients: Sequence[torch.Tensor | None], handed_on: Sequence[torch.Tensor | None]
     ) -> _Backward | None:
         """The graph of backward; None if it has to run eagerly."""
-        addresses = () if self._weights else tuple([each.data_ptr() for each in self._parameters])
+        addresses = () if self._weights else tuple(map(torch.Tensor.data_ptr, self._parameters))
         key = tuple([None if each is None else _meta(each) for each in gradients]), addresses
         can_capture = self.recomputes or (self._run is not None and addresses == self._addresses)
         can_capture &= not self.is_dropped
@@ -1356,9 +1386,10 @@ class _Replay(torch.autograd.Function):
         inputs = tensors[:num_inputs]
         ctx.save_for_backward(*call.entry.kept_inputs(inputs))
         outputs, passed_on = call.entry.replay_forward(inputs)
-        ctx.mark_non_differentiable(
-            *[each for each, has in zip(outputs, call.entry.differentiable(), strict=True) if not has]
-        )
+        if not all(call.entry.differentiable()):
+            ctx.mark_non_differentiable(
+                *[each for each, has in zip(outputs, call.entry.differentiable(), strict=True) if not has]
+            )
         return *outputs, *passed_on
 
     @staticmethod
@@ -1374,4 +1405,6 @@ class _Replay(torch.autograd.Function):
         return None, None, *ctx.call.entry.backward(ctx.call, ctx.saved_tensors, gradients)
 
 
-_apply: Any = _Replay.apply
+_Parent: Any = super(torch.autograd.Function, _Replay)
+_apply: Any = _Parent.apply
+"""Without the checks of functorch: a block that torch transforms runs eagerly."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -494,17 +495,17 @@ class UntrainedParameters:
 
     def __init__(self, model: nn.Module, trained: set[nn.Parameter]) -> None:
         self._model, self._trained = model, trained
-        self._tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
+        tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
         self._frozen = [parameter for parameter in model.parameters() if parameter not in trained]
-        self._found = self._entries()
-
-    def _entries(self) -> list[int]:
-        """Ids of all parameters and submodules. No id is reused, because the original objects stay alive."""
-        return list(map(id, chain.from_iterable(table.values() for table in self._tables)))
+        self._views = [table.values() for table in tables]
+        """Of all parameters and submodules, as they are now."""
+        self._lengths, self._found = list(map(len, self._views)), list(chain.from_iterable(self._views))
 
     def check(self) -> None:
         """Raise `ModelError` if a parameter was added, replaced or unfrozen."""
-        if self._entries() == self._found and not any(p.requires_grad for p in self._frozen):
+        same = list(map(len, self._views)) == self._lengths
+        same = same and all(map(is_, chain.from_iterable(self._views), self._found))
+        if same and not any(p.requires_grad for p in self._frozen):
             return
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter not in self._trained:

@@ -209,7 +209,7 @@ class PlacedModel:
                     choices[block] = activations
         self.recomputation.arrange(choices, weights)
         if self.graphs is not None:
-            self.graphs.arrange(weights)
+            self.graphs.arrange(weights, self.gradients.take)
         self.gradients.arrange([state.gradient for state in self.trained], staging)
         self.is_whole = True
 

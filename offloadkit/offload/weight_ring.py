@@ -73,6 +73,7 @@ class StreamedWeights(LayerWeights):
         self.written: Event | None = None
         self.block: StreamedBlock
         self._views: dict[int, list[torch.Tensor]] = {}
+        self._flats: dict[int, torch.Tensor] = {}
         self._fetched_versions: list[int] = []
         self._read_outside: set[ParameterView] = set()
         nan = torch.full((), torch.nan, dtype=layer.dtype, device=device)
@@ -81,11 +82,12 @@ class StreamedWeights(LayerWeights):
     def retire(self) -> None:
         super().retire()
         self.flat_bytes = torch.empty(0)
-        self._views.clear()
+        self.forget_views()
 
     def forget_views(self) -> None:
         """Drop the views of buffers that are freed."""
         self._views.clear()
+        self._flats.clear()
 
     def leave_ring(self) -> None:
         self.forget_views()
@@ -127,9 +129,19 @@ class StreamedWeights(LayerWeights):
         address = memory.data_ptr()
         if address not in self._views:
             with torch.inference_mode(False):  # autograd refuses tensors made in inference mode
-                self._views[address] = self.tensors(memory.view(self.layer.dtype))
+                flat = self._flats[address] = memory.view(self.layer.dtype)
+                self._views[address] = self.tensors(flat)
         if self.bound is not self._views[address]:
             self.bind(self._views[address])
+
+    def copy_to(self, flat: torch.Tensor) -> None:
+        parameters = [view.parameter for view in self.layer.views]
+        addresses = list(map(torch.Tensor.data_ptr, parameters))
+        source = self._flats.get(addresses[0])
+        if source is not None and addresses == list(map(torch.Tensor.data_ptr, self._views[addresses[0]])):
+            flat.copy_(source)
+        else:  # code of the model has exchanged `.data`
+            super().copy_to(flat)
 
     def for_graph(self, view: ParameterView) -> torch.Tensor:
         if self.bound is not self._home:

@@ -25,6 +25,17 @@ from offloadkit.offload.external_writes import ExternalWrites, Watched, moved_or
 from offloadkit.offload.layers import FlatLayer, ParameterView, frozen_dtypes
 from offloadkit.optim.table import Dtype
 
+_num_forks = 0
+"""Of this process and its ancestors. Asking for the process' number takes as long as the rest of a wait."""
+
+
+def _count_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
 
 class PendingUpdate:
     """An update of a layer's weights. `arrived` is valid once `recorded` is set.
@@ -74,7 +85,7 @@ class LayerWeights:
         self.pending: PendingUpdate | None = None
         self.num_updates = 0
         self.stepped_on_gpu = self.used_outside = False
-        self._waits, self._process = waits, os.getpid()
+        self._waits, self._num_forks = waits, _num_forks
         self.bound: list[torch.Tensor] = []
         self._home: list[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -145,7 +156,7 @@ class LayerWeights:
         Raises:
             EngineStateError: in a forked process, which has neither the stepping thread nor pinned memory.
         """
-        if os.getpid() != self._process:
+        if self._num_forks != _num_forks:
             raise forked_error(f"the weights of {self.layer.name!r} were")
         pending = self.pending
         if pending is None:
@@ -183,6 +194,11 @@ class LayerWeights:
         """
         self.used_outside = True
         return view.parameter
+
+    def copy_to(self, flat: torch.Tensor) -> None:
+        """Copy the parameters, wherever they are, to `flat`: 1-D, `layer.numel` elements, on the device."""
+        for view in self.layer.views:
+            flat[view.elements].view(view.parameter.shape).copy_(view.parameter)
 
     def bind_to_ram(self) -> None:
         """Bind the parameters to RAM if the weights live there, before the RAM becomes ordinary memory."""

@@ -19,6 +19,7 @@ from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, RepeatWindowError
 from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.graphs import MOST_KINDS, BlockGraphs, _Entry
 from offloadkit.planner.make import without_graphs
 from tests.graphs import PLACEMENTS, Trained, assert_equals_eager, batches, llama, t5, train, train_by
@@ -327,6 +328,21 @@ def evaluation(engine: OffloadEngine, model: Stack) -> torch.Tensor:
     return loss
 
 
+def hook_on_a_gradient(engine: OffloadEngine, model: Stack) -> torch.Tensor:
+    weight = cast(Any, model.blocks[1]).up.weight
+    if not weight._backward_hooks:
+        weight.register_hook(lambda gradient: 2 * gradient)
+    return cast(torch.Tensor, engine((2, 3)))
+
+
+def gradient_before(engine: OffloadEngine, model: Stack) -> torch.Tensor:
+    """Backward adds to a gradient that is there."""
+    loss: torch.Tensor = engine((2, 3))
+    weight = cast(Any, model.blocks[1]).up.weight
+    weight.grad = torch.ones_like(weight)
+    return loss
+
+
 def gradients_first(*between: tuple[int, int]) -> Callable[[OffloadEngine, Stack], torch.Tensor]:
     """Gradients of a loss that is kept for backward, then other forwards."""
 
@@ -341,6 +357,7 @@ def gradients_first(*between: tuple[int, int]) -> Callable[[OffloadEngine, Stack
 
 OTHER_LOOPS = [
     *(two_forwards, the_same_forward_twice, dropped_forward, penalty, evaluation),
+    *(hook_on_a_gradient, gradient_before),
     *(gradients_first(), gradients_first((2, 4)), gradients_first((2, 3))),
 ]
 
@@ -456,6 +473,41 @@ def test_gradients_of_streamed_weights_are_the_callers_own() -> None:
             engine.step()
             found.append([each.clone() for each in own])
     assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_graph_hands_a_layers_gradients_to_the_engine_at_once(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, found = Gradients.take, list[bool]()
+
+    def take(self: Gradients, *args: Any) -> bool:
+        found.append(own(self, *args))
+        return found[-1]
+
+    monkeypatch.setattr(Gradients, "take", take)
+    train(Stack(), [(2, 3)] * 3, placement)
+    assert found == [True] * 3 * 2  # the first step is eager
+
+
+def test_a_graph_copies_streamed_weights_from_where_the_parameters_are() -> None:
+    model, found = Stack(), []
+    block: Any = model.blocks[1]
+
+    def look(*_: Any) -> None:
+        (layer,) = cast(Any, engine.placed.graphs).weights[block]
+        for weight in (block.up.weight.detach().clone(), torch.ones(16, 8)):
+            flat = torch.zeros(layer.layer.numel)
+            layer.copy_to(flat)
+            view = next(each for each in layer.layer.views if each.parameter is block.up.weight)
+            found.append(torch.equal(flat[view.elements].view(16, 8), weight))
+            block.up.weight.data = torch.ones(16, 8)
+
+    config = OffloadConfig(working_dtype="fp32", placement=Placement(weights="ram"))
+    with OffloadEngine(model, config, device="cpu") as engine, torch.no_grad():
+        block.register_forward_pre_hook(look)
+        engine((2, 3))
+    assert found == [True, True]
 
 
 class Scales(Block):
