@@ -11,6 +11,7 @@ import functools
 import inspect
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from dataclasses import dataclass, field, fields, replace
@@ -47,7 +48,7 @@ from offloadkit.doors.planning import (
 )
 from offloadkit.doors.recipes import RECIPE_FILE, as_yaml, is_of_user, with_head
 from offloadkit.doors.several_gpus import RankMonitor, check_num_gpus, on_several_gpus
-from offloadkit.errors import ConfigError, DataNotFoundError, errors_hold_nothing, shown
+from offloadkit.errors import ConfigError, DataNotFoundError, OutOfVramError, errors_hold_nothing, shown
 from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig, Precision
 from offloadkit.facts.field_help import helps_with_fields
@@ -786,11 +787,17 @@ def _not_as_planned(plan: Plan, peaks: Peaks, moves: Sequence[Move]) -> list[str
 
 
 def _evaluate(trainer: OffloadSeq2SeqTrainer, rows: TrainingRows, metrics: dict[str, float]) -> list[Sample]:
+    """Evaluate and predict. A full GPU does not end a run whose model is trained and saved."""
     if rows.evaluation is None:
         return []
-    metrics |= _losses(trainer)
     how: dict[str, Any] = {} if trainer.engine is None else {"run_eval": trainer.engine.run_eval}
-    return _predicted(trainer.model, rows, metrics, trainer.args, trainer.telemetry.peaks, **how)
+    try:
+        metrics |= _losses(trainer)
+        return _predicted(trainer.model, rows, metrics, trainer.args, trainer.telemetry.peaks, **how)
+    except OutOfVramError as error:
+        message = f"the model is trained and saved, but its evaluation is incomplete, because {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return []
 
 
 def _losses(trainer: Any) -> dict[str, float]:

@@ -286,18 +286,22 @@ class OffloadEngine:
         self.replanner.record_micro_batch(args, kwargs)
         return output
 
-    def run_eval(self, run: Callable[[], _T]) -> _T:
+    def run_eval(self, run: Callable[[], _T], *, together: bool = False) -> _T:
         """Call `run()`, an evaluation or generation without gradients, with OOM recovery; returns its result.
 
         If the GPU is out of memory, the engine moves to a leaner plan and calls `run()` again. Random states, and
         buffers of a model in training mode, are reset to their values at the first call.
+
+        Args:
+            together: all ranks call it. If a GPU is full, all move, and the ranks with a full GPU call `run()` again.
+                Otherwise several ranks cannot move, and the error is raised.
 
         Raises:
             OutOfVramError: no leaner plan is left, or an accumulation window is open (its gradients are kept).
         """
         self._check_open()
         with self._closing_if_lost():
-            return self.replanner.run_eval(run)
+            return self.replanner.run_eval(run, together=together)
 
     def run_generation(self, run: Callable[[], _T], *, model: nn.Module | None = None, cache_bytes: int = 0) -> _T:
         """Call `run()`, which generates text without gradients; returns its result.

@@ -41,26 +41,28 @@ class Generation:
     def run(self, run: Callable[[], _T], within: nn.Module, cache_bytes: int) -> _T:
         """See `OffloadEngine.run_generation`."""
         self._loop.synchronize()
-        placed = self._loop.placed
-        placed.release_graphs()
         self._replanner.note_generation(cache_bytes)
         with phase("generation", self._telemetry.peaks, self._device):
-            streamed = placed.streamed_bytes(within)
-            if not streamed:
-                return self._replanner.run_eval(run)
-            if self._fit(streamed + cache_bytes):
-                states, buffers = random_states(), Buffers()
-                if placed.module.training:
-                    buffers.keep(placed.module)
-                try:
-                    return self._with_weights_in_vram(run, within)
-                except torch.OutOfMemoryError as error:
-                    traceback.clear_frames(error.__traceback__)  # releases the keys and values of the failed run
-                    self._was_full = True
-                buffers.restore()
-                set_random_states(states)
-            self._say(streamed, cache_bytes)
-            return self._replanner.run_eval(run)
+            return self._replanner.run_eval(lambda: self._once(run, within, cache_bytes), together=True)
+
+    def _once(self, run: Callable[[], _T], within: nn.Module, cache_bytes: int) -> _T:
+        placed = self._loop.placed
+        streamed = placed.streamed_bytes(within)
+        if not streamed:
+            return run()
+        if self._fit(streamed + cache_bytes):
+            states, buffers = random_states(), Buffers()
+            if placed.module.training:
+                buffers.keep(placed.module)
+            try:
+                return self._with_weights_in_vram(run, within)
+            except torch.OutOfMemoryError as error:
+                traceback.clear_frames(error.__traceback__)  # releases the keys and values of the failed run
+                self._was_full = True
+            buffers.restore()
+            set_random_states(states)
+        self._say(streamed, cache_bytes)
+        return run()
 
     def _fit(self, num_bytes: int) -> bool:
         plan = self._replanner.plan

@@ -21,7 +21,7 @@ from torch import nn
 
 from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.device.process_memory import VramCap, forget_peak
-from offloadkit.distributed.ranks import Group, Solo
+from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
 from offloadkit.engine.agreement import RankFlags, agree
 from offloadkit.engine.loop import TrainingLoop
 from offloadkit.engine.outline import FirstWindow
@@ -257,31 +257,39 @@ class Replanner:
         elif boundary.rates_are_due:
             self._move_for_rates()
 
-    def run_eval(self, run: Callable[[], _T]) -> _T:
+    def run_eval(self, run: Callable[[], _T], *, together: bool = False) -> _T:
         """See `OffloadEngine.run_eval`."""
-        states, buffers, module = random_states(), Buffers(), self._loop.placed.module
-        self._loop.placed.release_graphs()
-        if module.training:
-            buffers.keep(module)
+        states, buffers, placed = random_states(), Buffers(), self._loop.placed
+        ranks = self._ranks if together else SOLO
+        placed.release_graphs()
+        if placed.module.training:
+            buffers.keep(placed.module)
+        found: list[_T] = []
         while True:
+            error = None
             try:
-                with explained_shortage(self.plan, self._device):
-                    found = run()
-            except OutOfVramError as error:
-                said = not isinstance(error.__cause__, torch.OutOfMemoryError)  # a nested call has explained the error
-                if said or self.is_lost or isinstance(error, RepeatWindowError):
+                if not found:
+                    with explained_shortage(self.plan, self._device):
+                        found.append(run())
+            except OutOfVramError as full:
+                said = not isinstance(full.__cause__, torch.OutOfMemoryError)  # a nested call has explained the error
+                if said or self.is_lost or isinstance(full, RepeatWindowError):
                     raise
-                traceback.clear_frames(error.__traceback__)  # releases the activations of the failed run
-                self._leave_vram_at_rest(error)
-                buffers.restore()
-                set_random_states(states)
+                traceback.clear_frames(full.__traceback__)  # releases the activations of the failed run
+                placed.end_modules()
+                error = full
             except BaseException:
                 if not self.is_lost:
-                    self._loop.placed.end_modules()
+                    placed.end_modules()
                 raise
-            else:
+            are_full = ranks.agree(np.array([int(error is not None)]))[:, 0]
+            if not are_full.any():
                 self._watches.vram_cap.renew("evaluation")
-                return found
+                return found[0]
+            self._leave_vram_at_rest(error, ranks, int(are_full.argmax()))
+            if error is not None:
+                buffers.restore()
+                set_random_states(states)
 
     def note_generation(self, cache_bytes: int) -> None:
         """Count the keys and values of a generation in the plan, if no earlier one had as many."""
@@ -396,18 +404,30 @@ class Replanner:
         self._loop.placed.follow(self.plan)  # of several ranks, this one may have had no graphs to give up
         self._watches.rates.begin(self.plan)
 
-    def _leave_vram_at_rest(self, error: OutOfVramError) -> None:
-        """Move to a plan with less VRAM, between windows. If that fails, raises `error` with the reason."""
-        if self._loop.num_backwards or self._loop.has_graph or self._loop.placed.is_busy:
+    def _leave_vram_at_rest(self, error: OutOfVramError | None, ranks: Ranks, full_rank: int) -> None:
+        """Move to a plan with less VRAM, between windows. If that fails, raises `error` with the reason.
+
+        Args:
+            error: this rank's, if its GPU is full.
+            ranks: those that have called this.
+        """
+        whose = "the GPU's memory" if ranks.size == 1 else f"the memory of rank {full_rank}'s GPU"
+        error = error or OutOfVramError(f"{whose} was full in an evaluation: its error says more")
+        if ranks.size < self._ranks.size:
+            raise error
+        is_open = self._loop.num_backwards or self._loop.has_graph or self._loop.placed.is_busy
+        if ranks.agree(np.array([int(is_open)])).any():
             raise OutOfVramError(
                 f"{error}. An accumulation window is open, so nothing can move: evaluate and generate after the step() "
                 "that ends it, and the engine can recover"
             ) from error
-        plan = with_less_vram_at_rest(self.plan, self._device) if self._ranks.size == 1 else None
+        if ranks.size > 1:
+            self._loop.settle()  # see _repeat_together
+        plan = with_less_vram_at_rest(self.plan, self._device, ranks)
         if plan is None:
             raise error
         try:
-            self._move_with_a_warning(plan, "the GPU's memory was full in an evaluation", stacklevel=7)
+            self._move_with_a_warning(plan, f"{whose} was full in an evaluation", stacklevel=7)
         except OffloadkitError as why:
             raise OutOfVramError(f"{error}. The move to a leaner plan failed: {why}") from error
 

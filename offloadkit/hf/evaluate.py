@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from offloadkit.errors import OutOfVramError
 from offloadkit.hf.data import PreparedData
 
 _CONTINUED_TOKENS = 48
@@ -38,7 +40,8 @@ def predict(
 ) -> list[Sample]:
     """Predictions for the first `num_rows` rows: greedily generated text, or the most likely class.
 
-    A causal model continues the prompt, which has labels of -100, or the first half of a row without one.
+    A causal model continues the prompt, which has labels of -100, or the first half of a row without one. If the GPU is
+    full, a batch has half as many rows from then on.
 
     Args:
         run_eval: runs a function that computes one batch, and returns its result (`OffloadEngine.run_eval`).
@@ -50,11 +53,17 @@ def predict(
         with torch.no_grad():
             if data.task == "causal":
                 return [run_eval(partial(_continue, model, tokenizer, rows[index])) for index in range(number)]
-            answer = _write if data.task == "seq2seq" else _classify
-            parts = (range(begin, min(begin + batch_size, number)) for begin in range(0, number, batch_size))
-            batches = ([rows[index] for index in part] for part in parts)
-            answers = (run_eval(partial(answer, model, tokenizer, data, batch)) for batch in batches)
-            return [sample for answered in answers for sample in answered]
+            answer, samples = _write if data.task == "seq2seq" else _classify, list[Sample]()
+            while len(samples) < number:
+                batch = [rows[index] for index in range(number)[len(samples) :][:batch_size]]
+                try:
+                    samples += run_eval(partial(answer, model, tokenizer, data, batch))
+                except (OutOfVramError, torch.OutOfMemoryError) as error:
+                    if len(batch) == 1:
+                        raise
+                    traceback.clear_frames(error.__traceback__)  # releases the keys and values of the failed batch
+                    batch_size = len(batch) // 2
+            return samples
     finally:
         model.train(was_training)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.device.process_memory import VramCap
 from offloadkit.engine.checks import is_trained
-from offloadkit.errors import TrainingStoppedError, WorkerError
+from offloadkit.errors import OutOfVramError, TrainingStoppedError, WorkerError
 from offloadkit.facts.units import parse_bytes
 from offloadkit.hf.callbacks import StopCallback, stopped_by
 from offloadkit.hf.checkpoints import checkpoint_folder
@@ -57,13 +58,21 @@ class TrainerEvaluations:
         self._ignored_keys = ignored_keys
 
     def run(self, trainer: Any, trial: Any, stops: StopCallback | None, evaluate: Callable[[], Any]) -> Any:
-        """Evaluate. If it fails at world size 1, a checkpoint that is due is written first, and the error says so."""
+        """Evaluate. If it fails at world size 1, a checkpoint that is due is written first, and the error says so.
+
+        A GPU that is full after the last step does not end a run, unless the run looks for the best model.
+        """
         before = random_states()
         try:
             metrics = evaluate()
             self._newest_step = trainer.state.global_step
             return metrics
         except Exception as error:
+            has_ended = trainer.state.global_step >= trainer.state.max_steps
+            if isinstance(error, OutOfVramError) and has_ended and trainer.args.metric_for_best_model is None:
+                self._has_failed = True
+                warnings.warn(f"the last evaluation is incomplete, because {error}", RuntimeWarning, stacklevel=2)
+                return {}
             if self._is_checkpoint_due(trainer, trial, stops, error):
                 self._has_failed = True
                 set_random_states(before)  # a run that goes on evaluates first

@@ -488,7 +488,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         self._run.check_evaluation_time(self)
         run = partial(super().prediction_step, *args, **kwargs)
         with called_through_engine(self):
-            return run() if self.engine is None else self.engine.run_eval(run)
+            return run() if self.engine is None else self.engine.run_eval(run, together=True)
 
     # -- around the loop
 

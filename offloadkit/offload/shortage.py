@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
 
 import numpy as np
 import torch
@@ -133,12 +133,14 @@ def leaner_budget(plan: Plan, device: torch.device) -> int:
     return max(1, min(planned, used) - max(planned // 8, 2 * (used - planned)))
 
 
-def _planned(plan: Plan, short: Literal["vram", "ram"], budgets: Mapping[str, int], ranks: Ranks) -> Plan | None:
-    """`leaner`, as a collective: all ranks get rank 0's plan for the least budgets of any rank."""
+def _planned(
+    plan: Plan, make: Callable[[Mapping[str, int]], Plan | None], budgets: Mapping[str, int], ranks: Ranks
+) -> Plan | None:
+    """`make` as a collective: all ranks get rank 0's plan for the least budgets of any rank."""
     if not ranks.agree(np.array([plan.basis.config.placement is None], dtype=np.int64)).all():
         return None  # some rank's user has fixed the placement
     least = minimum_over_ranks(ranks, budgets)
-    return ranks.broadcast_from(lambda: leaner(plan, short, least))
+    return ranks.broadcast_from(lambda: make(least))
 
 
 def minimum_over_ranks(ranks: Ranks, budgets: Mapping[str, int]) -> dict[str, int]:
@@ -169,8 +171,13 @@ def room(plan: Plan, device: torch.device) -> dict[str, int]:
 
 def with_less_vram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan | None:
     """The plan for OOM recovery, or None if no plan takes less VRAM. A collective."""
+    return _planned(plan, partial(leaner, plan, "vram"), _less_vram(plan, device), ranks)
+
+
+def _less_vram(plan: Plan, device: torch.device) -> dict[str, int]:
+    """Budgets of a plan for OOM recovery."""
     vram = 7 * plan.total_bytes("vram") // 8 if plan.basis.work is None else leaner_budget(plan, device)
-    return _planned(plan, "vram", {"vram": vram, "ram": _ram_to_use(plan)}, ranks)
+    return {"vram": vram, "ram": _ram_to_use(plan)}
 
 
 def _ram_to_use(plan: Plan) -> int:
@@ -180,17 +187,21 @@ def _ram_to_use(plan: Plan) -> int:
     return min(ram, max(now, plan.budgets.get("ram", ram)))
 
 
-def with_less_vram_at_rest(plan: Plan, device: torch.device) -> Plan | None:
+def with_less_vram_at_rest(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan | None:
     """The plan for OOM recovery between training steps, when there are no activations: an eighth less in VRAM, or as
-    little as possible. None if no plan takes less.
+    little as possible. None if no plan takes less. A collective.
     """
-    leanest, found, ram = plan, with_less_vram(plan, device), _ram_to_use(plan)
+    return _planned(plan, partial(_leaner_at_rest, plan), _less_vram(plan, device), ranks)
+
+
+def _leaner_at_rest(plan: Plan, budgets: Mapping[str, int]) -> Plan | None:
+    leanest, found = plan, leaner(plan, "vram", budgets)
     while found is not None:
         if _at_rest(found) < _at_rest(leanest):
             leanest = found
         if _at_rest(leanest) <= 7 * _at_rest(plan) // 8:
             break
-        found = leaner(found, "vram", {"vram": 7 * found.total_bytes("vram") // 8, "ram": ram})
+        found = leaner(found, "vram", {**budgets, "vram": 7 * found.total_bytes("vram") // 8})
     return leanest if _at_rest(leanest) < _at_rest(plan) else None
 
 
@@ -210,7 +221,7 @@ def with_less_ram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan
         budgets["vram"] = min(now["vram"] + _spare_vram(device), max(now["vram"], plan.budgets.get("vram", 1 << 60)))
     if (folder := plan.basis.config.disk) is not None:
         budgets["disk"] = now["disk"] + shutil.disk_usage(folder).free // plan.num_on_host
-    return _planned(plan, "ram", budgets, ranks)
+    return _planned(plan, partial(leaner, plan, "ram"), budgets, ranks)
 
 
 def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int, ranks: Ranks = SOLO) -> Plan:
@@ -229,7 +240,7 @@ def within_free_vram(plan: Plan, device: torch.device, freed_bytes: int, ranks: 
     if ranks.agree(np.array([fits], dtype=np.int64)).all():
         return plan
     ram = max(plan.total_bytes("ram"), plan.budgets.get("ram", 0))
-    return _planned(plan, "vram", {"vram": there, "ram": ram}, ranks) or plan
+    return _planned(plan, partial(leaner, plan, "vram"), {"vram": there, "ram": ram}, ranks) or plan
 
 
 def move_summary(before: Plan, after: Plan) -> str:

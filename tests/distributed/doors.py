@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from itertools import count
@@ -113,6 +114,42 @@ def finetuned(
         "samples": result.samples,
         "stopped": result.stopped,
     }
+
+
+def finetuned_on_full_gpus(folder: Path, *, full: int, room: int) -> dict[str, Any]:
+    """Run `finetune`; its evaluation after training finds GPUs full.
+
+    Args:
+        full: number of evaluated micro-batches, of rank 1, that find its GPU full; -1: all of them.
+        room: most rows for which rank 0 has the memory to generate text.
+    """
+    from transformers import T5ForConditionalGeneration
+
+    forward, generate, tried = T5ForConditionalGeneration.forward, T5ForConditionalGeneration.generate, list[int]()
+    left = full if dist.is_initialized() and dist.get_rank() == 1 else 0
+
+    @functools.wraps(forward)
+    def evaluates(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        found = forward(self, *args, **kwargs)
+        if "labels" in kwargs and not torch.is_grad_enabled() and found.loss.device.type != "meta" and left:
+            left -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    def generates(self: Any, input_ids: torch.Tensor, **options: Any) -> Any:
+        tried.append(len(input_ids))
+        if len(input_ids) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return generate(self, input_ids=input_ids, **options)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.setattr(T5ForConditionalGeneration, "forward", evaluates)
+        patch.setattr(T5ForConditionalGeneration, "generate", generates)
+        options: dict[str, Any] = {"eval_dataset": pairs(16, 11), "per_device_eval_batch_size": 2, "epochs": 1}
+        found = finetuned("t5", folder, accumulation=4, **options)
+    return found | {"tried": tried, "warned": [str(each.message) for each in warned]}
 
 
 def finetuned_until_one_fails(folder: Path, *, meets: bool) -> None:

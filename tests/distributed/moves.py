@@ -161,6 +161,68 @@ def moving(
         }
 
 
+def evaluating(
+    full: Collection[tuple[int, int]] = (),
+    *,
+    together: bool = True,
+    begins: Placement = RESIDENT,
+    to: Placement | None = None,
+    is_open: bool = False,
+    **config: Any,
+) -> dict[str, Any]:
+    """Train a step, evaluate twice with random numbers, and train another step.
+
+    Args:
+        full: (rank, evaluation) pairs where the rank's GPU is full once; a repeated evaluation counts too.
+        to: the plan to move to; None: a leaner one.
+        is_open: the evaluations are inside an accumulation window.
+
+    Returns:
+        As `moving`, and the results of the evaluations that ended well as "evaluated", of all that began as "begun".
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    made = model(rank, dropout=0.2)
+    options = OffloadConfig(learning_rate=1e-2, gradient_accumulation=1 + is_open, **config)
+    batches, begun, evaluated, errors = tokens(3 * size), list[int](), list[float](), list[str]()
+
+    def in_forward(block: Any, args: Any, output: torch.Tensor) -> None:
+        if not torch.is_grad_enabled():
+            begun.append(len(begun))
+            if (rank, begun[-1]) in full:
+                fail(output)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        if to is not None:
+            patch.setattr(shortage, "leaner", lambda plan, *_: placed_at(plan, [to] * len(plan.layers)))
+        with OffloadEngine(made, options, device="cpu", plan=planned(made, options, begins)) as engine:
+            made.blocks[0].register_forward_hook(in_forward)
+            for number in range(2):
+                torch.manual_seed(rank)
+                engine.backward(engine(batches[number * size + rank]))
+                engine.step()
+                for seed in range(2 if number == 0 else 0):
+                    engine.synchronize()
+                    torch.manual_seed(seed)
+                    try:
+                        with torch.no_grad():  # as a Trainer does: around the engine's own recovery
+                            batch = batches[2 * size + rank]
+                            loss = engine.run_eval(lambda batch=batch: engine(batch), together=together)
+                            evaluated.append(float(loss))
+                    except OffloadkitError as raised:
+                        errors.append(f"{type(raised).__name__}: {raised}")
+            engine.synchronize()
+            return {
+                "weights": {name: parameter.detach().clone() for name, parameter in made.named_parameters()},
+                "moves": [move.why for move in engine.telemetry.moves],
+                "placements": engine.plan.placements,
+                "steps": len(engine.telemetry.records),
+                "error": "; ".join(errors),
+                "evaluated": evaluated,
+                "begun": len(begun),
+            }
+
+
 def does_not_connect(ranks: Group, most_ctas: int = 0) -> None:
     """`Group.connect` when NCCL has no room on rank 1."""
     if dist.get_rank():

@@ -18,6 +18,7 @@ from tests.distributed.doors import (
     error_of,
     fails_on_first,
     finetuned,
+    finetuned_on_full_gpus,
     finetuned_until_one_fails,
     first_never_comes,
     model_named,
@@ -53,6 +54,26 @@ def test_finetune_on_two_ranks_is_that_on_one(ranks: RankPool, tmp_path: Path, p
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == sorted(
         path.name for path in (tmp_path / "one").iterdir()
     )
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
+def test_gpus_that_are_full_in_the_evaluation_after_training_end_no_run(ranks: RankPool, tmp_path: Path) -> None:
+    whole = ranks.run(2, finetuned_on_full_gpus, folder=tmp_path / "whole", full=0, room=9)
+    found = ranks.run(2, finetuned_on_full_gpus, folder=tmp_path / "found", full=1, room=1)
+    assert_same(found, whole[0])
+    assert (whole[0]["tried"], found[0]["tried"]) == ([2, 2, 1], [2, 1, 1, 1, 1, 1])
+    for run in found:
+        assert any(
+            "the memory of rank 1's GPU was full in an evaluation after step 2" in each for each in run["warned"]
+        )
+    none = ranks.run(2, finetuned_on_full_gpus, folder=tmp_path / "none", full=-1, room=9)
+    assert [run["samples"] for run in none] == [[], []]
+    for run in none:
+        assert not any("eval" in name for name in run["metrics"])
+        assert any("the model is trained and saved, but its evaluation is incomplete" in each for each in run["warned"])
+        assert all(torch.equal(run["weights"][name], weights) for name, weights in whole[0]["weights"].items())
+    assert (tmp_path / "none" / "model" / "model.safetensors").exists()
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -11,7 +11,16 @@ import torch
 
 from offloadkit.facts.config import OffloadConfig, Placement
 from tests.distributed.doors import trained
-from tests.distributed.moves import NO_ROOM, late_after_a_move, measured, moves_apart, moving, planned, with_less_free
+from tests.distributed.moves import (
+    NO_ROOM,
+    evaluating,
+    late_after_a_move,
+    measured,
+    moves_apart,
+    moving,
+    planned,
+    with_less_free,
+)
 from tests.distributed.pool import RankPool
 from tests.distributed.runs import CPU_STEP, GPU_STEP, RESIDENT, STREAMED, STREAMED_TO_GPU, model
 from tests.distributed.test_doors import assert_same
@@ -76,6 +85,54 @@ def test_where_one_rank_is_full_all_repeat_the_window_by_a_leaner_plan(
     assert found[0]["moves"]
     assert all(why.startswith("the memory of rank ") for why in found[0]["moves"])
     assert {*found[0]["placements"]} != {RESIDENT}
+
+
+@pytest.mark.parametrize(
+    ("full", "options"),
+    [
+        ([(1, 0)], {}),
+        pytest.param([(0, 1), (1, 1)], {"working_dtype": "bf16"}, marks=pytest.mark.slow),
+        pytest.param([(0, 1)], {"begins": STREAMED, "to": CPU_STEP}, marks=pytest.mark.slow),
+    ],
+)
+def test_where_one_rank_is_full_in_an_evaluation_all_move_and_it_evaluates_again(
+    ranks: RankPool, full: list[tuple[int, int]], options: dict[str, Any]
+) -> None:
+    found, expected = (ranks.run(2, evaluating, full=where, **options) for where in (full, ()))
+    assert_alike(found, expected)
+    for rank, (run, whole) in enumerate(zip(found, expected, strict=True)):
+        assert run["evaluated"] == whole["evaluated"]
+        assert run["begun"] == 2 + sum(rank == where for where, _ in full)
+    assert len({*expected[0]["evaluated"]}) == 2  # dropout
+    assert all("'s GPU was full in an evaluation" in why for why in found[0]["moves"])
+    assert len(found[0]["moves"]) == 1
+    assert found[0]["placements"] != expected[0]["placements"]
+
+
+@pytest.mark.parametrize(
+    ("options", "first", "second"),
+    [
+        ({"together": False}, "", "OutOfVramError: the GPU's memory is full"),
+        pytest.param(
+            {"placement": RESIDENT}, "OutOfVramError: the memory of rank 1's GPU was full in an evaluation: its error",
+            "OutOfVramError: the GPU's memory is full", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"is_open": True}, "An accumulation window is open", "An accumulation window is open",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_where_nothing_can_move_for_an_evaluation_training_goes_on(
+    ranks: RankPool, options: dict[str, Any], first: str, second: str
+) -> None:
+    found, expected = (ranks.run(2, evaluating, full=where, **options) for where in ([(1, 0)], ()))
+    assert [run["moves"] for run in found] == [[], []]
+    for run, whole, error in zip(found, expected, (first, second), strict=True):
+        assert error in run["error"]
+        assert bool(error) == bool(run["error"])
+        assert run["evaluated"] == (whole["evaluated"][1:] if error else whole["evaluated"])
+        assert all(torch.equal(run["weights"][name], weight) for name, weight in whole["weights"].items())
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_an_evaluation_on_a_full_gpu_goes_on_by_a_leaner_plan(
     torch.cuda.empty_cache()
     evaluates, filled = offloadkit.OffloadEngine.run_eval, list[int]()
 
-    def on_a_full_card(engine: offloadkit.OffloadEngine, run: Any) -> Any:
+    def on_a_full_card(engine: offloadkit.OffloadEngine, run: Any, **options: Any) -> Any:
         if not filled:
             engine.synchronize()
             engine.placed.release_graphs()
@@ -86,7 +86,7 @@ def test_an_evaluation_on_a_full_gpu_goes_on_by_a_leaner_plan(
             torch.cuda.empty_cache()
             filled.append(torch.cuda.memory_reserved() + (64 << 20))
             torch.cuda.set_per_process_memory_fraction(filled[0] / torch.cuda.get_device_properties(0).total_memory)
-        return evaluates(engine, run)
+        return evaluates(engine, run, **options)
 
     monkeypatch.setattr(offloadkit.OffloadEngine, "run_eval", on_a_full_card)
     with pytest.warns(RuntimeWarning, match="memory was full in an evaluation after step 4: the plan has moved"):
