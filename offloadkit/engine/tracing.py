@@ -217,7 +217,7 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor.device == META for tensor in read
         )
         if is_dynamic(function) or is_copy or (function._schema.is_mutable and _is_on_cpu(args[0])):
-            found = self.values.computed(function, args, kwargs)
+            found = self.values.computed(function, args, kwargs, read)
             if found is not NOTHING:
                 return self._known(found, read, stays=is_copy or function._schema.is_mutable)
         if function is _ITEM and args[0].device == META:
@@ -240,7 +240,7 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function.overloadpacket is _FLASH[1]:
             self.peak = max(self.peak, self.live + _scratch_bytes(*args[1:3]))
         if on_meta and not is_dynamic(function) and self.values.are_small(made, read):
-            found = self.values.computed(function, args, kwargs)
+            found = self.values.computed(function, args, kwargs, read)
             if found is not NOTHING:
                 self.values.give(made, found, read)
         return output
