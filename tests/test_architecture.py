@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -74,14 +75,18 @@ def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
         yield from runtime_nodes(node)
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, *, types: bool = False) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything `path` imports at run time; `from a import b` counts as a.b.
 
     Args:
         types: what only type checkers import too.
     """
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree) if types else runtime_nodes(tree):
+    for node in ast.walk(tree_of(path)) if types else runtime_nodes(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -90,8 +95,8 @@ def imports(path: Path, *, types: bool = False) -> Iterator[tuple[int, str]]:
                 package = module_of(path).split(".")
                 base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            if node.args and isinstance(node.args[0], ast.Constant):
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            if "import_module" in (getattr(node.func, "attr", ""), getattr(node.func, "id", "")):
                 yield node.lineno, str(node.args[0].value)
 
 
@@ -220,7 +225,7 @@ def test_names_say_what_a_thing_is() -> None:
     wrong += [
         f"{path.relative_to(PACKAGE)}:{line} {name}"
         for path in FILES
-        for line, name in defined_names(ast.parse(path.read_text()))
+        for line, name in defined_names(tree_of(path))
         if words(name) & FORBIDDEN_WORDS
     ]
     assert not wrong, "\n".join(wrong)
@@ -249,6 +254,6 @@ def test_figures_are_formatted_by_units_which_shows_1180_and_not_an_exponent() -
         f"{path.relative_to(PACKAGE)}:{line} {code}"
         for path in FILES
         if path != PACKAGE / "facts" / "units.py"
-        for line, code in rough_figures(ast.parse(path.read_text()))
+        for line, code in rough_figures(tree_of(path))
     ]
     assert not wrong, "\n".join(wrong)

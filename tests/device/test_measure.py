@@ -52,6 +52,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return calls
 
 
+@pytest.fixture
+def small_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few MiB are stepped and copied; with arrays larger than the caches, measuring takes seconds."""
+    monkeypatch.setattr(hardware, "ram_available_bytes", lambda: 1 << 27)
+    monkeypatch.setattr(measuring, "_MATMUL_SIZES", (256,))
+    monkeypatch.setattr(measuring, "_COPY_BYTES", 8 << 20)
+
+
 def cores_are_busy(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Between any two readings other processes use `seconds` of two cores."""
     used = itertools.count(step=seconds)
@@ -147,6 +155,7 @@ def test_several_ranks_add_to_one_file_at_once(quick: list[torch.device]) -> Non
     assert sorted(key[-6:] for key in json.loads(measuring.cache_file().read_text())) == names
 
 
+@pytest.mark.usefixtures("small_arrays")
 def test_everything_is_measured(tmp_path: Path) -> None:
     machine = measuring.measure("cpu", folder=tmp_path, fresh=True)
     numbers = {name: value for name, value in asdict(machine).items() if name.endswith("_per_second")}
@@ -229,6 +238,7 @@ def test_each_cache_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert hardware.last_level_cache_bytes(tmp_path / "none") == 0
 
 
+@pytest.mark.usefixtures("small_arrays")
 def test_without_the_kernel_torch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "c_library", lambda: None)
     monkeypatch.setattr(errors, "warned", set())

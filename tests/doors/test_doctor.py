@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from offloadkit.device import measure as measuring
 from offloadkit.doors import doctor
 from offloadkit.doors.cli import app
 from offloadkit.doors.doctor import Facts, PcieLink
@@ -313,6 +314,8 @@ def test_the_command_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_this_machine_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(measuring, "_MATMUL_SIZES", (256,))
+    monkeypatch.setattr(measuring, "_COPY_BYTES", 8 << 20)
     done = CliRunner().invoke(app, ["doctor", "--folder", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "billion parameters/s" in done.stdout

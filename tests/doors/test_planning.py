@@ -132,7 +132,7 @@ def test_fewer_rows_are_proposed_where_activations_are_too_large() -> None:
 
 
 def test_where_no_change_is_enough_alone_fewer_rows_in_a_smaller_budget_are_proposed() -> None:
-    made = offloadkit.plan("t5-base", ram="2GiB", batch_size=8, device=torch.device("cpu"))
+    made = offloadkit.plan("t5-base", ram="2GiB", batch_size=4, device=torch.device("cpu"))
     (larger, whole), (fewer, less), *_ = nearest_fits(made)
     assert re.fullmatch(r"\S+ GiB of RAM", larger)
     assert re.fullmatch(r"batch_size=1 with \S+ GiB of RAM", fewer)
@@ -174,7 +174,7 @@ def test_without_a_gpu_the_plan_is_this_machines(monkeypatch: pytest.MonkeyPatch
     assert made.seconds is not None
     assert re.match(r"FITS \(on the CPU\): \S+ of \S+ GiB RAM, about ", made.verdict)
     assert "optimizer states in RAM" in made.details()
-    short = offloadkit.plan("t5-small", ram="1GiB", device=torch.device("cpu"))
+    short = offloadkit.plan("t5-small", ram="1GiB", batch_size=1, device=torch.device("cpu"))
     assert set(short.lacking()) == {"ram"}
 
 
@@ -285,7 +285,9 @@ def test_finetune_refuses_what_does_not_fit_before_anything_is_loaded(
     offload, rows = OffloadConfig(ram="1GiB"), tmp_path / "rows.jsonl"
     rows.write_text("cannot be read")
     with pytest.raises(DoesNotFitError, match=r"needs .* GiB of RAM, has 1 GiB"):
-        offloadkit.finetune("t5-large", rows, init="random", use_cpu=True, offload=offload, output_dir=tmp_path / "out")
+        offloadkit.finetune(
+            "t5-base", rows, init="random", use_cpu=True, batch_size=1, offload=offload, output_dir=tmp_path / "out"
+        )
     assert capsys.readouterr().out == ""
 
 
@@ -428,4 +430,6 @@ def test_commands_are_written_as_commands() -> None:
 
 def test_a_refused_finetune_is_written_as_a_call(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFitError, match=r'1\. offloadkit\.finetune\(\.\.\., .*vram="'):
-        offloadkit.finetune("t5-small", PAIRS, vram="100MiB", init="random", use_cpu=True, output_dir=tmp_path)
+        offloadkit.finetune(
+            "t5-small", PAIRS, vram="100MiB", batch_size=1, init="random", use_cpu=True, output_dir=tmp_path
+        )

@@ -234,8 +234,8 @@ def hung_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     goes_on = threading.Event()
 
     def hang() -> None:
-        monkeypatch.setattr(watchdog, "LIMIT_SECONDS", 0.3)
-        monkeypatch.setattr(watchdog, "SLICE_SECONDS", 0.05)
+        monkeypatch.setattr(watchdog, "LIMIT_SECONDS", 0.1)
+        monkeypatch.setattr(watchdog, "SLICE_SECONDS", 0.02)
         monkeypatch.setattr(watchdog.state, "ranks_seconds", 0.0)
         monkeypatch.setattr(update.LayerState, "step", lambda *_: goes_on.wait(60))
 

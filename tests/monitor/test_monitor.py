@@ -66,7 +66,14 @@ def show_on(display: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+def draws_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten to twenty drawings a second instead of two to four."""
+    for name in ("_SHORTEST", "_LONGEST"):
+        monkeypatch.setattr(monitor_module, name, getattr(monitor_module, name) / 5)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, draws_often: None) -> Watched:
     display = Watched()
     show_on(display, monkeypatch)
     monkeypatch.setattr(hardware, "busiest_device", lambda: torch.device("cpu"))  # though other tests used the GPU
@@ -115,7 +122,7 @@ def test_the_plan_that_counts_is_the_one_that_the_engine_has_moved_to(monkeypatc
 def test_it_draws_while_the_run_goes_on_and_only_when_there_is_news(watched: Watched) -> None:
     with Monitor(total_steps=10) as monitor:
         assert threads() == ["offloadkit-monitor"]
-        time.sleep(0.6)
+        time.sleep(0.15)
         assert len(watched.shown) == 1, "nothing new was drawn"
         monitor.telemetry.add(record(1))
         wait_for(lambda: len(watched.shown) == 2)
@@ -124,10 +131,11 @@ def test_it_draws_while_the_run_goes_on_and_only_when_there_is_news(watched: Wat
 
 
 def test_two_to_four_drawings_a_second(watched: Watched) -> None:
+    """The fixture makes it ten to twenty."""
     with Monitor() as monitor:
         for step in range(1, 161):
             monitor.telemetry.add(record(step))
-            time.sleep(0.0125)
+            time.sleep(0.0025)
         number = len(watched.shown) - 1
     assert 3 <= number <= 9, number
 
@@ -151,7 +159,7 @@ def test_a_display_that_breaks_is_named_once_and_the_training_goes_on(
         monitor.telemetry.add(record(1))
         wait_for(lambda: len(watched.shown) == 2)
         monitor.telemetry.add(record(2))
-        time.sleep(0.6)
+        time.sleep(0.15)
     assert [kind for kind, _ in watched.shown] == ["open", "update"]
     said = capsys.readouterr().err
     assert said.count("drawing has stopped, because of ZeroDivisionError: a display that breaks") == 1
@@ -369,12 +377,13 @@ def test_arguments_without_a_meaning_are_refused(arguments: Any, said: str) -> N
         Monitor(**arguments)
 
 
+@pytest.mark.usefixtures("draws_often")
 def test_without_a_terminal_there_are_lines_and_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
     with Monitor(total_steps=4, baseline_seconds=0.5) as monitor:
         monitor.telemetry.padding_share = 0.25
         for step in range(1, 5):
             monitor.telemetry.add(record(step))
-        time.sleep(0.6)
+        time.sleep(0.15)
     lines = capsys.readouterr().out.splitlines()
     begin = "step 4 of 4  loss 1  1 s a step  640 tokens/s (25% is padding)  slowdown 2.00× (measured baseline)"
     assert lines[0].startswith(begin)
@@ -431,13 +440,14 @@ def test_a_logger_writes_above_the_view_of_a_terminal(monkeypatch: pytest.Monkey
     assert "a warning of a library" in console.export_text()
 
 
+@pytest.mark.usefixtures("draws_often")
 def test_a_terminal_is_redrawn_and_keeps_the_last_view(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(record=True, width=90, force_terminal=True, file=open(os.devnull, "w"))  # noqa: SIM115
     show_on(TerminalDisplay(console), monkeypatch)
     with Monitor(total_steps=3) as monitor:
         for step in range(1, 4):
             monitor.telemetry.add(record(step))
-        time.sleep(0.4)
+        time.sleep(0.15)
     text = console.export_text()
     assert "step 3 of 3  finished" in text
     assert "VRAM" in text

@@ -17,6 +17,8 @@ pytest.importorskip("ipykernel")
 
 from tests.notebooks.kernels import Listening, kernel_folder  # noqa: E402
 
+pytestmark = pytest.mark.slow  # a kernel takes seconds to start
+
 SETUP = f"""
 import runpy, sys, time
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
@@ -77,7 +79,6 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         first._cleanup_kernel()
 
 
-@pytest.mark.slow
 def test_bars_move_while_the_cell_runs_and_a_summary_stays(kernel: Any) -> None:
     client = Client(kernel, "train(60, pause=0.03, baseline_seconds=0.01); None")
     button, output, switches = client.run()
@@ -95,7 +96,6 @@ def test_bars_move_while_the_cell_runs_and_a_summary_stays(kernel: Any) -> None:
     assert b64decode(output["data"]["image/png"]).startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_an_interrupt_finishes_the_step_and_the_cell_ends_without_an_error(kernel: Any) -> None:
     client = Client(
         kernel, "m = train(2000, pause=0.03)\nprint(m.figures().state, m.figures().steps_done)", interrupt_after=3
@@ -153,7 +153,6 @@ class Clicking(Client):
         self.kc.shell_channel.send(message)
 
 
-@pytest.mark.slow
 def test_the_button_is_heard_where_the_front_end_sends_it_past_the_running_cell(kernel: Any) -> None:
     pytest.importorskip("ipykernel.subshell_manager")
     client = Clicking(kernel, "m = train(4000, pause=0.02)\nprint(m.figures().state, m.figures().steps_done)")
@@ -180,7 +179,6 @@ with bars_where_live():
     assert bars == [{"text/html": "", "text/plain": ""}]
 
 
-@pytest.mark.slow
 def test_ten_runs_leave_no_widgets_behind(kernel: Any) -> None:
     count = """
 from ipywidgets.widgets import widget
