@@ -135,7 +135,9 @@ class _Found:
 
 
 class _Longest(Dataset[Any]):
-    """A dataset of one item, a `_Found`."""
+    """A dataset of one item: a `_Found`, or the reason why the rows cannot be read. An error in a worker would keep the
+    process alive until Python's garbage collector ends it, after five seconds.
+    """
 
     def __init__(self, rows: Any, collate: Callable[[Any], Any], batch_size: int, together: int) -> None:
         """`together`: number of rows that are padded to one length. It differs from `batch_size` in evaluation."""
@@ -144,8 +146,14 @@ class _Longest(Dataset[Any]):
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, _: int) -> _Found:
+    def __getitem__(self, _: int) -> _Found | str:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the forked process has no tokenizer threads
+        try:
+            return self._found()
+        except Exception as error:  # user code: any exception is possible
+            return _in_a_line(error)
+
+    def _found(self) -> _Found:
         if _has_media(self._collated(range(self.batch_size))):
             return self._of_media()
         number = len(self.rows)
@@ -288,10 +296,16 @@ def _read_elsewhere(longest: _Longest) -> _Found:
                 generator=torch.Generator(),
             )
             (found,) = loader
-    except Exception as error:  # user code: any exception is possible
-        reason = str(error).strip().splitlines()
-        raise NotReadableError(f"{type(error).__name__}: {reason[-1] if reason else ''}") from error
+    except Exception as error:  # the process was killed, or takes too long
+        raise NotReadableError(_in_a_line(error)) from error
+    if isinstance(found, str):
+        raise NotReadableError(found)
     return found  # type: ignore[no-any-return]
+
+
+def _in_a_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
 
 
 def _largest(batches: list[dict[str, Any]]) -> dict[str, Any]:

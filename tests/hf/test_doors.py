@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -534,6 +535,7 @@ def test_rows_that_cannot_be_read_are_said_to_be_so(tmp_path: Path, rows: Any, c
     trainer = OffloadTrainer(model=t5(), args=arguments(tmp_path), train_dataset=rows, data_collator=collator)
     with pytest.raises(NotReadableError, match=why):
         longest_batch(trainer)
+    assert not multiprocessing.active_children()
 
 
 def test_a_model_in_eval_mode_that_should_be_recomputed_is_told_of() -> None:
