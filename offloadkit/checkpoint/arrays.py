@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -42,6 +42,14 @@ _DTYPE_NAMES = {
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
+class Encoding(NamedTuple):
+    """How an array is written in another dtype, piece by piece."""
+
+    dtype: torch.dtype
+    encode: Callable[[torch.Tensor, int], torch.Tensor]
+    """(1-D CPU tensor of an array's elements, number of its first element) -> as many elements of `dtype`."""
+
+
 class PeriodicCall:
     """Calls a function after every few pieces, for example to drop pages of mapped memory."""
 
@@ -67,23 +75,29 @@ def write_arrays(
     arrays: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str] | None = None,
     between: PeriodicCall | None = None,
+    encodings: Mapping[str, Encoding] | None = None,
 ) -> None:
     """Write arrays of any device into a safetensors file, atomically.
+
+    Args:
+        encodings: encodings by name; arrays without one are written as they are.
 
     Raises:
         ModelError: safetensors does not support an array's dtype.
         OSError: writing fails. An existing file is unchanged.
     """
+    encodings = encodings or {}
+    dtypes = {name: encodings[name].dtype if name in encodings else array.dtype for name, array in arrays.items()}
     # larger elements first, so every array starts at a multiple of its element size, as readers require
-    ordered = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)
+    ordered = sorted(arrays.items(), key=lambda item: -dtypes[item[0]].itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata or {})}
     end = 0
     for name, array in ordered:
         if array.dtype not in _DTYPE_NAMES:
             raise ModelError(f"{name!r} is {array.dtype}, which a safetensors file cannot store")
-        start, end = end, end + array.nbytes
+        start, end = end, end + array.numel() * dtypes[name].itemsize
         header[name] = {
-            "dtype": _DTYPE_NAMES[array.dtype],
+            "dtype": _DTYPE_NAMES[dtypes[name]],
             "shape": list(array.shape),
             "data_offsets": [start, end],
         }
@@ -92,13 +106,15 @@ def write_arrays(
     with atomic_write(path) as file:
         file.write(_HEADER_LENGTH.pack(len(encoded)))
         file.write(encoded)
-        for _, array in ordered:
-            memory = array.detach().reshape(-1).contiguous().view(torch.uint8)
-            for start in range(0, memory.numel(), PIECE_BYTES):
-                piece = memory[start : start + PIECE_BYTES].cpu()
-                file.write(piece.numpy().data)
+        for name, array in ordered:
+            flat = array.detach().reshape(-1).contiguous()
+            numel = PIECE_BYTES // array.dtype.itemsize
+            for start in range(0, flat.numel(), numel):
+                piece = flat[start : start + numel].cpu()
+                written = encodings[name].encode(piece, start) if name in encodings else piece
+                file.write(written.view(torch.uint8).numpy().data)
                 if between is not None:
-                    between.moved(piece.numel())
+                    between.moved(piece.nbytes)
 
 
 @dataclass(frozen=True)
@@ -176,6 +192,8 @@ class ArrayFile:
             return
         for start, piece in self.pieces(name, pinned=into.is_cuda, first=first, numel=into.numel()):
             into[start : start + piece.numel()].copy_(piece)
+            if between is not None:
+                between.moved(piece.nbytes)
 
     def pieces(
         self, name: str, *, pinned: bool = False, first: int = 0, numel: int | None = None

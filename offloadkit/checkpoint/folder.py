@@ -1,8 +1,8 @@
 """The output folder and its checkpoints: check the folder, verify checkpoints, save folders atomically.
 
-`manifest.json` lists a checkpoint's files with sizes and checksums, and the run that wrote them. It is written last, so
-a folder with a manifest is complete. Checkpoints of transformers' Trainer have none: they are recognized by
-`optimizer.pt` and sort before all of ours.
+`manifest.json` lists a checkpoint's files with sizes and checksums, the run that wrote them, and the contents ("all",
+"compact" or "weights"). It is written last, so a folder with a manifest is complete. Checkpoints of transformers'
+Trainer have none: they are recognized by `optimizer.pt` and sort before all of ours.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, get_args
 from zipfile import BadZipFile, ZipFile
 
 import psutil
@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from offloadkit.checkpoint.origin import Origin, parse_origin, recorded_origin
 from offloadkit.errors import ConfigError, ModelError, OffloadkitError, OutputError, cut, shown
+from offloadkit.facts.config import Contents
 from offloadkit.facts.files import path_of, read_json, why_not_plain
 from offloadkit.facts.threads import ThreadPool
 from offloadkit.facts.units import format_bytes
@@ -235,12 +236,17 @@ def _is_usable(checkpoint: Path) -> bool:
 
 
 def why_not_resumable(checkpoint: Path) -> str | None:
-    """Why the checkpoint cannot be resumed, or None if it is complete, optimizer states included."""
+    """Why the checkpoint cannot be resumed, or None if it is complete.
+
+    One without optimizer states is complete if its manifest says "weights".
+    """
     if checkpoint.name in _replaced(checkpoint.parent):
         return "was to be replaced (overwrite=True) by a run that was killed before its first step"
     if (checkpoint / MANIFEST).is_file():
-        alone = None if any(checkpoint.glob("states-*")) else "has only weights, no optimizer states"
-        return _why_incomplete(checkpoint) or alone
+        if (why := _why_incomplete(checkpoint)) is not None:
+            return why
+        is_whole = contents_of(checkpoint) == "weights" or any(checkpoint.glob("states-*"))
+        return None if is_whole else "has only weights, no optimizer states"
     # transformers' Trainer writes trainer_state.json last.
     if (checkpoint / "trainer_state.json").is_file() and (checkpoint / "optimizer.pt").is_file():
         return None
@@ -270,7 +276,7 @@ def _names(checkpoint: Path) -> set[str]:
     return {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()} - {MANIFEST}
 
 
-def write_manifest(checkpoint: Path, origin: Origin) -> None:
+def write_manifest(checkpoint: Path, origin: Origin, contents: Contents = "all") -> None:
     """Write the manifest, which marks the checkpoint as complete."""
     _verdicts.pop(checkpoint.absolute(), None)
     files = {}
@@ -283,7 +289,7 @@ def write_manifest(checkpoint: Path, origin: Origin) -> None:
     beside = [path.parent for path in checkpoint.parent.glob("*/" + MANIFEST)]
     manifest: dict[str, Any] = {"format": "offloadkit checkpoint", "version": _VERSION}
     manifest |= origin._asdict()
-    manifest |= {"sequence": 1 + max(map(_sequence, beside), default=0), "files": files}
+    manifest |= {"contents": contents, "sequence": 1 + max(map(_sequence, beside), default=0), "files": files}
     manifest["xxh3"] = _checksum_of(manifest)
     with atomic_write(checkpoint / MANIFEST) as file:
         file.write(json.dumps(manifest, indent=1).encode())
@@ -352,6 +358,7 @@ class _Manifest(NamedTuple):
     origin: Origin
     sequence: int
     files: dict[str, _Saved]
+    contents: Contents
 
 
 def _manifest(checkpoint: Path) -> _Manifest | str:
@@ -364,7 +371,8 @@ def _manifest(checkpoint: Path) -> _Manifest | str:
                     f"{_VERSION})"
                 )
             files = {str(name): _Saved(int(each["size"]), list(each["xxh3"])) for name, each in found["files"].items()}
-            return _Manifest(parse_origin(found), int(found["sequence"]), files)
+            if (contents := found.get("contents", "all")) in get_args(Contents):
+                return _Manifest(parse_origin(found), int(found["sequence"]), files, contents)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         pass
     return f"has a {MANIFEST} that is missing, truncated or corrupt"
@@ -372,10 +380,19 @@ def _manifest(checkpoint: Path) -> _Manifest | str:
 
 def origin_of(checkpoint: Path) -> Origin:
     """The run, attempt and update that wrote the checkpoint. Raises `ModelError` if the manifest cannot be read."""
+    return _read_manifest(checkpoint).origin
+
+
+def contents_of(checkpoint: Path) -> Contents:
+    """What the checkpoint holds. Raises `ModelError` if the manifest cannot be read."""
+    return _read_manifest(checkpoint).contents
+
+
+def _read_manifest(checkpoint: Path) -> _Manifest:
     manifest = _manifest(checkpoint)
     if isinstance(manifest, str):
         raise ModelError(f"the checkpoint {checkpoint} {manifest}")
-    return manifest.origin
+    return manifest
 
 
 def origin_from(checkpoint: Path) -> Origin:
@@ -549,16 +566,25 @@ def free_bytes(folder: Path) -> int:
     return found.free if found.total else sys.maxsize  # FUSE file systems may report 0
 
 
-def check_room(folder: Path, num_bytes: int, what: str, other_remedy: str = "") -> None:
+def check_room(
+    folder: Path, num_bytes: int, what: str, other_remedy: str = "", smaller: Mapping[str, int] | None = None
+) -> None:
     """Check that `folder`'s file system has `num_bytes` free; raises `OutputError` about `what`.
+
+    Args:
+        smaller: bytes that would be taken with an option, by option. The message names those that fit.
 
     `statvfs` includes project quotas and quotas of many network drives, but often not user quotas. A write beyond a
     user quota fails in `explained_write_errors`.
     """
     if (free := free_bytes(folder)) < num_bytes:
+        remedies = ["make room", "or pass another output_dir", *([f"or {other_remedy}"] if other_remedy else [])]
+        for option, taken in (smaller or {}).items():
+            if taken <= free:
+                remedies.append(f"or pass {option}, which takes {format_bytes(taken)}")
         raise OutputError(
             f"{what} in {folder} takes {format_bytes(num_bytes)}, but only {format_bytes(free)} are free there: "
-            f"make room, or pass another output_dir{other_remedy and f', or {other_remedy}'}"
+            + ", ".join(remedies)
         )
 
 

@@ -2,12 +2,12 @@
 
 | File | Holds |
 |---|---|
-| `states-RANK-of-RANKS.safetensors` | optimizer states, by parameter name and range |
+| `states-RANK-of-RANKS.safetensors` | optimizer states, by parameter name and range; none with `save_only_model` |
 | `run.json` | options by group, counts, summation, scheduler, position in the data, checksums of frozen weights |
 | `random.json` | random states of rank 0; later ranks write `random-RANK.json` |
 | `order.json` | Trainer only: the random state that an epoch's order by length was drawn from |
 | `weights.safetensors` | trained and written weights, buffers; the Trainer writes HuggingFace's files instead |
-| `manifest.json` | run, attempt and update; all files, their sizes and checksums; written last |
+| `manifest.json` | run, attempt and update; contents; all files, their sizes and checksums; written last |
 
 Every file but the manifest records the run, attempt, update and its own name under `origin`.
 """
@@ -46,7 +46,8 @@ from offloadkit.checkpoint.values import (
 from offloadkit.checkpoint.weights import WEIGHT_FILE, check_weights, load_weights, num_bytes_of, write_weights
 from offloadkit.distributed.ranks import SOLO, Ranks
 from offloadkit.errors import ConfigError, ModelError, shown
-from offloadkit.optim.table import options_of
+from offloadkit.facts.config import Contents, OffloadConfig
+from offloadkit.optim.table import options_of, saved_dtype
 
 RUN_FILE = "run.json"
 RANDOM_FILE = "random.json"
@@ -104,12 +105,29 @@ class RunSnapshot:
     origin: Origin
     forget_pages: Callable[[], None]
     """Drops mapped pages of on-disk states from RAM."""
+    reset_states: Callable[[], None]
+    """Sets moments and step counts to zero and the master weights to the working weights."""
+    config: OffloadConfig
     base: Base | None = None
     """The frozen weights; None if there are none."""
 
-    def num_bytes(self, num_ranks: int = 1) -> int:
-        states = sum(array.nbytes for arrays in self.states.values() for array in arrays.values())
-        return num_bytes_of(self.weights) + num_ranks * states
+    @property
+    def contents(self) -> Contents:
+        return self.config.checkpoint_contents
+
+    def num_bytes(self, num_ranks: int = 1, contents: Contents | None = None) -> int:
+        """Bytes of a checkpoint with `contents` (None: the config's)."""
+        size = 0
+        for name, array in ((name, array) for arrays in self.states.values() for name, array in arrays.items()):
+            if (dtype := saved_dtype(name, array.dtype, contents or self.contents)) is not None:
+                size += array.numel() * dtype.itemsize
+        return num_bytes_of(self.weights) + num_ranks * size
+
+    def smaller(self, num_ranks: int = 1) -> dict[str, int]:
+        """Bytes of smaller checkpoints, by the option that chooses them."""
+        return {
+            option: self.num_bytes(num_ranks, contents) for contents, option in self.config.smaller_checkpoints.items()
+        }
 
     def write(self, folder: Path, rank: int = 0, num_ranks: int = 1, **more: Any) -> None:
         """Write optimizer states into `folder`, and on rank 0 the values and `more`. No weights or random states."""
@@ -126,7 +144,8 @@ class RunSnapshot:
 
     def write_states(self, folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
         between = PeriodicCall(self.forget_pages)
-        write_states(folder, self.states, self.ranges, self.shapes, between, self.origin, rank, num_ranks)
+        how = self.origin, self.contents, self.config.seed
+        write_states(folder, self.states, self.ranges, self.shapes, between, *how, rank, num_ranks)
         between.finish()
 
     def weights_among(self, names: Collection[str]) -> dict[str, Any]:
@@ -137,7 +156,8 @@ class RunSnapshot:
         }
 
     def check(self, folder: Path, saved: SavedStates, loaded: Collection[str] = ()) -> dict[str, Any]:
-        """Check that this run can resume from the saved values; returns the values in `run.json`. Changes nothing.
+        """Check that this run can resume from the saved values; returns the values in `run.json`, with the manifest's
+        "contents". Changes nothing.
 
         Args:
             loaded: names of weights that will be loaded.
@@ -181,9 +201,13 @@ class RunSnapshot:
                 raise ModelError(f"{path}: parameter group {at} of the saved run and of this run differ in {other!r}")
         if self.base is not None:
             self.base.check(path, values.get("base"), loaded)
-        return values
+        return values | {"contents": saved.contents}
 
     def load_states(self, saved: SavedStates) -> None:
+        """Load the saved states, or begin with new ones if the checkpoint has none."""
+        if not saved.has_states:
+            self.reset_states()
+            return
         between = PeriodicCall(self.forget_pages)
         saved.load(self.states, self.ranges, between)
         between.finish()
@@ -201,13 +225,18 @@ def save_run(folder: Path, numbers: RunSnapshot, ranks: Ranks = SOLO, **more: An
         RankError: another rank failed.
     """
     if ranks.size == 1:
-        _save(folder, lambda new: numbers.write(new, **more), numbers, numbers.num_bytes())
+
+        def write_alone(new: Path) -> None:
+            _check_room(folder, numbers, 1)
+            numbers.write(new, **more)
+
+        _save(folder, write_alone, numbers)
         return
     beside, first = folder.with_name(f".{folder.name}-ranks"), ranks.rank == 0
     try:
         with ranks.together("beginning a checkpoint"), explained_write_errors(folder):
             if first:
-                check_room(folder, numbers.num_bytes(ranks.size), "a checkpoint")
+                _check_room(folder, numbers, ranks.size)
                 shutil.rmtree(beside, ignore_errors=True)
                 beside.mkdir(parents=True)
         with ranks.together("writing optimizer states"), explained_write_errors(folder):
@@ -216,25 +245,29 @@ def save_run(folder: Path, numbers: RunSnapshot, ranks: Ranks = SOLO, **more: An
                 write_random(beside, numbers.origin, ranks.rank)
 
         def write(new: Path) -> None:
+            check_room(folder, num_bytes_of(numbers.weights), "a checkpoint")
             numbers.write_values(new, **more)
             for path in beside.iterdir():
                 path.rename(new / path.name)
 
         with ranks.together("writing a checkpoint"):
             if first:
-                _save(folder, write, numbers, num_bytes_of(numbers.weights))
+                _save(folder, write, numbers)
     finally:
         if first:
             shutil.rmtree(beside, ignore_errors=True)
 
 
-def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunSnapshot, num_bytes: int) -> None:
+def _check_room(folder: Path, numbers: RunSnapshot, num_ranks: int) -> None:
+    check_room(folder, numbers.num_bytes(num_ranks), "a checkpoint", smaller=numbers.smaller(num_ranks))
+
+
+def _save(folder: Path, write_numbers: Callable[[Path], None], numbers: RunSnapshot) -> None:
     def write(new: Path) -> None:
-        check_room(folder, num_bytes, "a checkpoint")
         write_numbers(new)
         write_weights(new, numbers.weights, numbers.origin)
         write_random(new, numbers.origin)
-        write_manifest(new, numbers.origin)
+        write_manifest(new, numbers.origin, numbers.contents)
 
     replace_folder(folder, write, MANIFEST)
 

@@ -1,7 +1,8 @@
 """Optimizer states on disk, by parameter name and element range.
 
-Each rank writes one safetensors file of 1-D arrays. Metadata records each array's name ("exp_avg"), parameter, first
-element, length and whole length, so any run can read its own ranges from all files.
+Each rank writes one safetensors file of 1-D arrays; a checkpoint of the weights alone has none. Metadata records each
+array's name ("exp_avg"), parameter, first element, length and whole length, so any run can read its own ranges from all
+files.
 """
 
 from __future__ import annotations
@@ -9,17 +10,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 
-from offloadkit.checkpoint.arrays import ArrayFile, PeriodicCall, write_arrays
+from offloadkit.checkpoint.arrays import ArrayFile, Encoding, PeriodicCall, write_arrays
+from offloadkit.checkpoint.folder import contents_of
 from offloadkit.checkpoint.origin import Origin
 from offloadkit.checkpoint.values import why_unlike
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.facts import files
+from offloadkit.facts.config import Contents
+from offloadkit.kernels.cpu import round_into
+from offloadkit.optim.moments import random_key
+from offloadkit.optim.table import CHECKPOINT_CONTENTS, MOMENT_INDEX, saved_dtype
 
 STATE_FILES = "states-*-of-*.safetensors"
 _RESUME_ALIKE = "resume with the optimizer, precision and working dtype that the run was saved with"
@@ -37,13 +44,22 @@ def write_states(
     shapes: Mapping[str, Sequence[int]],
     between: PeriodicCall,
     origin: Origin,
+    contents: Contents,
+    seed: int,
     rank: int = 0,
     num_ranks: int = 1,
 ) -> None:
-    """Write one rank's `states` into `folder`; rank 0 also arrays that all ranks share. `shapes` are full shapes of the
-    parameters.
+    """Write one rank's `states` into `folder`; rank 0 also arrays that all ranks share.
+
+    Args:
+        shapes: full shapes of the parameters.
+        contents: which states are written; nothing is written if none are.
+        seed: seed of stochastic rounding. The bits also follow from the parameter's name, its step and the element, so
+            they do not depend on ranges or ranks.
     """
-    arrays, ranges = {}, {}
+    if not CHECKPOINT_CONTENTS[contents].has_states:
+        return
+    arrays, ranges, encodings = {}, {}, {}
     for parameter, state in states.items():
         for name, array in state.items():
             (start, of), flat = ranges_of[parameter][name], array.reshape(-1)
@@ -51,19 +67,30 @@ def write_states(
                 continue
             key = f"{parameter}/{name}[{start}:{start + flat.numel()}]"
             arrays[key] = flat
+            dtype = saved_dtype(name, array.dtype, contents)
+            assert dtype is not None, "these contents have states"
+            if dtype != array.dtype:
+                random = random_key(seed, parameter, int(state["step"]))
+                encodings[key] = Encoding(dtype, partial(_rounded, random, start, MOMENT_INDEX[name]))
             ranges[key] = {
                 "array": name,
                 "parameter": parameter,
                 "start": start,
                 "length": flat.numel(),
                 "of": of,
-                "dtype": str(array.dtype).removeprefix("torch."),
+                "dtype": str(dtype).removeprefix("torch."),
             }
     metadata: dict[str, Any] = {"rank": rank, "ranks": num_ranks, "ranges": ranges}
     metadata["parameters"] = {parameter: list(shape) for parameter, shape in shapes.items()}
     file = f"states-{rank:05}-of-{num_ranks:05}.safetensors"
     texts = origin.of_arrays(file) | {name: json.dumps(value) for name, value in metadata.items()}
-    write_arrays(folder / file, arrays, texts, between)
+    write_arrays(folder / file, arrays, texts, between, encodings)
+
+
+def _rounded(key: int, begin: int, moment: int, values: torch.Tensor, first: int) -> torch.Tensor:
+    rounded = torch.empty_like(values, dtype=torch.bfloat16)
+    round_into(values, rounded, key, first=begin + first, moment=moment)
+    return rounded
 
 
 _FACTS = {"rank": 0, "ranks": 0, "ranges": {}, "parameters": {}}
@@ -80,7 +107,11 @@ class _Range(NamedTuple):
 
 
 class SavedStates:
-    """The optimizer states in a checkpoint folder. Only headers are read before `load`."""
+    """The optimizer states in a checkpoint folder, if it has any. Only headers are read before `load`.
+
+    Attributes:
+        contents: what the manifest says that the checkpoint holds.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Raises `ModelError` if a rank's file is missing, truncated or broken, or the ranges have gaps or overlaps."""
@@ -88,11 +119,18 @@ class SavedStates:
         self._where = folder
         self._ranges: dict[str, dict[str, list[_Range]]] = {}
         self._shapes: dict[str, list[int]] = {}
+        self.contents = contents_of(folder)
+        if not self.has_states:
+            return
         try:
             self._open(folder)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def has_states(self) -> bool:
+        return CHECKPOINT_CONTENTS[self.contents].has_states
 
     def _open(self, folder: Path) -> None:
         paths = sorted(folder.glob(STATE_FILES))
@@ -140,12 +178,14 @@ class SavedStates:
                     )
 
     def check(self, states: States, ranges: Ranges, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Check that the saved parameters, shapes, arrays and dtypes match `states`.
+        """Check that the saved parameters, shapes, arrays and dtypes match `states`, if there are saved states.
 
         Raises:
             ModelError: parameters or shapes differ.
             ConfigError: the optimizer, precision or working dtype differs.
         """
+        if not self.has_states:
+            return
         where, names = self._where, self._ranges.keys()
         for missing, what in ((names - states.keys(), "not trained now"), (states.keys() - names, "not saved")):
             if missing:
@@ -170,7 +210,7 @@ class SavedStates:
             for name, array in state.items():
                 for place in saved[name]:
                     dtype = place.file.arrays[place.key].dtype
-                    if dtype != array.dtype:
+                    if dtype != saved_dtype(name, array.dtype, self.contents):
                         raise ConfigError(
                             f"{place.file.path}: saved {name} of {parameter!r} is {dtype}, but this run's is "
                             f"{array.dtype}: {_RESUME_ALIKE}"
@@ -182,7 +222,7 @@ class SavedStates:
                         )
 
     def load(self, states: States, ranges: Ranges, between: PeriodicCall) -> None:
-        """Read this rank's ranges into the live arrays of `states`. Call `check` first."""
+        """Read this rank's ranges into the live arrays of `states`. Call `check` first. Needs `has_states`."""
         for parameter, state in states.items():
             for name, array in state.items():
                 begin = ranges[parameter][name][0]

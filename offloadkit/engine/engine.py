@@ -542,7 +542,7 @@ class OffloadEngine:
     def save_checkpoint(self, folder: str | Path, *, scheduler: Any = None, position: Any = None) -> None:
         """Write everything that an exact continuation needs: weights, states, counts and random states. Frozen
         weights are included if the program wrote them after the engine was built; the base model has all other frozen
-        weights.
+        weights. `checkpoint_precision` and `save_only_model` of the config make it smaller.
 
         An older checkpoint in `folder` stays until the new one is complete. All ranks save together, into a shared
         folder. Any number of ranks may continue from it; new ranks take rank 0's random states. If the continued run
@@ -555,7 +555,8 @@ class OffloadEngine:
 
         Raises:
             EngineStateError: an accumulation window is open, whose gradients would be lost.
-            OutputError: `folder` cannot be written, holds other files, or is being written by another process.
+            OutputError: `folder` cannot be written, is too small, holds other files, or is being written by another
+                process.
             ConfigError: `position` or the scheduler's state holds an object that is not data.
             ModelError: the module's `state_dict()` does.
         """
@@ -563,7 +564,8 @@ class OffloadEngine:
         self.checkpoints.save(folder, scheduler, position)
 
     def load_checkpoint(self, folder: str | Path, *, scheduler: Any = None) -> Any:
-        """Continue from `save_checkpoint`, with any placement.
+        """Continue from `save_checkpoint`, with any placement. A checkpoint without optimizer states
+        (`save_only_model`) sets moments and step counts to zero, with a warning.
 
         Args:
             scheduler: a scheduler like the saved one.

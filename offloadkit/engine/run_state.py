@@ -19,6 +19,11 @@ from offloadkit.facts.config import OffloadConfig
 from offloadkit.optim.table import options_of
 from offloadkit.optim.torch_optimizer import OffloadOptimizer, changed_options, check_states
 
+_BEGIN_ANEW = (
+    "the checkpoint has the weights alone (save_only_model=True): the run goes on at its step, with its schedule and "
+    "data, but moments begin at zero with a new bias correction, and master weights at the saved weights"
+)
+
 
 class RunState:
     """The numbers of a run by name: weights, states, options and counts. `OffloadEngine` documents the methods."""
@@ -128,16 +133,19 @@ class RunState:
             self._summation_order,
             self.origin,
             layers.forget_pages,
+            layers.reset_states,
+            self._config,
             Base(model, lambda: self._checksums.of(frozen), of_base) if frozen else None,
         )
 
     def go_on(self, values: dict[str, Any], origin: Callable[[], Origin]) -> None:
         """Take the options and counts of a saved run, and its origin, which rank 0 reads. Warns if the order of adding
-        gradients or the options differ."""
+        gradients or the options differ, or if there were no states."""
         saved_groups = [group["options"] for group in values["groups"]]
         scheduled = values.get("scheduler") is not None
         options = changed_options(self._optimizer.param_groups, saved_groups, scheduled=scheduled)
-        for warning in (SummationOrder(**values["adding"]).order_warning(self._summation_order), options):
+        order = SummationOrder(**values["adding"]).order_warning(self._summation_order)
+        for warning in (_BEGIN_ANEW if values["contents"] == "weights" else None, order, options):
             if warning is not None and self._ranks.rank == 0:
                 warnings.warn(warning, RuntimeWarning, stacklevel=4)
         self._take(saved_groups, values["counts"])

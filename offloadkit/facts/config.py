@@ -15,6 +15,8 @@ from offloadkit.facts.files import path_of
 from offloadkit.facts.units import parse_bytes
 
 Precision = Literal["exact", "compact", "tiny"]
+Contents = Literal["all", "compact", "weights"]
+"""What a checkpoint holds: see `optim/table.py`."""
 
 
 @helps_with_fields
@@ -265,6 +267,17 @@ class OffloadConfig:
     save_minutes: float | None = field(default=None, compare=False)
     """Minutes between additional saves of a Trainer, by rank 0's clock."""
 
+    save_only_model: bool = False
+    """Checkpoints have no optimizer states: 2 instead of 12 bytes per parameter with bf16 weights, AdamW and "exact".
+
+    A resumed run goes on with the step, schedule, data and random states. Its moments are zero, their bias correction
+    begins again, and its master weights are the saved working weights. A Trainer and `finetune` take the argument of
+    `TrainingArguments`."""
+
+    checkpoint_precision: Literal["compact"] | None = None
+    """Precision of fp32 moments in checkpoints. "compact" writes bf16 with stochastic rounding: 8 instead of 12 bytes
+    per parameter. The resumed run has the rounded moments; RAM keeps `precision`. None: no rounding."""
+
     resume_incomplete: bool = field(default=False, compare=False)
     """Allow a Trainer to resume from a checkpoint without weights, or from a transformers checkpoint without scheduler
     state or random states. Such a checkpoint is refused by default, because the resumed run would differ."""
@@ -309,9 +322,21 @@ class OffloadConfig:
             )
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {shown(self.seed)}")
-        for name in ("activation_checkpointing", "compile_blocks", "resume_incomplete"):
+        for name in ("activation_checkpointing", "compile_blocks", "save_only_model", "resume_incomplete"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {shown(getattr(self, name))}")
+        if self.checkpoint_precision not in (None, "compact"):
+            raise ConfigError(f"checkpoint_precision must be 'compact' or None, got {shown(self.checkpoint_precision)}")
+        if self.checkpoint_precision is not None and self.precision == "tiny":
+            raise ConfigError(
+                "checkpoint_precision='compact' with precision='tiny': the moments already have fewer bits: leave "
+                "checkpoint_precision out"
+            )
+        if self.save_only_model and self.on_nonfinite == "rollback":
+            raise ConfigError(
+                "on_nonfinite='rollback' goes back to checkpoints, and save_only_model=True leaves out what they need: "
+                "leave one of them out"
+            )
         if self.disk is not None:
             path_of(self.disk, "disk")
         for name in ("vram", "ram"):
@@ -330,6 +355,22 @@ class OffloadConfig:
         """Folder for optimizer states on disk; None if neither `disk` nor `placement` asks for any."""
         on_disk = self.placement is not None and self.placement.states == "disk"
         return self.disk or (tempfile.gettempdir() if on_disk else None)
+
+    @property
+    def checkpoint_contents(self) -> Contents:
+        if self.save_only_model:
+            return "weights"
+        return "compact" if self.checkpoint_precision == "compact" and self.precision == "exact" else "all"
+
+    @property
+    def smaller_checkpoints(self) -> dict[Contents, str]:
+        """The contents that take fewer bytes than `checkpoint_contents`, with the option that chooses each."""
+        found: dict[Contents, str] = {}
+        if self.checkpoint_contents == "all" and self.precision == "exact":
+            found["compact"] = "OffloadConfig(checkpoint_precision='compact')"
+        if self.checkpoint_contents != "weights" and self.on_nonfinite != "rollback":
+            found["weights"] = "save_only_model=True"
+        return found
 
     @classmethod
     def from_deepspeed(

@@ -276,6 +276,8 @@ def engine_config(offload: OffloadConfig, args: TrainingArguments) -> OffloadCon
         told["working_dtype"] = "bf16" if args.bf16 else "fp16"
     if args.gradient_checkpointing:
         told["activation_checkpointing"] = True
+    if args.save_only_model:
+        told["save_only_model"] = True
     usual = {field.name: field.default for field in fields(OffloadConfig)}
     written: dict[str, Any] = {}
     if read is not None:

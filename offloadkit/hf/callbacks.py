@@ -117,15 +117,18 @@ class StopCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         grace_seconds: float = 25.0,
         save_minutes: float | None = None,
         save_seconds: Callable[[], float] = lambda: 0.0,
+        resumes_weights: bool = False,
     ) -> None:
         """
         Args:
             any_flag: bitwise-or all-reduce of flags; every rank calls it.
             grace_seconds, save_minutes: see `OffloadConfig`.
             save_seconds: returns the seconds of the slowest save so far.
+            resumes_weights: a checkpoint of the weights alone (`save_only_model`) can be resumed.
         """
         self.stop, self._any_flag = stop, any_flag
         self._grace_seconds, self._save_minutes, self._save_seconds = grace_seconds, save_minutes, save_seconds
+        self._resumes_weights = resumes_weights
         self._saved_at = time.monotonic()
         self._is_cut_short = False
         self.stopped = self.evaluation_skipped = self.was_complete = False
@@ -184,7 +187,7 @@ class StopCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._keep_it(args, state)
 
     def _keep_it(self, args: Any, state: Any) -> None:
-        args.save_only_model = False  # weights alone cannot be resumed
+        args.save_only_model &= self._resumes_weights
         if args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             args.save_total_limit = 2  # with 1 only the best model's checkpoint would be kept
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from math import ceil
 from pathlib import Path
@@ -92,13 +92,13 @@ class TrainerCheckpoints:
         args = trainer.args
         if plan is None or args.world_size > 1 or has_adapters(trainer.model):
             return
-        model = plan.checkpoint_peak_bytes - 2 * plan.checkpoint_bytes
-        num_bytes = model if args.save_only_model else plan.checkpoint_bytes
+        smaller = plan.basis.config.smaller_checkpoints
         _check_room(
             Path(args.output_dir),
             min(_num_saves(args, max(0, args.max_steps)), 2),
-            num_bytes,
-            model if trainer.saves_model else 0,
+            plan.checkpoint_bytes,
+            plan.model_bytes if trainer.saves_model else 0,
+            {option: plan.checkpoint_bytes_of(contents) for contents, option in smaller.items()},
         )
 
     def check_room(self, trainer: Any, num_steps: int) -> None:
@@ -110,14 +110,14 @@ class TrainerCheckpoints:
         """
         args = trainer.args
         num_saves = _num_saves(args, num_steps)
-        num_bytes, model = _num_bytes(trainer)
+        num_bytes, smaller, model = _num_bytes(trainer)
         output, limit = Path(args.output_dir), args.save_total_limit
         with ranks_of(trainer).together("checking the disk"):
             if not args.should_save:
                 return
             rest = model if trainer.saves_model else 0
             least = min(num_saves, 2)
-            _check_room(output, least, num_bytes, rest)
+            _check_room(output, least, num_bytes, rest, smaller)
             if (least or rest) and (lost := colab_disk_warning(output)) is not None:
                 print_on_rank_0(trainer, lost)
             if limit == 1 and num_saves > 1:
@@ -147,10 +147,10 @@ class TrainerCheckpoints:
         folder = checkpoint_folder(trainer, trial)
         ranks = ranks_of(trainer)
         if engine is not None:  # on all ranks: rank 0 then reads the weights by itself
-            num_bytes, _ = _num_bytes(trainer)
+            num_bytes, smaller, _ = _num_bytes(trainer)
             with ranks.together("checking the disk"):
                 if args.should_save:
-                    check_room(folder.parent, num_bytes, f"checkpoint-{trainer.state.global_step}")
+                    check_room(folder.parent, num_bytes, f"checkpoint-{trainer.state.global_step}", smaller=smaller)
         args.save_total_limit, self._is_saving = None, True
         began = time.monotonic()
         try:
@@ -158,9 +158,12 @@ class TrainerCheckpoints:
             with phase_of(trainer, "saving"), explained_write_errors(folder.parent), replaced:
                 with ranks.together("writing a checkpoint"):
                     write()
+                    if args.save_only_model:  # the Trainer has left out the rest, which has no states
+                        trainer._save_optimizer_and_scheduler(str(folder))
+                        trainer._save_rng_state(str(folder))
                 with ranks.together("writing a checkpoint"):
                     if args.should_save:
-                        write_manifest(folder, engine.origin)
+                        write_manifest(folder, engine.origin, engine.config.checkpoint_contents)
                 if engine is not None:
                     engine.last_checkpoint = self.newest = folder.absolute()
         finally:
@@ -310,22 +313,26 @@ def _num_saves(args: Any, num_steps: int) -> int:
     return num_saves
 
 
-def _check_room(output: Path, num_checkpoints: int, num_bytes: int, model: int) -> None:
-    """Raise `OutputError` unless the disk has room for so many checkpoints and the model."""
+def _check_room(output: Path, num_checkpoints: int, num_bytes: int, model: int, smaller: Mapping[str, int]) -> None:
+    """Raise `OutputError` unless the disk has room for so many checkpoints and the model.
+
+    `smaller`: bytes of smaller checkpoints, by the option that chooses them.
+    """
     what = ["the model", "a checkpoint", "two checkpoints"][num_checkpoints]
     what += " and the model" * (model > 0 and num_checkpoints > 0)
     without = "pass save_strategy='no', which writes no checkpoint" if num_checkpoints else ""
-    check_room(output, num_checkpoints * num_bytes + model, what, without)
+    with_option = {option: num_checkpoints * size + model for option, size in smaller.items() if num_checkpoints}
+    check_room(output, num_checkpoints * num_bytes + model, what, without, with_option)
 
 
-def _num_bytes(trainer: Any) -> tuple[int, int]:
-    numbers = trainer.engine.snapshot()
-    if has_adapters(trainer.model):  # PEFT saves the adapters alone
-        adapters = num_bytes_of(numbers.weights)
-        return adapters if trainer.args.save_only_model else numbers.num_bytes(trainer.args.world_size), adapters
-    weights = num_bytes_of(trainer.engine.state_dict()["module"])  # transformers saves frozen weights too
-    whole = weights - num_bytes_of(numbers.weights) + numbers.num_bytes(trainer.args.world_size)
-    return weights if trainer.args.save_only_model else whole, weights
+def _num_bytes(trainer: Any) -> tuple[int, dict[str, int], int]:
+    """Bytes of a checkpoint, of smaller checkpoints by the option that chooses them, and of the model."""
+    numbers, num_ranks = trainer.engine.snapshot(), trainer.args.world_size
+    own = model = num_bytes_of(numbers.weights)
+    if not has_adapters(trainer.model):  # PEFT saves the adapters alone, transformers frozen weights too
+        model = num_bytes_of(trainer.engine.state_dict()["module"])
+    smaller = {option: model - own + size for option, size in numbers.smaller(num_ranks).items()}
+    return model - own + numbers.num_bytes(num_ranks), smaller, model
 
 
 def _check_of_transformers(trainer: Any, checkpoint: Path) -> None:

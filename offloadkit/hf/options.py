@@ -227,16 +227,19 @@ class FinetuneOptions:
     offload: OffloadConfig | None = None
     """Options that `TrainingArguments` lacks.
 
-    `OffloadConfig(on_nonfinite="rollback")` returns to the last checkpoint when gradients hold NaN. Working weights,
-    gradients and activations are bf16 on a GPU with native bf16, fp16 with a loss scale on other GPUs, and fp32 on the
-    CPU. Master weights are always fp32. `bf16=`, `fp16=` or `offload.working_dtype` changes the working dtype:
-    `bf16=False` on a GPU with bf16, or `fp16=False` on a GPU without, selects fp32."""
+    `OffloadConfig(on_nonfinite="rollback")` returns to the last checkpoint when gradients hold NaN, and
+    `checkpoint_precision="compact"` writes smaller checkpoints. Working weights, gradients and activations are bf16 on
+    a GPU with native bf16, fp16 with a loss scale on other GPUs, and fp32 on the CPU. Master weights are always fp32.
+    `bf16=`, `fp16=` or `offload.working_dtype` changes the working dtype: `bf16=False` on a GPU with bf16, or
+    `fp16=False` on a GPU without, selects fp32."""
 
     training_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Any other argument of `transformers.Seq2SeqTrainingArguments`.
 
-    `save_steps` and `eval_steps` save and evaluate every so many steps instead of after each epoch. `report_to` names
-    trackers, such as "trackio", "wandb" or "tensorboard", which get memory, speed and slowdown too."""
+    `save_steps` and `eval_steps` save and evaluate every so many steps instead of after each epoch.
+    `save_only_model=True` writes checkpoints of the weights alone, from which `resume` goes on with new moments.
+    `report_to` names trackers, such as "trackio", "wandb" or "tensorboard", which get memory, speed and slowdown
+    too."""
 
     def __post_init__(self) -> None:
         counts = {"max_steps": self.max_steps, "gradient_accumulation": self.gradient_accumulation}

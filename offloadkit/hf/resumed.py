@@ -128,7 +128,7 @@ def _saved_count(path: Path, name: str) -> int | None:
 def _other_micro_batches(checkpoint: Path, accumulation: int, num_ranks: int) -> str | None:
     arguments = checkpoint / "training_args.json"
     of_each = _saved_count(arguments, "gradient_accumulation_steps") if arguments.is_file() else None
-    ranks = len(list(checkpoint.glob("states-*")))
+    ranks = len(list(checkpoint.glob("random*.json")))
     if of_each is None or ranks == 0 or of_each * ranks == accumulation * num_ranks:
         return None
     exactly = f"{of_each * ranks} in all continue exactly"

@@ -247,7 +247,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if scheduler is self._own_scheduler:
             _apply_schedule(scheduler, self.engine)
-        if self.args.save_strategy != "no" and not self.args.save_only_model:
+        if self.args.save_strategy != "no":
             as_json(scheduler.state_dict(), "the scheduler's state")  # refuse before training what cannot be saved
         if self.engine is not None:
             self._checkpoints.check_room(self, num_training_steps)
@@ -554,6 +554,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
             "grace_seconds": self.offload.grace_seconds,
             "save_minutes": self.offload.save_minutes,
             "save_seconds": lambda: checkpoints.save_seconds,
+            "resumes_weights": True,
         }
 
     def close(self) -> None:

@@ -131,11 +131,6 @@ def _check_rollback(trainer: Any, *, resumes: bool) -> None:
     """Raise `ConfigError` if `on_nonfinite="rollback"` and training writes no checkpoint that it can go back to."""
     if trainer.offload.on_nonfinite != "rollback":
         return
-    if trainer.args.save_only_model:
-        raise ConfigError(
-            "on_nonfinite='rollback' goes back to checkpoints, and save_only_model=True leaves out what they need: "
-            "leave one of them out"
-        )
     if trainer.args.save_strategy == "no" and trainer.offload.save_minutes is None and not resumes:
         raise ConfigError(
             "on_nonfinite='rollback' goes back to checkpoints, and save_strategy='no' writes none: pass "

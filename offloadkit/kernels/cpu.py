@@ -21,16 +21,17 @@ from torch import Tensor
 
 from offloadkit.errors import warn_once
 from offloadkit.facts import hardware
+from offloadkit.optim.moments import random_bits, round_stochastically
 from offloadkit.optim.reference import split_master, step_reference
 from offloadkit.optim.table import OPTIMIZERS, FlatState, Segment, check_state
 
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _PRECISIONS = {"exact": 0, "compact": 1, "tiny": 2}
 _MAX_MOMENTS, _MAX_SCALARS = 2, 8
-_NEWER = {"plan_seconds", "split"}
+_NEWER = {"plan_seconds", "split", "round"}
 """Functions missing in older builds of the library."""
 SLICE = 1 << 18
-"""Elements that torch splits at a time: temporaries in the caches are five times as fast."""
+"""Elements that torch splits or rounds at a time: temporaries in the caches are five times as fast."""
 _LEVELS = ("baseline", "avx2", "avx512")
 _NO_LIBRARY = (
     "offloadkit's C kernels are missing or do not load, so the CPU optimizer step runs on torch operations: the same "
@@ -87,6 +88,7 @@ def load(path: Path) -> ctypes.CDLL | None:
         **dict.fromkeys(steps, ([pointer, pointer, c_int64, c_float], c_int)),
         "accumulate": ([c_int, c_int, pointer, pointer, c_int64], None),
         "split": ([pointer, pointer, pointer, c_int64], None),
+        "round": ([pointer, pointer, c_int64, ctypes.c_uint64, c_int64, c_int], None),
         "block_sums": ([c_int, pointer, pointer, c_int64, pointer], None),
         "triad": ([pointer, pointer, c_float, c_int64], None),
         "populate": ([pointer, ctypes.c_uint64], c_int),
@@ -237,6 +239,33 @@ def split_into(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
         at = slice(begin, begin + SLICE)
         for half, found in zip((weights, remainder), split_master(master[at]), strict=True):
             half[at].copy_(found)
+
+
+def round_into(values: Tensor, rounded: Tensor, key: int, *, first: int, moment: int) -> None:
+    """Write `moments.round_stochastically` of fp32 moments into bf16 `rounded`, both 1-D; layout and errors as for
+    `accumulate`.
+
+    Args:
+        key: `moments.random_key` of the parameter and its step.
+        first: number of the first element in its parameter.
+        moment: 0 or 1, the moment's index, which selects the lower or upper half of the random bits.
+    """
+    if (values.dtype, rounded.dtype) != (torch.float32, torch.bfloat16):
+        raise TypeError(f"fp32 and bf16 are needed, not {values.dtype} and {rounded.dtype}")
+    if values.dim() != 1 or values.shape != rounded.shape:
+        raise ValueError(f"flat arrays of one length are needed, not {values.shape} and {rounded.shape}")
+    if not (values.is_contiguous() and rounded.is_contiguous()):
+        raise ValueError("moments must be contiguous")
+    _check_on_cpu(values)
+    _check_on_cpu(rounded)
+    kernel = getattr(c_library(), "round", None)
+    if kernel is not None:
+        kernel(values.data_ptr(), rounded.data_ptr(), values.numel(), key, first, 16 * moment)
+        return
+    for begin in range(0, values.numel(), SLICE):
+        part = values[begin : begin + SLICE]
+        random = random_bits(key, first + begin, part.numel()) >> 16 * moment & 0xFFFF
+        rounded[begin : begin + SLICE] = round_stochastically(part, random)
 
 
 def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:

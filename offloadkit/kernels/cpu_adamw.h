@@ -22,12 +22,16 @@ struct random_source {
     uint32_t first, upper;
 };
 
-/* `element` of its parameter and those after it, up to the next multiple of MOMENT_BLOCK at least. */
-INLINE struct random_source random_from(const struct segment *segment, int64_t element) {
-    uint64_t number = (uint64_t)(segment->offset + element - segment->start), key = segment->random_key;
+/* Element `number` of a parameter and those after it, up to the next multiple of 2**32. */
+INLINE struct random_source random_source_of(uint64_t number, uint64_t key) {
     struct random_source source = {(uint32_t)number + (uint32_t)key,
                                    (uint32_t)(key >> 32) + (uint32_t)(number >> 32) * 0x9E3779B9u};
     return source;
+}
+
+/* `element` of its parameter and those after it, up to the next multiple of MOMENT_BLOCK at least. */
+INLINE struct random_source random_from(const struct segment *segment, int64_t element) {
+    return random_source_of((uint64_t)(segment->offset + element - segment->start), segment->random_key);
 }
 
 /* moments.random_bits */

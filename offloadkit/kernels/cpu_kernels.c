@@ -443,6 +443,38 @@ EXPORT void offloadkit_split(const float *master, void *weights, void *remainder
     run_job(split_piece, &call, (length + ACCUMULATE_PIECE - 1) / ACCUMULATE_PIECE);
 }
 
+struct round_call {
+    const float *values;
+    void *rounded;
+    int64_t length;
+    uint64_t key, first;
+    int shift;
+};
+
+static void round_piece(const void *untyped, int64_t piece) {
+    const struct round_call *call = untyped;
+    int64_t start = piece * ACCUMULATE_PIECE, end = start + ACCUMULATE_PIECE;
+    if (end > call->length) end = call->length;
+    while (start < end) {
+        uint64_t number = call->first + (uint64_t)start;
+        struct random_source source = random_source_of(number, call->key);
+        int64_t same = ((int64_t)1 << 32) - (int64_t)(uint32_t)number, stop = same < end - start ? start + same : end;
+        INDEPENDENT
+        for (int64_t i = start; i < stop; i++)
+            store_moment(COMPACT, call->rounded, i, call->values[i],
+                         random_bits(source, (uint32_t)(i - start)) >> call->shift & 0xFFFFu);
+        start = stop;
+    }
+}
+
+/* fp32 moments, from element `first` of a parameter on, as bf16: moments.round_stochastically by the random bits from
+ * `shift` on. */
+EXPORT void offloadkit_round(const float *values, void *rounded, int64_t length, uint64_t key, int64_t first,
+                             int shift) {
+    struct round_call call = {values, rounded, length, key, (uint64_t)first, shift};
+    run_job(round_piece, &call, (length + ACCUMULATE_PIECE - 1) / ACCUMULATE_PIECE);
+}
+
 struct norm_call {
     norm_function function;
     const void *gradient;

@@ -316,6 +316,13 @@ class PlacedLayers:
                 if not state.layer.kind.is_trained:
                     self.written.update(view.parameter for view in written)
 
+    def reset_states(self) -> None:
+        """Set moments and step counts to zero, and the master weights to the working weights."""
+        self.finish_updates()
+        for state in self.trained:
+            state.reset()
+            self.forget_pages()
+
     def forget_pages(self) -> None:
         """Drop the page cache of states on disk, which were mapped to be read or written between steps."""
         if self.memory.disk is not None:

@@ -333,6 +333,17 @@ class LayerState:
     def _keeps_copy(self) -> bool:
         return self.flat.weights is not self.weights.own
 
+    def reset(self) -> None:
+        """Set moments and step counts to zero, and the master weights to the working weights."""
+        self._wait_for_copies()
+        for name, array in self.flat.arrays.items():
+            if name != "remainder":
+                array.zero_()
+        self.steps.zero_()
+        for piece in (piece for view in self.layer.views for piece in self._owned(view)):
+            if self.flat.remainder is not None:
+                self._drop_remainder(piece)
+
     def _drop_remainder(self, piece: ParameterView) -> None:
         assert self.flat.remainder is not None
         remainder = self.flat.remainder[piece.elements]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offloadkit.errors import ConfigError, shown
-from offloadkit.facts.config import MuonOptions, Precision
+from offloadkit.facts.config import Contents, MuonOptions, Precision
 from offloadkit.optim import moments
 from offloadkit.optim.adamw import adamw_scalars, adamw_update
 from offloadkit.optim.lion import lion_scalars, lion_update
@@ -236,6 +236,39 @@ OPTIMIZERS: dict[str, Optimizer] = {
     )
 }
 
+MOMENT_INDEX = {
+    moment.name: index for optimizer in OPTIMIZERS.values() for index, moment in enumerate(optimizer.moments)
+}
+"""The place of a moment among those of its optimizer."""
+
+
+class CheckpointContents(NamedTuple):
+    """The optimizer states that a checkpoint holds beside the weights."""
+
+    has_states: bool = True
+    """Remainders of master weights, moments and step counts."""
+    moments: Precision | None = None
+    """Precision that fp32 moments are rounded to; None: no rounding."""
+
+
+CHECKPOINT_CONTENTS: dict[Contents, CheckpointContents] = {
+    "all": CheckpointContents(),
+    "compact": CheckpointContents(moments="compact"),
+    "weights": CheckpointContents(has_states=False),
+}
+"""With bf16 weights, AdamW and "exact": 12, 8 and 2 bytes per parameter."""
+
+
+def saved_dtype(name: str, dtype: torch.dtype, contents: Contents) -> torch.dtype | None:
+    """dtype in a checkpoint of an optimizer state with this name and dtype; None: the checkpoint does not have it."""
+    saved = CHECKPOINT_CONTENTS[contents]
+    if not saved.has_states:
+        return None
+    if saved.moments is not None and name in MOMENT_INDEX and dtype == torch.float32:
+        return PRECISIONS[saved.moments].dtype
+    return dtype
+
+
 NEED_WHOLE_MATRICES = {
     "adafactor": "it keeps the means of each whole matrix's rows and columns",
     "shampoo": "it multiplies each whole matrix by preconditioners",
@@ -288,6 +321,11 @@ class StateTable:
         for array in self.arrays:
             found[array.category] += array.num_bytes(layer_numel)
         return found
+
+    def saved_bytes(self, layer_numel: int, contents: Contents) -> int:
+        """Bytes in a checkpoint, aligned as in memory."""
+        dtypes = [(array, saved_dtype(array.name, array.dtype, contents)) for array in self.arrays]
+        return sum(aligned(array.numel(layer_numel) * dtype.itemsize) for array, dtype in dtypes if dtype is not None)
 
 
 @cache

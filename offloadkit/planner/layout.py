@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offloadkit.errors import ConfigError
-from offloadkit.facts.config import Placement
+from offloadkit.facts.config import Contents, Placement
 from offloadkit.facts.fitted import NCCL_BYTES, NCCL_BYTES_EACH, NCCL_FEW_BYTES, NCCL_FEW_BYTES_EACH
 from offloadkit.facts.hardware import Hardware
 from offloadkit.optim.norm import NORM_BLOCK
@@ -188,6 +188,11 @@ class LayerShape:
     def state_bytes(self) -> dict[str, int]:
         """Bytes of the optimizer states by category, wherever they live."""
         return self.states.num_bytes(self.own_numel)
+
+    def saved_bytes(self, contents: Contents) -> int:
+        """Bytes in a checkpoint: the working weights and optimizer states of a trained layer."""
+        weights = self.weight_bytes() if self.kind.is_trained else 0
+        return weights + self.states.saved_bytes(self.own_numel, contents)
 
     def step_bytes(self, accumulation: int) -> int:
         """Memory traffic of a step: the gradient is read, states and working weights are read and written."""

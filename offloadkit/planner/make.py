@@ -155,9 +155,6 @@ def _plan(
         context_bytes=outside_bytes(layers, hardware) if hardware else 0,
         device_type="cpu" if hardware and hardware.device == "cpu" else "cuda",
     )
-    weights = frozen_bytes + sum(layer.weight_bytes() for layer in layers)
-    unsaved = basis.unsaved_bytes + sum(layer.weight_bytes() for layer in layers if not layer.kind.is_trained)
-    checkpoint = weights - unsaved + sum(sum(layer.state_bytes().values()) for layer in layers)
     num_trainable = sum(layer.num_parameters for layer in layers if layer.kind.is_trained)
     made = kind(
         layers,
@@ -166,8 +163,6 @@ def _plan(
         basis.frozen + sum(layer.num_parameters for layer in layers),
         num_trainable,
         tiers,
-        checkpoint,
-        2 * checkpoint + weights - (unsaved if basis.saves_adapters else 0),
         budgets,
         None,
         None,

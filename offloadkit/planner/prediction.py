@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from offloadkit.facts.calls import BY_CONFIG, WrittenCall
-from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.facts.config import Contents, OffloadConfig, Placement
 from offloadkit.facts.hardware import Hardware
 from offloadkit.planner.bound import Bound, bound_of
 from offloadkit.planner.graphs import Graphs
@@ -77,9 +77,6 @@ class Prediction:
         seconds: the predicted step. None without a micro-batch or a machine to plan for.
         large_gpu_seconds: seconds of a step on the same GPU with enough VRAM for everything, or None.
         num_tokens: positions of one step on all GPUs, padding included.
-        checkpoint_bytes: size of one checkpoint on disk.
-        checkpoint_peak_bytes: peak on disk: two checkpoints, since the old one is deleted after the new one is written,
-            and the trained model.
         basis: the inputs of the plan.
         graphs: CUDA graphs of repeated blocks. None: no block can be captured, or the micro-batch is unknown.
     """
@@ -90,8 +87,6 @@ class Prediction:
     num_parameters: int
     num_trainable_parameters: int
     tiers: dict[str, dict[str, int]]
-    checkpoint_bytes: int
-    checkpoint_peak_bytes: int
     budgets: dict[str, int] = field(compare=False)
     seconds: Seconds | None = field(compare=False)
     large_gpu_seconds: float | None = field(compare=False)
@@ -102,6 +97,28 @@ class Prediction:
     def total_bytes(self, tier: str) -> int:
         """Planned bytes of a tier in training steps."""
         return sum(self.tiers[tier].values())
+
+    def checkpoint_bytes_of(self, contents: Contents) -> int:
+        """Size on disk of one checkpoint with these contents."""
+        outside = self.basis.frozen_bytes - self.basis.unsaved_bytes
+        return outside + sum(layer.saved_bytes(contents) for layer in self.layers)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size on disk of one checkpoint with the config's contents."""
+        return self.checkpoint_bytes_of(self.basis.config.checkpoint_contents)
+
+    @property
+    def model_bytes(self) -> int:
+        """Size on disk of the trained model."""
+        if self.basis.saves_adapters:
+            return self.checkpoint_bytes_of("weights")
+        return self.basis.frozen_bytes + sum(layer.weight_bytes() for layer in self.layers)
+
+    @property
+    def checkpoint_peak_bytes(self) -> int:
+        """Peak on disk: two checkpoints, since the old one is deleted after the new one is written, and the model."""
+        return 2 * self.checkpoint_bytes + self.model_bytes
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:

@@ -50,6 +50,39 @@ def test_room_for_two_checkpoints_is_checked_before_the_first_step(
     assert "room for" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("contents", ["compact", "weights", "none"])
+def test_a_disk_that_is_too_small_names_the_smaller_checkpoints_that_fit(
+    tmp_path: Path, free: list[int], contents: str
+) -> None:
+    """Before and after the engine is built, in a Trainer and in a bare loop; and the options that are named work."""
+    whole = trainer(tmp_path / "whole", max_steps=1)
+    whole.train()
+    assert whole.engine is not None
+    numbers, plan = whole.engine.snapshot(), whole.engine.plan
+    all_contents: tuple[Any, ...] = ("all", "compact", "weights")
+    sizes = {name: 2 * numbers.num_bytes(contents=name) for name in all_contents}
+    planned_sizes = {name: 2 * plan.checkpoint_bytes_of(name) for name in all_contents}  # with padding
+    assert sizes["all"] > planned_sizes["compact"] > sizes["compact"] > planned_sizes["weights"] > sizes["weights"]
+    free[0] = planned_sizes[contents] if contents in sizes else sizes["weights"] // 2
+    names = {"OffloadConfig(checkpoint_precision='compact')": "compact", "save_only_model=True": "weights"}
+    for planned in (None, OffloadConfig(ram="8GiB")):
+        run = trainer(tmp_path / "run", offload=planned)
+        with pytest.raises(OutputError, match=r"two checkpoints in .* are free there: make room") as error:
+            run.train()
+        assert (run.engine is None) is (planned is not None)
+        for option, name in names.items():
+            assert (f"or pass {option}, which takes" in str(error.value)) is (sizes[name] <= free[0])
+    if contents == "none":
+        return
+    option: dict[str, Any] = {"save_only_model": True} if contents == "weights" else {}
+    offload = OffloadConfig(checkpoint_precision="compact") if contents == "compact" else None
+    trainer(tmp_path / "run", offload, save_total_limit=1, **option).train()
+    free[0] //= 2
+    with pytest.raises(OutputError, match=r"a checkpoint in .* make room.*, or pass save_only_model=True, which takes"):
+        whole.engine.save_checkpoint(tmp_path / "saved")
+
+
 def test_a_planned_checkpoint_without_room_is_refused_before_the_engine_is_built(
     tmp_path: Path, free: list[int]
 ) -> None:

@@ -315,7 +315,7 @@ def test_a_run_goes_on_with_another_schedule(tmp_path: Path, functions: tuple[bo
 def test_a_save_that_fails_leaves_the_checkpoint_before_and_foreign_files_are_never_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(folder: Path, origin: object) -> None:
+    def full(folder: Path, origin: object, contents: str) -> None:
         raise OSError(28, "No space left on device")
 
     (tmp_path / "mine").mkdir()

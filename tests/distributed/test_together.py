@@ -88,6 +88,37 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     assert all(torch.equal(found[-1]["weights"][name], value) for name, value in expected["weights"].items())
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore:the checkpoint has the weights alone")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint_precision": "compact", "working_dtype": "bf16", "placement": LEAST},
+        {"save_only_model": True, "working_dtype": "bf16", "precision": "tiny", "placement": LEAST},
+        {"save_only_model": True, "working_dtype": "fp16", "placement": RESIDENT},
+    ],
+    ids=["compact moments", "weights alone", "weights alone, fp16"],
+)
+def test_smaller_checkpoints_do_not_depend_on_the_number_of_ranks(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Six micro-batches a step, saved by one to three ranks and resumed by others."""
+    options = {"exchange": "micro_batch", **options}
+    found = []
+    for saved, now in ((1, 3), (2, 1), (3, 2), (1, 1)):
+        folder = tmp_path / f"by {saved} for {now}"
+        ranks.run(saved, train, micro_batches=6 // saved, steps=2, save=folder, **options)
+        assert len(list(folder.glob("states-*"))) == ("save_only_model" not in options) * saved
+        more = {"steps": 1, "first_step": 2, "resume": folder, **options}
+        found.append(ranks.run(now, train, micro_batches=6 // now, **more))
+    states = joined(found[0])
+    for each in found[1:]:
+        assert joined(each).keys() == states.keys()
+        assert all(torch.equal(values, states[name]) for name, values in joined(each).items())
+        assert all(torch.equal(each[-1]["weights"][name], value) for name, value in found[0][0]["weights"].items())
+
+
 def resumed(folder: Path, **options: Any) -> list[str]:
     """The warnings of a resumed rank about the order of summation."""
     with warnings.catch_warnings(record=True) as caught:

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 import offloadkit
+from offloadkit.checkpoint.folder import contents_of
 from offloadkit.doors.cli import app
 from offloadkit.errors import ConfigError
 from offloadkit.facts import hardware
@@ -236,7 +237,33 @@ def test_a_checkpoint_of_weights_alone_and_a_best_one_do_not_keep_the_stopped_on
     with monkeypatch.context() as patched:
         at_step(5, patched, interrupt)
         finetune(by_name, **options)
-    assert len(finetune(by_name, resume=True, **(options | {"save_only_model": False})).steps) == 3
+    with pytest.warns(RuntimeWarning, match="the checkpoint has the weights alone"):
+        resumed = finetune(by_name, resume=True, **(options | {"save_only_model": False}))
+    assert len(resumed.steps) == 3
+    assert [contents_of(path) for path in Path("out").glob("checkpoint-*")].count("all") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "contents", "per_parameter"),
+    [
+        (["save_only_model=true"], "weights", 4),
+        (["offload.checkpoint_precision=compact"], "compact", 8),
+        ([], "all", 12),
+    ],
+)
+def test_the_command_writes_the_checkpoint_that_it_was_asked_for(
+    arguments: list[str], contents: str, per_parameter: int, by_name: str
+) -> None:
+    """fp32 weights on the CPU: 4 bytes and, with states, 4 or 8 of moments."""
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    given = ["train", by_name, "rows.jsonl", "--random-weights", "--output", "out", "max_steps=2", *arguments]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, done.output
+    (checkpoint,) = Path("out").glob("checkpoint-*")
+    assert contents_of(checkpoint) == contents
+    sizes = {path.name: path.stat().st_size for path in checkpoint.glob("*.safetensors")}
+    assert sum(sizes.values()) == pytest.approx(per_parameter / 4 * sizes["model.safetensors"], rel=0.2)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,15 @@ class TrainerOfBefore(OffloadSeq2SeqTrainer):
     _save_rng_state = Trainer._save_rng_state
 
 
-def trainer(folder: Path, cls: type[OffloadSeq2SeqTrainer] = OffloadSeq2SeqTrainer, **options: Any) -> Any:
-    args = arguments(folder, **(OPTIONS | options))
-    return cls(model=t5(dropout=0.1), args=args, train_dataset=seq2seq_rows(), eval_dataset=seq2seq_rows())
+def trainer(
+    folder: Path,
+    cls: type[OffloadSeq2SeqTrainer] = OffloadSeq2SeqTrainer,
+    *,
+    offload: OffloadConfig | None = None,
+    **options: Any,
+) -> Any:
+    args, rows = arguments(folder, **(OPTIONS | options)), seq2seq_rows()
+    return cls(model=t5(dropout=0.1), args=args, train_dataset=rows, eval_dataset=rows, offload=offload)
 
 
 def weights(trained: Any) -> dict[str, torch.Tensor]:
@@ -193,7 +200,7 @@ def test_older_checkpoints_stay_until_the_new_one_is_whole(tmp_path: Path, monke
     trainer(tmp_path, max_steps=1, save_total_limit=1).train()
     again = trainer(tmp_path, max_steps=2, save_total_limit=1)
 
-    def killed(checkpoint: Path, origin: object) -> None:
+    def killed(checkpoint: Path, origin: object, contents: str) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -261,10 +268,62 @@ def test_a_best_model_that_is_broken_is_refused_by_name(tmp_path: Path) -> None:
         mine.train()
 
 
-def test_weights_alone_are_not_gone_on_from(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("door", ["argument", "config"])
+def test_a_run_goes_on_from_weights_alone_with_step_schedule_rows_and_new_moments(tmp_path: Path, door: str) -> None:
+    options: dict[str, Any] = {"save_only_model": True} if door == "argument" else {}
+    offload = OffloadConfig(save_only_model=door == "config")
+    logged: dict[str, Any] = {"logging_steps": 1, "max_steps": 4, "train_sampling_strategy": "group_by_length"}
+    uninterrupted = trainer(tmp_path / "whole", **logged)
+    uninterrupted.train()
+    mine = trainer(tmp_path, **logged, **options, offload=offload)
+    mine.train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    checkpoint = tmp_path / "checkpoint-3"
+    assert not list(checkpoint.glob("states-*"))
+    assert folders.contents_of(checkpoint) == "weights"
+    saved = load_file(checkpoint / "model.safetensors")
+    resumed = trainer(tmp_path, **logged, **options, offload=offload)
+    with pytest.warns(RuntimeWarning, match="the checkpoint has the weights alone"):
+        resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    assert resumed.engine.num_updates == 4
+    states = resumed.engine.state_dict()["optimizer"].values()
+    assert {int(each["step"]) for each in states} == {1}
+    (now,), (before,) = (
+        [log for log in each.state.log_history if log.get("step") == 4 and "loss" in log]
+        for each in (resumed, uninterrupted)
+    )
+    assert (now["loss"], now["learning_rate"]) == (before["loss"], before["learning_rate"])
+    first = saved["shared.weight"]
+    moved = (resumed.model.state_dict()["shared.weight"] - first).abs().max()
+    assert 0 < moved <= 1.1 * before["learning_rate"]  # the first step of AdamW
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_of_weights_alone_writes_and_resumes_weights_alone(tmp_path: Path) -> None:
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    options: dict[str, Any] = {"save_only_model": True, "save_strategy": "epoch"}
+    mine = trainer(tmp_path, **options)
+    mine.add_callback(Interrupts())
+    with pytest.raises(KeyboardInterrupt):
+        mine.train()
+    assert folders.contents_of(tmp_path / "checkpoint-2") == "weights"
+    resumed = trainer(tmp_path, **options)
+    with pytest.warns(RuntimeWarning, match="the checkpoint has the weights alone"):
+        resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+
+
+def test_weights_alone_of_before_are_not_gone_on_from(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=1, save_only_model=True).train()
+    folders.write_manifest(checkpoint := tmp_path / "checkpoint-1", folders.origin_of(checkpoint))
     with pytest.raises(ModelError, match="checkpoint-1: it has only weights, no optimizer states"):
-        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        trainer(tmp_path).train(resume_from_checkpoint=str(checkpoint))
 
 
 def test_a_scheduler_that_cannot_be_saved_is_refused_before_training(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from offloadkit import errors
 from offloadkit.facts.config import Precision
 from offloadkit.kernels import cpu, dispatch
 from offloadkit.optim.adamw import adamw_scalars
-from offloadkit.optim.moments import random_key
+from offloadkit.optim.moments import random_bits, random_key, round_stochastically
 from offloadkit.optim.reference import split_master, step_reference
 from offloadkit.optim.table import FlatState, Segment
 from tests.optim.states import (
@@ -198,6 +198,34 @@ def test_masters_are_split_as_the_reference_does(with_library: bool, monkeypatch
     ):
         with pytest.raises(error, match=words):
             cpu.split_into(*wrong)
+
+
+@pytest.mark.parametrize("with_library", [pytest.param(True, marks=needs_library), False])
+def test_moments_are_rounded_as_the_reference_does(with_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of every magnitude, infinities, NaNs and overflow, across pieces and across 2**32 elements."""
+    if not with_library:
+        monkeypatch.setattr(cpu, "c_library", lambda: None)
+        monkeypatch.setattr(cpu, "SLICE", 1000)
+    torch.manual_seed(0)
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3.4e38, -3.4e38, 1e-45])
+    values = torch.cat([special, torch.randn(70_000) * 10.0 ** torch.randint(-38, 38, (70_000,))])
+    key = random_key(5, "weight", 3)
+    for first in (0, 77, 2**32 - 5000):
+        random = random_bits(key, first, len(values))
+        for moment in (0, 1):
+            rounded = torch.zeros_like(values, dtype=torch.bfloat16)
+            cpu.round_into(values, rounded, key, first=first, moment=moment)
+            expected = round_stochastically(values, random >> 16 * moment & 0xFFFF)
+            assert torch.equal(rounded.view(torch.int16), expected.view(torch.int16))
+    cpu.round_into(values[:0], rounded[:0], key, first=0, moment=0)
+    for wrong, error, words in (
+        ((values, values), TypeError, "bf16"),
+        ((values, rounded[1:]), ValueError, "one length"),
+        ((values[::2], rounded[::2]), ValueError, "contiguous"),
+        ((values.to("meta"), rounded), ValueError, "on meta"),
+    ):
+        with pytest.raises(error, match=words):
+            cpu.round_into(*wrong, key, first=0, moment=0)
 
 
 @pytest.mark.parametrize("places", list(itertools.product(["cpu", "there"], repeat=3)))

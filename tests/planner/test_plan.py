@@ -222,6 +222,17 @@ def test_checkpoints_on_disk() -> None:
     assert plan.checkpoint_bytes == 10 + 12 * 1024
     assert plan.checkpoint_peak_bytes == 2 * plan.checkpoint_bytes + 10 + 2 * 1024
     assert (plan.num_parameters, plan.num_trainable_parameters) == (1029, 1024)
+    cases: tuple[tuple[dict[str, Any], int], ...] = (
+        ({"checkpoint_precision": "compact"}, 8),
+        ({"precision": "compact", "checkpoint_precision": "compact"}, 8),
+        ({"save_only_model": True}, 2),
+    )
+    for changes, per_parameter in cases:
+        layer = shape(precision=changes.get("precision", "exact"))
+        small = make_plan([layer], OffloadConfig(**changes), frozen=5, frozen_bytes=10)
+        assert small.checkpoint_bytes == 10 + per_parameter * 1024
+        assert small.checkpoint_peak_bytes == 2 * small.checkpoint_bytes + 10 + 2 * 1024
+    assert plan.checkpoint_bytes_of("weights") == 10 + 2 * 1024
 
 
 @pytest.mark.parametrize("wish", ["8 GiBs", "", "-3GiB", 0, True, 1.5])
