@@ -59,11 +59,13 @@ from offloadkit.hf.adapters import check_same_adapters, has_adapters
 from offloadkit.hf.columns import ColumnOptions
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
-from offloadkit.hf.load import is_speech
+from offloadkit.hf.images import GivenRows, check_without_images, prepare_images
+from offloadkit.hf.load import is_speech, sees_images
+from offloadkit.hf.longest import longest_of_sizes
 from offloadkit.hf.options import FinetuneOptions, documented_arguments
 from offloadkit.hf.packing import check_packing, packed, planned_length, share_of_padding
 from offloadkit.hf.quiet import bars_where_live
-from offloadkit.hf.read import check_there, on_hub, with_validation
+from offloadkit.hf.read import check_there, is_stream, on_hub, with_validation
 from offloadkit.hf.resumed import check_same_model, other_rows
 from offloadkit.hf.saving import saved_in_pieces
 from offloadkit.hf.source import ModelSource, resolve
@@ -499,12 +501,7 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
     args = arguments_of_finetune(options)
     check_arguments(args)
     if is_speech(source.config):
-        of_text = {"baseline": "predict", "engine": "offloadkit", "label_smoothing_factor": 0}
-        for name, default in of_text.items():
-            if (value := getattr(options, name, given.get(name, default))) != default:
-                raise ConfigError(
-                    f"{name}={value!r} is for text, and {source.config.model_type} hears sound: leave it out"
-                )
+        _check_for_text_alone(options, f"{source.config.model_type} hears sound")
         check_input_length(source.config, options.max_input_length)
     source.check_trainable(reads_weights=options.init == "pretrained")
     if options.packing:
@@ -523,17 +520,42 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
     return Setup(options, source, checkpoint, args, offload, request)
 
 
+def _check_for_text_alone(options: FinetuneOptions, why: str) -> None:
+    """Raise `ConfigError` if an option is given that only text has."""
+    of_text = {"baseline": "predict", "engine": "offloadkit", "label_smoothing_factor": 0, "packing": False}
+    for name, default in of_text.items():
+        if (value := getattr(options, name, options.training_arguments.get(name, default))) != default:
+            raise ConfigError(f"{name}={value!r} is for text, and {why}: leave it out")
+
+
+def _given(data: Any, split: str, options: FinetuneOptions) -> Any:
+    """Rows that may have images; a stream, a share of rows and None as they are."""
+    is_none = data is None or isinstance(data, float) or is_stream(data)
+    return data if is_none else GivenRows(data, split, options.input_column)
+
+
 def _read_rows(setup: Setup) -> tuple[Setup, TrainingRows]:
     options = setup.options
     column_options = ColumnOptions(options.input_column, options.target_column, options.template)
     config, load = setup.source.config, cast(Any, setup.source.load_tokenizer)
-    if is_speech(config):
-        load = setup.source.load_processor
-    tokenizer = load(options.tokenizer)
     sets = options.train_dataset, options.eval_dataset
-    if is_speech(config):
-        longest, dtype = options.max_target_length, DTYPES[cast("Dtype", setup.offload.working_dtype)]
-        of: dict[str, Any] = {"max_target_length": longest, "column_options": column_options}
+    may_have = zip(sets, ("train", "validation"), strict=True) if sees_images(config) else ()
+    given = [_given(each, split, options) for each, split in may_have]
+    with_images = any(isinstance(each, GivenRows) and each.has_images() for each in given)
+    if with_images:
+        _check_for_text_alone(options, "the rows have images")
+    elif not sees_images(config):
+        check_without_images(options.train_dataset, config)
+    if is_speech(config) or with_images:
+        load = functools.partial(setup.source.load_processor, of_images=with_images)
+    tokenizer = load(options.tokenizer)
+    dtype = DTYPES[cast("Dtype", setup.offload.working_dtype)]
+    of: dict[str, Any] = {"column_options": column_options}
+    if with_images:
+        of |= {"max_input_length": options.max_input_length}
+        data, evaluation = prepare_images(given[0], given[1], tokenizer, config, dtype, **of)
+    elif is_speech(config):
+        of |= {"max_target_length": options.max_target_length}
         data, evaluation = prepare_speech(*sets, tokenizer, config, dtype, **of)
     else:
         data, evaluation = prepare_both(*sets, tokenizer, config, **options.lengths, column_options=column_options)
@@ -541,6 +563,10 @@ def _read_rows(setup: Setup) -> tuple[Setup, TrainingRows]:
         seed = setup.args.seed if setup.args.data_seed is None else setup.args.data_seed
         data = packed(data, config, tokenizer, max_input_length=options.max_input_length, seed=seed)
     request = replace(setup.request, **longest_row(data, evaluation), packed_row=planned_length(data.dataset))
+    if with_images:
+        planned = [(each.dataset, each.collator) for each in (data, evaluation) if each is not None]
+        request = replace(request, with_images=functools.cache(functools.partial(longest_of_sizes, planned)))
+    request = replace(request, is_text=not with_images)
     if evaluation is not None and request.eval_batch_size is not None:
         request = replace(request, eval_batch_size=min(request.eval_batch_size, len(evaluation.dataset)))
     source = setup.source.for_rows(data.task, data.id2label)

@@ -11,6 +11,7 @@ from offloadkit.doors.recipes import repeats_the_run
 from offloadkit.facts.units import format_bytes, rounded
 from offloadkit.facts.version import __version__
 from offloadkit.hf.adapters import ADAPTERS
+from offloadkit.hf.images import ImageRows
 from offloadkit.hf.load import auto_class_name, is_speech
 from offloadkit.hf.presets import PRESETS
 
@@ -50,6 +51,7 @@ def model_card(
         metrics: as in `FinetuneResult`; numbers that are not known yet are left out.
     """
     task = next(data.task for _, data in sets.values() if data is not None)
+    with_images = any(data is not None and isinstance(data.dataset, ImageRows) for _, data in sets.values())
     base = PRESETS[given].hub_name if given in PRESETS else given
     library = "peft" if (folder / ADAPTERS).is_file() else "transformers"
     header = ["---", f"library_name: {library}", "tags: [offloadkit]"]
@@ -66,10 +68,10 @@ def model_card(
     if plan.num_trainable_parameters == plan.num_parameters:
         trained = f"all {plan.num_parameters:,} parameters"
     auto_class, is_adapters = auto_class_name(config, task), (folder / ADAPTERS).is_file()
-    beside = "processor" if is_speech(config) else "tokenizer"
+    beside = "processor" if is_speech(config) or with_images else "tokenizer"
     imports = [f"from transformers import {auto_class}, Auto{beside.title()}"]
     if is_adapters:
-        auto_class = "AutoPeftModel" if is_speech(config) else auto_class.replace("AutoModel", "AutoPeftModel")
+        auto_class = "AutoPeftModel" if beside == "processor" else auto_class.replace("AutoModel", "AutoPeftModel")
         imports = [f"from peft import {auto_class}", f"from transformers import Auto{beside.title()}"]
     classes = {"model": auto_class, beside: f"Auto{beside.title()}"}
     load = [f"{name} = {cls}.from_pretrained({str(folder)!r})" for name, cls in classes.items()]

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from offloadkit.device.measure import host_rates, measure
 from offloadkit.distributed.machine import known_links, measured_together, planning_ranks
 from offloadkit.distributed.ranks import Group, Solo
-from offloadkit.engine.outline import Outline, held_in_ram, outlined, proposing_disk
+from offloadkit.engine.outline import Outline, held_in_ram, largest_work, outlined, proposing_disk
 from offloadkit.engine.tracing import Call
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts import hardware
@@ -27,8 +27,9 @@ from offloadkit.facts.config import OffloadConfig, Precision, check_counts, give
 from offloadkit.facts.hardware import Hardware, with_disk
 from offloadkit.facts.starting import said_if_long
 from offloadkit.facts.units import format_bytes, parse_bytes
+from offloadkit.hf.assumed_images import assumed_batch
 from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, default_input_length, num_positions
-from offloadkit.hf.load import Task, is_speech, num_frames
+from offloadkit.hf.load import Task, is_speech, num_frames, sees_images
 from offloadkit.hf.masks import Padding, known_padding
 from offloadkit.hf.packed import known_boundaries, planned_boundaries
 from offloadkit.hf.packing import check_packing
@@ -177,6 +178,12 @@ class PlanRequest:
     """The micro-batches are packed (`hf/packing.py`)."""
     packed_row: int | None = None
     """Tokens of equal rows whose attention takes as long as that of the packed rows. None: `max_input_length`."""
+
+    with_images: Callable[[int], Call] | None = None
+    """The largest micro-batches of so many rows with images. None: a model that sees images is planned for one that
+    its config tells."""
+    is_text: bool = False
+    """The rows of a model that sees images have none."""
 
     call: WrittenCall = BY_FINETUNE
     """For remedies if the plan does not fit."""
@@ -409,10 +416,12 @@ class _TaskOutline:
     def work(self, rows: Rows) -> MicroBatch | None:
         """Trace a micro-batch; None if the model cannot run on the meta device."""
         size, length = rows.batch_size, rows.input_length
+        config: Any = self.outline.model.config
+        if sees_images(config) and self.task == "causal" and not (self.request.is_text or self.request.packing):
+            return self._work_of_images(rows)
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
         batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
-        config: Any = self.outline.model.config
         if is_speech(config):
             features = size, config.num_mel_bins, length
             dtype = self.outline.model.dtype
@@ -431,6 +440,15 @@ class _TaskOutline:
         if work is None or evaluated <= size:
             return work
         return replace(work, evaluation=self.work(replace(rows, batch_size=evaluated)))
+
+    def _work_of_images(self, rows: Rows) -> MicroBatch | None:
+        wanted, config = self.request, cast(Any, self.outline.model.config)
+        if wanted.with_images is not None and rows.input_length == wanted.max_input_length:
+            call = wanted.with_images(rows.batch_size)
+        else:
+            call = Call((), assumed_batch(config, rows.batch_size, rows.input_length))
+        with known_padding(Padding.UNREAD):
+            return largest_work(self.outline, call, wanted.eval_batch_size or 0)
 
     def _smoothed(self, batch: dict[str, torch.Tensor]) -> Callable[[Any], torch.Tensor]:
         """The loss that the Trainer computes outside the model. Removes the labels from `batch`."""

@@ -237,7 +237,7 @@ def _of_the_largest(ranks: Ranks, number: int, make: Callable[[], Any]) -> Any:
 
 
 def _plan_for(outline: Outline | None, example: Any, rows_option: str, evaluation_rows: int) -> Plan | None:
-    work = None if outline is None else _work(outline, example, evaluation_rows)
+    work = None if outline is None else largest_work(outline, example, evaluation_rows)
     if outline is None or work is None:
         return None
     made = outline.plan(work)
@@ -250,7 +250,7 @@ def _plan_for(outline: Outline | None, example: Any, rows_option: str, evaluatio
     return replace(made, basis=replace(made.basis, smaller=smaller))
 
 
-def _work(outline: Outline, example: Any, evaluation_rows: int) -> MicroBatch | None:
+def largest_work(outline: Outline, example: Any, evaluation_rows: int) -> MicroBatch | None:
     """The work of the example, or of its alternative that needs the most VRAM."""
     call = Call.of(example)
     found = [(work, each) for each in (call, *call.alternatives) if (work := outline.work(each)) is not None]
@@ -449,7 +449,7 @@ class FirstWindow:
         if self._calls is not None:
             work = self._outline.work_of_blocks(self._calls.kept, first, self._held_bytes())
         else:
-            work = _work(self._outline, replace(first, alternatives=tuple(others)), self._evaluation_rows)
+            work = largest_work(self._outline, replace(first, alternatives=tuple(others)), self._evaluation_rows)
             if work is None and not self._is_on_cpu and any(repeated_blocks(self._outline.model)):
                 return _MEASURE
         made = None if work is None else self._outline.plan(work)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_o
 from torch.utils.flop_counter import flop_registry
 
 from offloadkit.device.host_random import HostRandom
-from offloadkit.engine.values import META, NOTHING, Values, is_dynamic, keeps_values, tensors_of
+from offloadkit.engine.values import META, NOTHING, Values, is_constant, is_dynamic, keeps_values, tensors_of
 from offloadkit.errors import ModelError
 from offloadkit.kernels.attention import OPERATIONS as FUSED_ATTENTION
 from offloadkit.offload.graphs import waits_for_values
@@ -455,6 +455,8 @@ def _masks(model: nn.Module, call: Call) -> list[torch.Tensor]:
 
 
 def _light(tensor: torch.Tensor) -> torch.Tensor:
+    if is_constant(tensor):
+        return tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad) if keeps_values(tensor) else _on_meta(tensor)
 
 

@@ -33,8 +33,15 @@ def keeps_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a batch is small enough to keep its values."""
     if tensor.is_meta or tensor.layout != torch.strided:
         return False
+    if is_constant(tensor):
+        return True
     is_float = tensor.is_floating_point() or tensor.is_complex()
     return tensor.numel() <= (_MOST_FLOATS if is_float else _MOST_INTEGERS)
+
+
+def is_constant(tensor: torch.Tensor) -> bool:
+    """Whether all elements are one number in memory (`expand`), which stands for numbers that a plan does not know."""
+    return not tensor.is_meta and tensor.numel() > 1 and tensor.untyped_storage().nbytes() == tensor.element_size()
 
 
 @cache
@@ -85,7 +92,7 @@ class Values:
         """
         made = torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
         if keeps_values(tensor):
-            setattr(made, _NAME, (tensor.detach().to(_CPU, copy=True), is_mask))
+            setattr(made, _NAME, (tensor.detach().to(_CPU, copy=not is_constant(tensor)), is_mask))
         return made
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -4,7 +4,7 @@
 |---|---|
 | `input_ids` (`labels`, `attention_mask`, `decoder_input_ids`) | tokenized |
 | `input` + `target`, `prompt` + `completion` | pairs |
-| `messages` (a list of role/content dicts) | messages |
+| `messages` (a list of role/content dicts; `images`, for models that see them) | messages |
 | `text` + `label` | labelled text |
 | a name in `_QUESTIONS`, one in `_CONTEXTS` or both, and one in `_TARGETS` | pairs |
 | `text` | text |
@@ -35,6 +35,8 @@ _PARTS = ("system", "system_prompt", "history", "choices", "options", "passage")
 _TOKENIZED = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "labels")
 TEXTS = (*_QUESTIONS, *_CONTEXTS, *_TARGETS)
 CONVERSATIONS = ("messages", "conversations", "prompt", "completion")
+IMAGES = ("images", "image")
+"""Columns with the images of `messages`: a list, or one image."""
 
 ACCEPTED = "input + target, prompt + completion, text, messages, text + label, or input_ids"
 

@@ -47,8 +47,7 @@ def conversation(
     for at, message in enumerate(messages):
         if message["role"] in _ASSISTANT:
             begin, end = _place(tokenizer, messages, at, whole)
-            content = message["content"]
-            if begin < 0 or (isinstance(content, str) and content.strip()[-_LAST:] not in whole[begin:end]):
+            if begin < 0 or _texts(message)[-1].strip()[-_LAST:] not in whole[begin:end]:
                 raise DataError(
                     f"row {row}: the tokenizer's chat template changes message {at} of the assistant, so its place is "
                     "unknown: set tokenizer.chat_template to one with {% generation %} around the assistant's messages"
@@ -56,6 +55,13 @@ def conversation(
             first, last = (_num_equal(_ids(tokenizer, whole[:place]), tokens) for place in (begin, end))
             learned[first:last] = [True] * (last - first)
     return tokens, learned
+
+
+def _texts(message: dict[str, Any]) -> list[str]:
+    """The texts of a message, whose content is a text or a list of parts; at least one."""
+    content = message["content"]
+    parts = content if isinstance(content, list) else [content]
+    return [str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in parts] or [""]
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -74,7 +80,8 @@ def _place(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], a
     if opened and closed:
         return opened, closed
     other = [*messages]
-    other[at] = {**messages[at], "content": _OTHER_TEXT}
+    has_parts = isinstance(messages[at]["content"], list)
+    other[at] = {**messages[at], "content": [{"type": "text", "text": _OTHER_TEXT}] if has_parts else _OTHER_TEXT}
     asked = _rendered(tokenizer, other)
     if _OTHER_TEXT not in asked:
         return -1, -1
@@ -92,7 +99,7 @@ def _begin(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], a
     opened = _rendered(tokenizer, messages[:at], add_generation_prompt=True)
     if whole.startswith(opened):
         return len(opened)
-    text = whole.find(str(messages[at]["content"]).strip(), before)
+    text = whole.find(_texts(messages[at])[0].strip(), before)
     return min(max(before, _num_equal(whole, opened)), text if text > 0 else before) if before else 0
 
 

@@ -12,6 +12,7 @@ import torch
 
 from offloadkit.errors import OutOfVramError
 from offloadkit.hf.data import PreparedData
+from offloadkit.hf.images import ImageRows
 
 _CONTINUED_TOKENS = 48
 _PROMPT_OF_WHISPER = 4
@@ -52,7 +53,8 @@ def predict(
     try:
         with torch.no_grad():
             if data.task == "causal":
-                return [run_eval(partial(_continue, model, tokenizer, rows[index])) for index in range(number)]
+                write = partial(_describe, data.collator) if isinstance(rows, ImageRows) else _continue
+                return [run_eval(partial(write, model, tokenizer, rows[index])) for index in range(number)]
             answer, samples = _write if data.task == "seq2seq" else _classify, list[Sample]()
             while len(samples) < number:
                 batch = [rows[index] for index in range(number)[len(samples) :][:batch_size]]
@@ -119,6 +121,19 @@ def _continue(model: Any, tokenizer: Any, row: dict[str, Any]) -> Sample:
     longest = min(_CONTINUED_TOKENS, len(ids) - cut)
     written = _generate(model, longest, input_ids=prompt, attention_mask=torch.ones_like(prompt))
     return Sample(*_text(tokenizer, [ids[:cut], ids[cut:], written[0, cut:].tolist()]))
+
+
+def _describe(collate: Any, model: Any, processor: Any, row: Any) -> Sample:
+    """The last answer of a conversation with images, generated from all that comes before it."""
+    batch = collate([row])
+    ids, labels = batch["input_ids"][0], batch.pop("labels")[0].tolist()
+    learned = [place for place, label in enumerate(labels) if label >= 0]
+    begin = max(place for place in learned if labels[place - 1] < 0)
+    end = learned[-1] + 1
+    of_tokens = {name: value[:, :begin] for name, value in batch.items() if value.shape == batch["input_ids"].shape}
+    written = _generate(model, min(_CONTINUED_TOKENS, end - begin), **batch | of_tokens)[0, begin:]
+    rows = [ids[:begin].tolist(), ids[begin:end].tolist(), written.tolist()]
+    return Sample(*_text(processor.tokenizer, rows))
 
 
 def _generate(model: Any, num_tokens: int, **tensors: torch.Tensor) -> Any:

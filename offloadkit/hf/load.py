@@ -196,6 +196,7 @@ _AUTO_CLASSES = {
     "classification": "AutoModelForSequenceClassification",
 }
 _SPEECH = "AutoModelForSpeechSeq2Seq"
+_IMAGES = "AutoModelForImageTextToText"
 _NUM_AT_A_TIME = 16
 _MOST_PARAMETERS = 2**48
 
@@ -207,6 +208,8 @@ def infer_task(config: PreTrainedConfig) -> Task:
     architecture = (config.architectures or [""])[0]
     if is_speech(config):
         return "seq2seq"
+    if sees_images(config):
+        return "causal"
     if architecture.endswith("ForSequenceClassification"):
         return "classification"
     if config.is_encoder_decoder and config.model_type in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
@@ -215,9 +218,9 @@ def infer_task(config: PreTrainedConfig) -> Task:
     masked = config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if config.is_encoder_decoder:  # some have decoders in the list below, which are not the whole model
         raise ModelError(
-            f"{architecture or config.model_type} does not map text to text, and finetune and plan are for text, and "
-            "for sound by Whisper: train it with offloadkit.OffloadSeq2SeqTrainer, which plans for the batches of your "
-            "own collator"
+            f"{architecture or config.model_type} does not map text to text, and finetune and plan are for text, for "
+            "sound by Whisper and for images by decoders: train it with offloadkit.OffloadSeq2SeqTrainer, which plans "
+            "for the batches of your own collator"
         )
     if config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (names_causal or not masked):
         return "causal"
@@ -235,13 +238,23 @@ def is_speech(config: PreTrainedConfig) -> bool:
     return config.model_type == "whisper" and architecture == "WhisperForConditionalGeneration"
 
 
+def sees_images(config: PreTrainedConfig) -> bool:
+    """Whether the model is a decoder of text and images, such as Gemma 3 or Qwen2.5-VL."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    return known is not None and not config.is_encoder_decoder and (config.architectures or [known])[0] == known
+
+
 def num_frames(config: Any) -> int:
     """Frames of a Whisper's window: its two convolutions make a position of each two frames."""
     return 2 * int(config.max_source_positions)
 
 
 def auto_class_name(config: PreTrainedConfig, task: Task) -> str:
-    return _SPEECH if task == "seq2seq" and is_speech(config) else _AUTO_CLASSES[task]
+    if task == "seq2seq" and is_speech(config):
+        return _SPEECH
+    return _IMAGES if task == "causal" and sees_images(config) else _AUTO_CLASSES[task]
 
 
 def auto_class_of(config: PreTrainedConfig, task: str) -> Any:

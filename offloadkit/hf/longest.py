@@ -190,7 +190,7 @@ class _Longest(Dataset[Any]):
     def _of_media(self) -> _Found:
         """A row has tokens, and pixels or samples, in numbers that only its collator knows: each row is collated."""
         number, are_full, began = len(self.rows), True, time.monotonic()
-        sizes: list[tuple[int, int, int]] = []
+        sizes: list[_Size] = []
         order = list(range(0, number, -(-number // MOST_ROWS)))
         random.Random(0).shuffle(order)
         for index in order:
@@ -199,18 +199,10 @@ class _Longest(Dataset[Any]):
             batch = self._collated([index])
             are_full = are_full and _padding(batch) is Padding.NONE
             sizes.append((index, _num_elements(batch, floats=False), _num_elements(batch, floats=True)))
-        tokens, values = (max(1, *(each[at] for each in sizes)) for at in (1, 2))
-        largest: list[Callable[[tuple[int, int, int]], float]] = [
-            lambda each: each[1],
-            lambda each: each[2],
-            lambda each: each[1] / tokens + each[2] / values,
-        ]
-        by_size = (sorted(sizes, key=key, reverse=True)[: self.batch_size] for key in largest)
-        chosen = dict.fromkeys(tuple(sorted(index for index, *_ in rows)) for rows in by_size)
-        batches = [self._collated(indices) for indices in chosen]
+        batches = [self._collated(indices) for indices in _largest_by_size(sizes, self.batch_size)]
         found = [_padding(batch) for batch in batches]
         if self.together > 1:  # a collator pads all rows on the same side
-            ends = (pick(sizes, key=largest[0])[0] for pick in (min, max))
+            ends = (pick(sizes, key=lambda each: each[1])[0] for pick in (min, max))
             found += [Padding.UNREAD, _padding(self._collated(dict.fromkeys(ends)))]
         padding = _worst(found) if are_full else Padding.READ
         return _Found(
@@ -224,6 +216,36 @@ class _Longest(Dataset[Any]):
             masks = filter(_is_attention_mask, rows.column_names) if len(rows) <= MOST_ROWS else ()
             rows = rows.select_columns([*known, *masks])
         return (rows[index] for index in indices)
+
+
+_Size = tuple[int, int, int]
+"""A row's index, tokens, and pixels or samples."""
+
+
+def _largest_by_size(sizes: Sequence[_Size], batch_size: int) -> list[tuple[int, ...]]:
+    """Rows of the largest micro-batches by tokens, by pixels or samples, and by both."""
+    tokens, values = (max(1, *(each[at] for each in sizes)) for at in (1, 2))
+    keys: list[Callable[[_Size], float]] = [
+        lambda each: each[1],
+        lambda each: each[2],
+        lambda each: each[1] / tokens + each[2] / values,
+    ]
+    by_size = (sorted(sizes, key=key, reverse=True)[:batch_size] for key in keys)
+    return list(dict.fromkeys(tuple(sorted(index for index, *_ in rows)) for rows in by_size))
+
+
+def longest_of_sizes(sets: Sequence[tuple[Any, Callable[[Any], Any]]], batch_size: int) -> Call:
+    """The largest micro-batches of rows with images by tokens, by pixels and by both, as alternatives, for a plan.
+
+    Args:
+        sets: rows, whose `sizes` are the tokens and the pixel values of each, and their collator.
+    """
+    calls = []
+    for rows, collate in sets:
+        for chosen in _largest_by_size([(index, *size) for index, size in enumerate(rows.sizes)], batch_size):
+            batch = collate([rows[index] for index in chosen])
+            calls.append(Call((), _largest([{name: _small(value) for name, value in batch.items()}])))
+    return replace(calls[0], alternatives=tuple(calls[1:]))
 
 
 def _lengths(row: Any) -> dict[str, int]:
@@ -316,8 +338,20 @@ def _largest(batches: list[dict[str, Any]]) -> dict[str, Any]:
             found[name] = first
             continue
         shapes = [form[0] for form in forms if form is not None and _is_form(form) and len(form[0]) == len(first[0])]
-        found[name] = torch.empty([max(sizes) for sizes in zip(*shapes, strict=True)], dtype=first[1], device="meta")
+        largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+        found[name] = unknown_pixels(largest, first[1]) if name == "pixel_values" else _on_meta(largest, first[1])
     return found
+
+
+def _on_meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def unknown_pixels(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Pixel values for a plan, without memory. Of [rows, images, channels, height, width] Idefics 2 and 3 and SmolVLM
+    leave out images of zeros, which pad a row: here no image is padding.
+    """
+    return torch.ones((), dtype=dtype).expand(shape) if len(shape) == 5 else _on_meta(shape, dtype)
 
 
 def _is_form(value: Any) -> bool:

@@ -40,10 +40,11 @@ class FinetuneOptions:
 
     Also a `datasets.Dataset`, a list of dicts, a dict of lists, a list of texts, a list of files or a pandas frame. Of
     a `DatasetDict` the split "train" is learned and, without `eval_dataset`, "validation" evaluated on. Columns: input
-    + target (or prompt + completion), text or messages (decoders), text + label (classifiers), audio + text (Whisper),
-    or tokenized rows. Well-known names are recognized (Alpaca, Dolly, ShareGPT: see `hf/columns.py`). Decoders learn
-    only the target of a pair: through the tokenizer's chat template if it has one, else as the input followed by the
-    target and the end token. Of messages they learn all of the assistant's.
+    + target (or prompt + completion), text or messages (decoders), messages + images (decoders that see them), text +
+    label (classifiers), audio + text (Whisper), or tokenized rows. Well-known names are recognized (Alpaca, Dolly,
+    ShareGPT: see `hf/columns.py`). Decoders learn only the target of a pair: through the tokenizer's chat template if
+    it has one, else as the input followed by the target and the end token. Of messages they learn all of the
+    assistant's.
 
     A torch dataset with a length is read into RAM. A stream is an `IterableDataset` of `datasets` or torch, or a
     function that yields rows. It needs `max_steps`, trains in its own order, and begins again where it ends. It is
@@ -59,7 +60,7 @@ class FinetuneOptions:
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None
     """Folder or hub name; byte makes each byte a token, for random weights. Default: the model's own.
 
-    Also a tokenizer. A Whisper needs a processor."""
+    Also a tokenizer. A Whisper, and rows with images, need a processor."""
 
     output_dir: str | os.PathLike[str] = "offloadkit-output"
     """Folder for the trained model, in its folder "model", and for checkpoints.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,19 @@ if TYPE_CHECKING:
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
 _ORDER_FILE = "order.json"
+
+
+def by_length(rows: Any, size: int, args: TrainingArguments) -> LengthGroupedSampler | None:
+    """HuggingFace's order by length, in groups of `size`, of rows that know their `lengths`; None for other rows and
+    orders. (The Trainer would read every row, and decode its images or sound, to learn its length.)
+    """
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    lengths = getattr(rows, "lengths", None)
+    if lengths is None or args.train_sampling_strategy != "group_by_length":
+        return None
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return LengthGroupedSampler(size, lengths=list(lengths), generator=torch.Generator().manual_seed(seed))
 
 
 class OrderOfSeed(Sampler[int]):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from offloadkit.errors import DataError, DataNotFoundError, cut, shown
 from offloadkit.facts.files import check_depth, is_pattern, matching, parse_json, why_no_name, why_not_plain
-from offloadkit.hf.columns import CONVERSATIONS, TEXTS, columns_to_read
+from offloadkit.hf.columns import CONVERSATIONS, IMAGES, TEXTS, columns_to_read
 from offloadkit.hf.hub import causes, hub_answers, readable_hub_errors, unreachable
 from offloadkit.hf.quiet import no_loader_messages
 
@@ -66,9 +66,9 @@ def _rows(path: str, columns: tuple[str, ...], read: tuple[str, ...]) -> Iterato
 
 
 def _value(column: str, row: dict[str, Any]) -> Any:
-    """Messages are stored as JSON text, because the types of their tool calls vary."""
+    """Messages are stored as JSON text, because the types of their tool calls vary; names of images too."""
     value = row.get(column)
-    return json.dumps(value) if column in CONVERSATIONS and isinstance(value, list) else value
+    return json.dumps(value) if column in (*CONVERSATIONS, *IMAGES) and isinstance(value, list) else value
 
 
 def _features(path: Path, named: Collection[str]) -> Features:

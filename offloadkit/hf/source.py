@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offloadkit.engine.outline import without_memory
-from offloadkit.errors import ConfigError, ModelError, ModelNotFoundError, shown
+from offloadkit.errors import ConfigError, ModelError, ModelNotFoundError, cut, shown
 from offloadkit.facts.starting import collector_off
 from offloadkit.hf.adapters import add_adapters, base_of, check_adapters, has_adapters, lora_config, without_adapters
 from offloadkit.hf.freezing import freeze_names, freeze_parts
@@ -311,15 +311,20 @@ class ModelSource:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
 
-    def load_processor(self, processor: Any = None) -> Any:
-        """Load a speech model's own processor, or the given one (a processor, its hub name or folder).
+    def load_processor(self, processor: Any = None, *, of_images: bool = False) -> Any:
+        """Load the model's own processor, or the given one (a processor, its hub name or folder).
 
-        Raises `ConfigError` if it has no feature extractor or tokenizer.
+        Args:
+            of_images: it must have an image processor; else a feature extractor, of sound.
+
+        Raises:
+            ConfigError: it has none, or no tokenizer.
+            ModelError: there is none to load, or a package that it needs is not installed.
         """
         processor = self._tokenizer_name if processor is None else processor
-        if processor == "":
+        if isinstance(processor, str) and processor == "":
             raise ModelError("a model made in memory has no processor: pass tokenizer= its processor")
-        return _read_processor(processor)
+        return _read_processor(processor, "image_processor" if of_images else "feature_extractor")
 
     @property
     def _tokenizer_name(self) -> str:
@@ -422,8 +427,8 @@ def _check_head(model: Any, task: Task, id2label: dict[int, str] | None) -> None
         )
 
 
-def _read_processor(given: Any) -> Any:
-    """A processor with a feature extractor and a tokenizer. Raises `ConfigError` if `given` is something else."""
+def _read_processor(given: Any, part: str) -> Any:
+    """A processor with `part` and a tokenizer. Raises `ConfigError` if `given` is something else."""
     from transformers import AutoProcessor
 
     if isinstance(given, str | os.PathLike) and given != "byte":
@@ -434,6 +439,8 @@ def _read_processor(given: Any) -> Any:
         try:
             with readable_hub_errors(location, kind="processor"):
                 given = read(location, **where_to_look(location))
+        except ImportError as error:
+            raise ModelError(f"the processor of {location!r} needs a package: {cut(str(error))}") from error
         except (ModelError, TypeError, ValueError) as error:
             if type(error) not in (ModelError, TypeError, ValueError):
                 raise
@@ -441,10 +448,11 @@ def _read_processor(given: Any) -> Any:
                 f"no processor can be loaded from {location!r}: pass tokenizer= a processor, or the name or folder of "
                 f"one, with its preprocessor_config.json and tokenizer files ({error})"
             ) from error
-    if not all(hasattr(given, name) for name in ("feature_extractor", "tokenizer")):
+    if not all(hasattr(given, name) for name in (part, "tokenizer")):
+        what = "speech model" if part == "feature_extractor" else "model that sees images"
         raise ConfigError(
-            "tokenizer must be the processor of a speech model, with its feature_extractor and tokenizer, or the name "
-            f"or folder of one; got {shown(given)}"
+            f"tokenizer must be the processor of a {what}, with its {part} and tokenizer, or the name or folder of "
+            f"one; got {shown(given)}"
         )
     return given
 

@@ -261,7 +261,7 @@ def _one_after_the_other(run: Tokenizing, batch: _Columns, indices: list[int]) -
     """
     for name in (*run.columns.inputs, run.columns.target):
         if any(map(_are_messages, batch[name])):
-            raise DataError(_NO_TEMPLATE.format(column=name))
+            raise DataError(NO_TEMPLATE.format(column=name))
     prompts = run.columns.texts(batch, indices)
     targets = strings(batch[run.columns.target], run.columns.target, indices)
     eos = run.tokenizer.eos_token_id
@@ -312,7 +312,7 @@ def _both_messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> tupl
     for columns, role in ((run.columns, "user"), (Columns("text", (run.columns.target,)), "assistant")):
         name, alone = columns.inputs[0], len(columns.inputs) == 1 and not columns.template
         if alone and any(map(_are_messages, batch[name])):
-            found = [_messages_of(value, name, index) for index, value in zip(indices, batch[name], strict=True)]
+            found = [messages_of(value, name, index) for index, value in zip(indices, batch[name], strict=True)]
         else:
             found = [[{"role": role, "content": text}] for text in columns.texts(batch, indices)]
         both.append(found)
@@ -333,8 +333,8 @@ def _messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     """Conversations through the chat template. All messages of the assistant have labels, all other messages -100."""
     (column,) = run.columns.inputs
     if run.tokenizer.chat_template is None:
-        raise DataError(_NO_TEMPLATE.format(column=column))
-    conversations = [_messages_of(value, column, index) for index, value in zip(indices, batch[column], strict=True)]
+        raise DataError(NO_TEMPLATE.format(column=column))
+    conversations = [messages_of(value, column, index) for index, value in zip(indices, batch[column], strict=True)]
     found = (conversation(run.tokenizer, each, index) for index, each in zip(indices, conversations, strict=True))
     labelled = (
         (row, [token if is_learned else IGNORED for token, is_learned in zip(row, learned, strict=True)])
@@ -343,15 +343,28 @@ def _messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     return _learned_in_part(run, indices, labelled)
 
 
-_NO_TEMPLATE = (
+NO_TEMPLATE = (
     "the tokenizer has no chat template, so `{column}` cannot become text: use the instruct version, set "
     "tokenizer.chat_template, or write the conversation into a `text` column"
 )
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 
 
-def _messages_of(value: Any, column: str, row: int) -> list[dict[str, Any]]:
-    """A conversation as role/content dicts. Raises `DataError` if it is empty, or a message lacks role or content."""
+def parts_of(message: dict[str, Any]) -> list[Any]:
+    """The parts of a message's content: a text, or dicts with a type."""
+    content = message["content"]
+    return content if isinstance(content, list) else [content]
+
+
+def type_of(part: Any) -> str:
+    """The type of a part of a message: "text", "image", or another one."""
+    return str(part.get("type")) if isinstance(part, dict) else "text"
+
+
+def messages_of(value: Any, column: str, row: int, *, with_images: bool = False) -> list[dict[str, Any]]:
+    """A conversation as role/content dicts. Raises `DataError` if it is empty, or a message lacks role or content, or
+    has an image and `with_images` is False.
+    """
     messages = _parsed(value)
     if not isinstance(messages, list) or not messages:
         raise DataError(f"row {row} has no {column}: fill them in or drop the row")
@@ -362,6 +375,11 @@ def _messages_of(value: Any, column: str, row: int) -> list[dict[str, Any]]:
             message = {"role": _ROLES.get(role, role), "content": message.get("value")}
         if not isinstance(message, dict) or not message.get("role") or message.get("content") is None:
             raise DataError(f"row {row} has a message without role or content: {shown(message)}")
+        if not with_images and any(type_of(part) == "image" for part in parts_of(message)):
+            raise DataError(
+                f"row {row} has an image in {column!r}, and this model and its tokenizer take text alone: pass a model "
+                "that sees images, such as Qwen/Qwen2.5-VL-3B-Instruct, and rows of `messages` that are no stream"
+            )
         found.append(message)
     return found
 

@@ -53,7 +53,7 @@ from offloadkit.hf.hub import readable_push_errors
 from offloadkit.hf.longest import evaluation_rows
 from offloadkit.hf.loss import shifts_labels, targets_in
 from offloadkit.hf.masks import PaddingCollator
-from offloadkit.hf.ragged import OrderOfSeed, ResumableOrder
+from offloadkit.hf.ragged import OrderOfSeed, ResumableOrder, by_length
 from offloadkit.hf.resumed import follow_own_schedule, other_length, warn_of_later_pass
 from offloadkit.hf.saving import arguments_as_data
 from offloadkit.hf.sharding import Counted, ShardedBatches, shard_batches
@@ -305,7 +305,9 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
         Length-sorted windows hold the same number of updates on any number of ranks.
         """
-        sampler = super()._get_train_sampler(train_dataset)
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        known = by_length(rows, self.args.train_batch_size * self.args.gradient_accumulation_steps, self.args)
+        sampler = super()._get_train_sampler(train_dataset) if known is None else known
         self._checkpoints.order = None
         if isinstance(sampler, LengthGroupedSampler):
             sampler.batch_size *= self.args.world_size
@@ -313,6 +315,10 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 return OrderOfSeed(sampler, self.args)
             sampler = self._checkpoints.order = ResumableOrder(sampler)
         return sampler
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        known = by_length(eval_dataset, self.args.eval_batch_size, self.args)
+        return super()._get_eval_sampler(eval_dataset) if known is None else known
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The micro-batches of the next update; counts their targets, and drops the gradients of an unfinished update.

@@ -26,7 +26,7 @@ from offloadkit import OffloadConfig
 from offloadkit.doors import recipes
 from offloadkit.doors.cli import app
 from offloadkit.hf.options import FinetuneOptions
-from tests import speech
+from tests import images, speech
 from tests.hf import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +114,10 @@ ROWS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "llama-8b-lora-8gib": lambda text, answer: {"text": text},
     "two-gpus": lambda text, answer: {"input": text, "target": answer},
     "whisper": lambda text, answer: speech.rows(2)[answer == "bad"],
+    "images": lambda text, answer: {
+        "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": answer}],
+        "images": [f"{answer}.png"],
+    },
 }
 DECODERS = ("chat", "completion", "continued-pretraining", "llama-8b-24gib", "llama-8b-lora-8gib")
 LEAST_FALL = 0.5
@@ -122,7 +126,7 @@ LEAST_FALL = 0.5
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders "t5", "decoder", "classification" and "whisper" with tiny models and their tokenizers."""
+    """Folders "t5", "decoder", "classification", "whisper" and "images" with tiny models and their tokenizers."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     words = tiny.word_tokenizer(chat_template=tiny.CHAT_TEMPLATE)
@@ -131,6 +135,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "decoder": (LlamaForCausalLM(tiny.llama_config(hidden_size=32)), words),
         "classification": (BertForSequenceClassification(tiny.bert_config(hidden_size=32)), words),
         "whisper": (speech.model(), speech.processor()),
+        "images": images.gemma(),
     }
     for name, (model, tokenizer) in made.items():
         model.save_pretrained(folder / name)
@@ -151,10 +156,13 @@ def test_a_recipe_trains_and_its_loss_falls(
     """The recipe itself, with a tiny model and few rows. Two GPUs are two processes on the CPU."""
     monkeypatch.chdir(tmp_path)
     options_of(name)
-    model = models / (name if name in ("classification", "whisper") else "decoder" if name in DECODERS else "t5")
+    own = ("classification", "whisper", "images")
+    model = models / (name if name in own else "decoder" if name in DECODERS else "t5")
     rows = recipes.read(name)["train_dataset"].replace("*", "part")
     Path(rows).parent.mkdir(exist_ok=True)
     made = [ROWS[name](*PAIRS[number % 2]) for number in range(32)]
+    for text, answer in PAIRS:
+        images.picture(text == PAIRS[0][0]).save(f"{answer}.png")
     if rows.endswith(".parquet"):
         Dataset.from_list(made).to_parquet(rows)
     else:
