@@ -145,6 +145,7 @@ def test_a_folder_trains_from_the_command_line_and_its_processor_is_saved(folder
     assert "colour?" in shown[0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(folder: Path, tmp_path: Path) -> None:
     how: dict[str, Any] = OPTIONS | {"save_steps": 2, "lr_scheduler_type": "constant"}
     whole = offloadkit.finetune(folder, rows(), output_dir=tmp_path / "whole", max_steps=4, **how)
@@ -155,6 +156,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(folder: Path, tm
     assert all(torch.equal(value, theirs[name]) for name, value in weights(again.model_dir).items())
 
 
+@pytest.mark.slow
 def test_two_placements_and_half_precision_give_equal_bits(folder: Path, tmp_path: Path) -> None:
     found = []
     for name, placement in (("kept", Placement()), ("away", Placement(weights="ram", activations="checkpoint"))):
@@ -164,6 +166,7 @@ def test_two_placements_and_half_precision_give_equal_bits(folder: Path, tmp_pat
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
+@pytest.mark.slow
 def test_text_alone_trains_the_same_model(folder: Path, tmp_path: Path) -> None:
     data = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4
     _, processor = images.gemma()
@@ -181,6 +184,7 @@ def test_text_alone_trains_the_same_model(folder: Path, tmp_path: Path) -> None:
 # -- the plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_plan_from_the_config_has_an_image_in_each_row(name: str, tmp_path: Path) -> None:
     model, _ = FAMILIES[name]()
