@@ -170,6 +170,22 @@ _ON_GPU: dict[Any, Callable[..., Any]] = {
 }
 
 
+@contextmanager
+def _autocast_as_on_gpu() -> Iterator[None]:
+    """While open, `torch.autocast` takes the device type "meta", for which it raises otherwise."""
+    kind: Any = torch.autocast
+    own = kind.__init__
+
+    def initialize(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        own(self, "cuda" if device_type == META.type else device_type, *args, **kwargs)
+
+    kind.__init__ = initialize
+    try:
+        yield
+    finally:
+        kind.__init__ = own
+
+
 class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations and the bytes of live tensors.
 
@@ -507,6 +523,7 @@ def _traced(model: nn.Module, given: Call, loss_of: Callable[[Any], torch.Tensor
         for name, block in repeated_blocks(model):
             undo.enter_context(_followed(name, block, stages))
         undo.enter_context(AsOnGpu())
+        undo.enter_context(_autocast_as_on_gpu())
         undo.enter_context(counter)
         with torch.enable_grad():
             output = model(*call.args, **call.kwargs)
@@ -542,6 +559,7 @@ def trace_blocks(model: nn.Module, calls: Sequence[tuple[str, Call]], tokens: in
         for name, _ in calls:
             undo.enter_context(_followed(name, model.get_submodule(name), stages))
         undo.enter_context(AsOnGpu())
+        undo.enter_context(_autocast_as_on_gpu())
         undo.enter_context(stages.counter)
         undo.enter_context(torch.enable_grad())
         for name, call in calls:

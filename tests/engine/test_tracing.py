@@ -377,6 +377,23 @@ def test_a_grouped_matmul_counts_one_expert_for_each_row_in_any_dtype(dtype: tor
     assert work.forward.matmul_bytes == dtype.itemsize * (BATCH * WIDTH + 4 * WIDTH * HIDDEN + BATCH * HIDDEN) + 16
 
 
+class WithoutAutocast(Stack):
+    """Switches autocast off for its device, as PEFT's adapters on experts do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x)
+
+
+def test_a_model_that_switches_autocast_off_is_traced() -> None:
+    x = torch.empty(BATCH, WIDTH)
+    with torch.device("meta"):
+        model = WithoutAutocast()
+    assert trace_micro_batch(model, {"x": x}) == trace_micro_batch(meta_stack(), {"x": x})
+    with pytest.raises(RuntimeError, match=r"scalarType|device_type"):
+        model(x.to("meta"))
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = on_meta(llama())
     before = {name: set(vars(module)) for name, module in model.named_modules()}
