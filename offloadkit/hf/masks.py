@@ -90,8 +90,8 @@ class CollatorWrapper:
 
 @dataclass(frozen=True)
 class PaddingCollator(CollatorWrapper):
-    """A collator that stores the batch's `Padding` under `NOTE`, if all attention masks agree, and the boundaries of
-    packed rows under `packed.NOTE`. Raises `DataError` if packed rows would cross.
+    """A collator that stores the batch's `Padding` under `NOTE`, if all attention masks agree, and what it finds in
+    positions under `packed.NOTE`. Raises `DataError` if packed rows would cross.
     """
 
     shifted: bool = False
@@ -100,12 +100,15 @@ class PaddingCollator(CollatorWrapper):
     def __call__(self, rows: Any) -> Any:
         batch = self.collate(rows)
         if isinstance(batch, MutableMapping):
-            positions = batch.get("position_ids")
-            if isinstance(positions, Tensor) and positions.dim() == 2 and batch.get("attention_mask") is None:
-                if (boundaries := packed.boundaries(positions)) is not None:
-                    batch[packed.NOTE] = boundaries
-                    if self.shifted:
-                        packed.check_labels(positions, batch.get("labels"), IGNORED)
+            positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+            if isinstance(positions, Tensor) and positions.dim() == 2 and mask is not None:
+                packed.check_mask(positions, mask)
+                batch[packed.NOTE] = packed.NotPacked.MASKED
+            elif isinstance(positions, Tensor) and positions.dim() == 2:
+                boundaries = packed.boundaries(positions)
+                batch[packed.NOTE] = packed.NotPacked.APART if boundaries is None else boundaries
+                if boundaries is not None and self.shifted:
+                    packed.check_labels(positions, batch.get("labels"), IGNORED)
             masks = [value for name, value in batch.items() if name.endswith("attention_mask")]
             if all(isinstance(mask, Tensor) and mask.dim() == 2 for mask in masks):
                 labels = batch.get("labels") if len(masks) == 1 else None
@@ -115,7 +118,7 @@ class PaddingCollator(CollatorWrapper):
         return batch
 
 
-def split_notes(batch: Any) -> tuple[Any, Padding | None, Tensor | None]:
+def split_notes(batch: Any) -> tuple[Any, Padding | None, Tensor | packed.NotPacked | None]:
     """Split a batch into the collator's batch and the values under `NOTE` and `packed.NOTE` (None if missing)."""
     if not isinstance(batch, MutableMapping) or not {NOTE, packed.NOTE} & batch.keys():
         return batch, None, None

@@ -13,8 +13,10 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -23,13 +25,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offloadkit.device.streams import Event, record_compute
 from offloadkit.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NOTE = "boundaries_of_packed_rows"
-"""Key under which a collator adds the batch's `boundaries`. No model has an argument of this name."""
+"""Key under which a collator adds the batch's `boundaries` or a `NotPacked`. No model has an argument of this name."""
+
+
+class NotPacked(Enum):
+    """What a collator has found in positions that need no boundaries."""
+
+    APART = "apart"
+    """No row begins within a row."""
+    MASKED = "masked"
+    """There is an attention mask, under which no rows cross (`check_mask`)."""
+
 
 LEAST_CAPABILITY = (8, 0)
 _MOST_HEAD_DIM = 256
@@ -114,8 +127,8 @@ def planned_row_of(position_ids: Tensor) -> int | None:
 
 
 class _Now(threading.local):
-    noted: Tensor | None = None
-    """Boundaries of the batch, from its collator."""
+    noted: Tensor | NotPacked | None = None
+    """The collator's note of the batch."""
     noted_positions: Any = None
     """`position_ids` of that batch. A loss function may call the model with another one, such as half of it."""
     rows: Tensor | None = None
@@ -131,10 +144,8 @@ _now = _Now()
 
 
 @contextmanager
-def known_boundaries(rows: Tensor | None, position_ids: Any = None) -> Iterator[None]:
-    """Forwards with this tensor of `position_ids`, or on the meta device, take these boundaries and do not ask the
-    GPU.
-    """
+def known_boundaries(rows: Tensor | NotPacked | None, position_ids: Any = None) -> Iterator[None]:
+    """Forwards with this tensor of `position_ids`, or on the meta device, believe `rows` and do not ask the GPU."""
     before = _now.noted, _now.noted_positions
     _now.noted, _now.noted_positions = rows, position_ids
     try:
@@ -152,11 +163,12 @@ def keep_rows_apart(
         on_gpu: what a model on the meta device is planned for.
         capability: compute capability of the GPU to plan for, if not the present GPU.
     """
-    undo, is_fit = ExitStack(), False
+    undo, is_fit, answers = ExitStack(), False, _Answers()
 
     def before(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         nonlocal is_fit
         after()
+        answers.read()
         if torch.compiler.is_compiling():
             return None
         kind: Any = type(module)
@@ -168,7 +180,8 @@ def keep_rows_apart(
         if not isinstance(positions, Tensor) or positions.dim() != 2:
             return None
         if mask is not None:
-            check_mask(positions, mask)
+            if positions is not _now.noted_positions or _now.noted is not NotPacked.MASKED:
+                answers.ask(positions, mask)
             return None
         rows = _boundaries_of(kwargs)
         if rows is None:
@@ -222,9 +235,13 @@ def _boundaries_of(kwargs: Mapping[str, Any]) -> Tensor | None:
     inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
     if inputs is None or inputs.shape[:2] != positions.shape:
         return None
-    is_planned = positions.is_meta and noted is not None and positions.numel() % (noted.shape[1] - 1) == 0
-    if noted is not None and (is_planned or positions is _now.noted_positions):
-        return noted.to(positions.device, non_blocking=True)
+    is_noted = positions is _now.noted_positions
+    if is_noted and noted is NotPacked.APART:
+        return None
+    if isinstance(noted, Tensor):
+        is_planned = positions.is_meta and positions.numel() % (noted.shape[1] - 1) == 0
+        if is_planned or is_noted:
+            return noted.to(positions.device, non_blocking=True)
     if positions.is_meta:  # planned as rows of full length
         return planned_boundaries(len(positions), positions.shape[1], row=positions.shape[1])
     return boundaries(positions)
@@ -308,14 +325,42 @@ def check_mask(positions: Tensor, mask: Any) -> None:
     """Raise `DataError` if positions begin again at a token that follows a token, and a mask is given: it says nothing
     of rows, and transformers ignores such positions then.
     """
+    crossing = _crossing(positions, mask)
+    if crossing is not None and bool(crossing):
+        raise _crossed()
+
+
+def _crossed() -> DataError:
+    return DataError(
+        "position_ids begin again within a row (rows are packed), and the batch has an attention_mask, so attention "
+        "would cross rows: let the collator leave attention_mask out"
+    )
+
+
+def _crossing(positions: Tensor, mask: Any) -> Tensor | None:
+    """A bool on the device; None if the mask is not one of tokens."""
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape != positions.shape or mask.is_meta:
-        return
+        return None
     seen = mask.bool()
-    if bool(((positions[:, 1:] == 0) & seen[:, 1:] & seen[:, :-1]).any()):
-        raise DataError(
-            "position_ids begin again within a row (rows are packed), and the batch has an attention_mask, so "
-            "attention would cross rows: let the collator leave attention_mask out"
-        )
+    return ((positions[:, 1:] == 0) & seen[:, 1:] & seen[:, :-1]).any()
+
+
+class _Answers:
+    """`check_mask` without waiting for the GPU: an answer is read by the first forward after it has arrived."""
+
+    def __init__(self) -> None:
+        self._asked = deque[tuple[Tensor, Event]]()
+
+    def ask(self, positions: Tensor, mask: Any) -> None:
+        if (crossing := _crossing(positions, mask)) is not None:
+            self._asked.append((crossing.to("cpu", non_blocking=True), record_compute(positions.device)))
+            self.read()
+
+    def read(self) -> None:
+        while self._asked and self._asked[0][1].done():
+            if bool(self._asked.popleft()[0]):
+                self._asked.clear()
+                raise _crossed()
 
 
 def check_labels(position_ids: Tensor, labels: Any, ignored: int) -> None:

@@ -15,10 +15,11 @@ from datasets import Dataset
 from torch import Tensor
 
 from offloadkit import OffloadConfig, OffloadTrainer
+from offloadkit.device.streams import Event
 from offloadkit.errors import DataError, ModelError
 from offloadkit.hf import packed
 from offloadkit.hf.longest import longest_batch
-from offloadkit.hf.masks import MaskFunctions
+from offloadkit.hf.masks import MaskFunctions, PaddingCollator
 from offloadkit.hf.patches import patched
 from tests.hf.training import arguments
 
@@ -373,20 +374,51 @@ def test_a_loss_of_parts_of_a_batch_has_the_boundaries_of_its_parts(tmp_path: Pa
     assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
-def test_a_training_batch_is_asked_for_its_boundaries_once_by_its_collator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["packed", "apart", "masked"])
+def test_a_training_batch_is_looked_at_once_by_its_collator(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Tensor] = []
-    own = packed.boundaries
-    monkeypatch.setattr(packed, "boundaries", lambda positions: (asked.append(positions), own(positions))[1])
+    asked: list[Any] = []
+    for name in ("boundaries", "_crossing"):
+        own = getattr(packed, name)
+        monkeypatch.setattr(packed, name, lambda *given, own=own: (asked.append(given), own(*given))[1])
+
+    def collate(rows: list[Any]) -> Any:
+        batch: Any = transformers.DataCollatorWithFlattening()(rows)
+        if kind == "masked":
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        return batch
+
+    size = 2 if kind == "packed" else 1
     trainer = OffloadTrainer(
         model=model_of("Llama"),
-        args=arguments(tmp_path, per_device_train_batch_size=2, max_steps=3),
-        train_dataset=Dataset.from_list([{"input_ids": row.tolist()} for row in rows_of((7, 5, 6, 4, 3, 8))]),
-        data_collator=transformers.DataCollatorWithFlattening(),
+        args=arguments(tmp_path, per_device_train_batch_size=size, max_steps=3),
+        train_dataset=Dataset.from_list(
+            [{"input_ids": row.tolist()} for row in rows_of((7, 5, 6, 4, 3, 8)[: 3 * size])]
+        ),
+        data_collator=collate,
     )
     trainer.train()
     assert len(asked) == 3
+    if kind == "masked":
+        with pytest.raises(DataError, match="let the collator leave attention_mask out"):
+            PaddingCollator(collate)([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
+
+
+def test_a_bare_loop_does_not_wait_to_learn_that_a_mask_hides_no_rows(
+    training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error comes with the first forward after the GPU has answered."""
+    model, event = training(model_of("Llama")), Event()
+    monkeypatch.setattr(event, "done", lambda: False)
+    monkeypatch.setattr(packed, "record_compute", lambda _: event)
+    batch = packs(rows_of())
+    for _ in range(2):
+        model(**batch, attention_mask=torch.ones_like(batch["input_ids"]))
+    monkeypatch.undo()
+    with pytest.raises(DataError, match="let the collator leave attention_mask out"):
+        model(**padded(rows_of()))
+    model(**padded(rows_of()))
 
 
 def test_flash_attention_is_refused_for_several_packed_rows(training: Any) -> None:
