@@ -118,6 +118,12 @@ def temporary_files_may_be_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def saving_does_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of power cuts and of damage watch or replace `os.fsync` themselves."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+@pytest.fixture(autouse=True)
 def engines_without_a_budget_begin_on_a_gpu_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan is made for these engines: states are in RAM and the CPU steps, as most tests expect."""
     start = sys.modules.get("offloadkit.engine.start")

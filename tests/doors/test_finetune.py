@@ -523,12 +523,12 @@ def test_a_fault_of_the_evaluation_set_says_that_it_is_its(rows: Any, reason: st
 
 
 def test_a_printed_plan_fits_on_80_columns() -> None:
-    plan = offloadkit.plan("t5-11b")
+    plan = offloadkit.plan("t5-11b", batch_size=1)
     assert max(map(len, f"{plan}\n{plan.details()}".splitlines())) <= 80
 
 
 def test_a_plan_from_a_name_needs_no_weights_and_counts_every_parameter() -> None:
-    plan = offloadkit.plan("t5-3b", offload=OffloadConfig(working_dtype="bf16"))
+    plan = offloadkit.plan("t5-3b", batch_size=1, offload=OffloadConfig(working_dtype="bf16"))
     assert plan.num_parameters == 2_851_598_336
     assert plan.tiers["ram"]["moments"] == pytest.approx(8 * plan.num_parameters, rel=1e-3)
     assert plan.tiers["ram"]["master weights"] == pytest.approx(2 * plan.num_parameters, rel=1e-3)

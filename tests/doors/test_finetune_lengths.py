@@ -20,7 +20,7 @@ from tests.hf.tiny import save_config, t5_config, word_tokenizer
 PAIRS = [{"input": "1", "target": "1"}, *({"input": f"{number}+1", "target": str(number + 1)} for number in range(10))]
 LONG = [{"input": "x" * 99, "target": "y" * 49}, {"input": "x", "target": "y"}]
 OF_PAIRS: dict[str, Any] = {"max_input_length": 4, "max_target_length": 3}
-ROWS = 32
+ROWS = 4
 
 
 @pytest.fixture(autouse=True)

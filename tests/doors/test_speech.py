@@ -96,6 +96,7 @@ def test_a_whisper_learns_as_by_transformers_trainer(folder: Path, tmp_path: Pat
     assert weights(result.model_dir).keys() == model().state_dict().keys()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(folder: Path, tmp_path: Path) -> None:
     how: dict[str, Any] = OPTIONS | {"save_steps": 2, "lr_scheduler_type": "constant"}
     whole = offloadkit.finetune(folder, rows(), output_dir=tmp_path / "whole", max_steps=4, **how)
@@ -106,6 +107,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(folder: Path, tm
     assert all(torch.equal(value, theirs[name]) for name, value in weights(again.model_dir).items())
 
 
+@pytest.mark.slow
 def test_a_frozen_encoder_stays_frozen_in_a_resumed_run(folder: Path, tmp_path: Path) -> None:
     how: dict[str, Any] = OPTIONS | {"freeze": "encoder", "save_steps": 2}
     offloadkit.finetune(folder, rows(), output_dir=tmp_path, max_steps=2, **how)
@@ -115,6 +117,7 @@ def test_a_frozen_encoder_stays_frozen_in_a_resumed_run(folder: Path, tmp_path: 
     assert changed == {name for name in before if not name.startswith("model.encoder.")}
 
 
+@pytest.mark.slow
 def test_two_placements_and_half_precision_give_equal_bits(folder: Path, tmp_path: Path) -> None:
     found = []
     for name, placement in (("kept", Placement()), ("away", Placement(weights="ram", activations="checkpoint"))):

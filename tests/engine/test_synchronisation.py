@@ -116,7 +116,7 @@ def compiles(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("placement", "accumulation"),
     [
         (Placement(), 1),
-        (Placement(weights="ram", activations="offload"), 3),
+        pytest.param(Placement(weights="ram", activations="offload"), 3, marks=pytest.mark.slow),
         (Placement(gradients="vram", states="vram", step="gpu", activations="checkpoint"), 1),
     ],
 )

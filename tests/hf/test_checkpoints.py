@@ -352,7 +352,9 @@ class _KilledError(BaseException):
     """Simulates a kill."""
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step anew"])
+@pytest.mark.parametrize(
+    "again", [pytest.param(False, id="a new step"), pytest.param(True, id="the same step anew", marks=pytest.mark.slow)]
+)
 def test_a_save_stopped_at_each_of_its_renames_syncs_and_removals_leaves_the_newest_or_the_one_before(
     again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,7 @@ def hub() -> Iterator[Hub]:
 def ask(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """Makes a process that reads HF_ENDPOINT load an object, and returns its answer.
 
-    The process has an empty cache and no token.
+    The process has an empty cache and no token. It takes seconds to start, so its tests are slow.
     """
     home = tmp_path_factory.mktemp("hf_home")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
@@ -101,6 +101,7 @@ def test_old_bin_file_is_read_and_no_conversion_is_asked_for(
     assert not any("discussions" in path for _, path in hub.requests)
 
 
+@pytest.mark.slow
 def test_preset_name_leads_to_its_repository(hub: Hub, ask: Ask, tmp_path: Path) -> None:
     tiny.llama_config().save_pretrained(tmp_path)
     tiny.word_tokenizer().save_pretrained(tmp_path)
@@ -108,6 +109,7 @@ def test_preset_name_leads_to_its_repository(hub: Hub, ask: Ask, tmp_path: Path)
     assert ask("tokenizer", "flan-t5-3b")["ids"] == [1, 4, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [401, 403])
 def test_gated_model_names_the_token_and_the_licence_page(hub: Hub, ask: Ask, status: int) -> None:
     name = f"org/gated-{status}"
@@ -120,6 +122,7 @@ def test_gated_model_names_the_token_and_the_licence_page(hub: Hub, ask: Ask, st
     assert ask("tokenizer", name)["error"] == "ModelAccessError"
 
 
+@pytest.mark.slow
 def test_token_without_the_right_is_refused(hub: Hub, ask: Ask) -> None:
     hub.models["org/forbidden"] = Repository(refusal=(403, None))
     answer = ask("model", "org/forbidden")
@@ -127,6 +130,7 @@ def test_token_without_the_right_is_refused(hub: Hub, ask: Ask) -> None:
     assert "HF_TOKEN" in answer["message"]
 
 
+@pytest.mark.slow
 def test_private_model_looks_like_a_missing_one_and_the_message_says_so(hub: Hub, ask: Ask) -> None:
     hub.models["org/private"] = Repository(refusal=(401, "RepoNotFound"))
     answer = ask("model", "org/private")
@@ -135,6 +139,7 @@ def test_private_model_looks_like_a_missing_one_and_the_message_says_so(hub: Hub
     assert "https://huggingface.co/org/private" in answer["message"]
 
 
+@pytest.mark.slow
 def test_name_that_does_not_exist_says_what_was_tried_and_what_is_close(ask: Ask) -> None:
     answer = ask("model", "google/flan-t5-bsae")
     assert answer["error"] == "ModelNotFoundError"
@@ -168,6 +173,7 @@ def test_connection_that_drops_says_that_a_rerun_resumes_and_it_does(
     assert not set(fetched_before) & set(fetched_again)
 
 
+@pytest.mark.slow
 def test_fault_of_the_hub_itself_is_a_download_error(hub: Hub, ask: Ask) -> None:
     hub.models["org/overloaded"] = Repository(refusal=(501, None))
     answer = ask("model", "org/overloaded")
@@ -175,6 +181,7 @@ def test_fault_of_the_hub_itself_is_a_download_error(hub: Hub, ask: Ask) -> None
     assert "501" in answer["message"]
 
 
+@pytest.mark.slow
 def test_dataset_by_hub_name(hub: Hub, ask: Ask) -> None:
     rows = [{"input": "a", "target": "b"}, {"input": "c", "target": "d"}]
     hub.datasets["org/pairs"] = Repository({"train.jsonl": "\n".join(map(json.dumps, rows)).encode()})
@@ -191,6 +198,7 @@ def hub_down(hub: Hub) -> Iterator[Callable[[], None]]:
     hub.down = False
 
 
+@pytest.mark.slow
 def test_without_a_network_the_cache_serves_and_a_missing_model_is_told_at_once(
     hub: Hub, ask: Ask, model: T5ForConditionalGeneration, tmp_path: Path, hub_down: Callable[[], None]
 ) -> None:

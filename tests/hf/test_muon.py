@@ -97,6 +97,7 @@ def test_adapters_leave_it_nothing_to_step(tmp_path: Path) -> None:
         train(tmp_path, model, causal_rows(), OffloadTrainer, {"offload": MUON})
 
 
+@pytest.mark.slow
 def test_finetune_says_what_it_steps_and_goes_on_bit_for_bit(tmp_path: Path, capsys: Any) -> None:
     t5_config().save_pretrained(tmp_path / "config")
     rows = [{"input": f"a{n}", "target": f"b{n}"} for n in range(8)]

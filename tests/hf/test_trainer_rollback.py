@@ -69,7 +69,7 @@ def assert_same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"gradient_accumulation_steps": 2, "bf16": True, "warmup_steps": 2},
+        pytest.param({"gradient_accumulation_steps": 2, "bf16": True, "warmup_steps": 2}, marks=pytest.mark.slow),
         pytest.param({"max_grad_norm": 0.0, "train_sampling_strategy": "group_by_length"}, marks=pytest.mark.slow),
         pytest.param({"eval_strategy": "epoch", "gradient_accumulation_steps": 3}, marks=pytest.mark.slow),
     ],
