@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from offloadkit.facts.changes import claim
-from offloadkit.hf import packed
+from offloadkit.hf import packed, segments
 from offloadkit.hf.loss import shifts_labels
 from offloadkit.hf.tokenize import IGNORED
 
@@ -245,6 +245,7 @@ def _asked_of_us() -> ExitStack:
     undo.callback(claim(asked, "_ignore_bidirectional_mask_sdpa", ignore_bidirectional))
     undo.callback(claim(asked, "find_packed_sequence_indices", find_packed))
     packed.answer(undo)
+    segments.answer(undo)
     return undo
 
 

@@ -172,7 +172,7 @@ def keep_rows_apart(
         if torch.compiler.is_compiling():
             return None
         kind: Any = type(module)
-        kwargs = dict(zip(_parameters(kind), args, strict=False)) | kwargs
+        kwargs = dict(zip(parameters_of(kind), args, strict=False)) | kwargs
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         if positions is None:
             _check_positions_given(kwargs)
@@ -201,7 +201,7 @@ def keep_rows_apart(
         weight = module.get_input_embeddings().weight
         is_half = weight.dtype in (torch.bfloat16, torch.float16)
         on_cpu = positions.is_cpu or (positions.is_meta and not on_gpu)
-        by_kernel = on_cpu or (is_half and _kernel_runs(capability if positions.is_meta else None))
+        by_kernel = on_cpu or (is_half and kernel_runs(capability if positions.is_meta else None))
         own = module.config._attn_implementation == "sdpa" and module._supports_attention_backend
         _now.are_apart = by_kernel and own
         return (), {name: value for name, value in kwargs.items() if name not in _OF_FLASH}
@@ -225,7 +225,8 @@ def keep_rows_apart(
 
 
 @cache
-def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+def parameters_of(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Names of forward's parameters."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
@@ -385,11 +386,12 @@ def answer(undo: ExitStack) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name in _ANSWERED:
-        _replace(ALL_MASK_ATTENTION_FUNCTIONS, name, _mask_of, undo)
-    _replace(ALL_ATTENTION_FUNCTIONS, "sdpa", _attention_of, undo)
+        replace(ALL_MASK_ATTENTION_FUNCTIONS, name, _mask_of, undo)
+    replace(ALL_ATTENTION_FUNCTIONS, "sdpa", _attention_of, undo)
 
 
-def _replace(functions: Any, name: str, replacement: Callable[[Any], Any], undo: ExitStack) -> None:
+def replace(functions: Any, name: str, replacement: Callable[[Any], Any], undo: ExitStack) -> None:
+    """Replace a function of transformers' table `functions` by `replacement(function)`; `undo` restores it."""
     local = functions._local_mapping
     before, new = local.get(name), replacement(functions[name])
     functions[name] = new
@@ -446,14 +448,13 @@ def _attention_of(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(module, query, key, value, attention_mask, **given)
         rows = attention_mask[0, 0]
         window = _window(module, given) if len(attention_mask) == 2 else None
-        fits = query.shape[-1] == value.shape[-1] <= _MOST_HEAD_DIM and query.shape[-1] % 8 == 0
-        fits = fits and given.get("position_bias") is None
+        fits = has_kernel(query, value) and given.get("position_bias") is None
         if query.is_cpu and not torch.compiler.is_compiling():
             return _row_by_row(own, module, query, key, value, rows, window, given), None
         if not fits or given.get("dropout") or (query.dtype == torch.float32 and not query.is_meta):
             return own(module, query, key, value, _block_diagonal(rows, query, window), **given)
         if query.is_meta:
-            return _as_planned(query, key, value, rows, given.get("scaling")), None
+            return as_planned(query, key, value, rows.shape[1] - 1, given.get("scaling")), None
         return _by_varlen(query, key, value, rows, window, given.get("scaling")), None
 
     return attend
@@ -501,30 +502,52 @@ def _by_varlen(
     query: Tensor, key: Tensor, value: Tensor, rows: Tensor, window: int | None, scale: float | None
 ) -> Tensor:
     """Returns [rows, length, heads, dim]."""
+    seen = (-1, 0) if window is None else (window - 1, 0)
+    return by_varlen(query, key, value, rows[0], min(1 << rows.shape[0], query.shape[2]), seen, scale)
+
+
+def has_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether `by_varlen` takes heads of these widths."""
+    return query.shape[-1] == value.shape[-1] <= _MOST_HEAD_DIM and query.shape[-1] % 8 == 0
+
+
+def by_varlen(
+    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, most: int, seen: tuple[int, int], scale: float | None
+) -> Tensor:
+    """Attention within parts of the flattened batch.
+
+    Args:
+        query, key, value: [rows, heads, length, dim], bf16 or fp16, on a GPU.
+        begins: int32 [number + 1], places where parts begin, and the number of tokens.
+        most: at least the tokens of the longest part.
+        seen: keys before and after its own that a query sees, -1 for all.
+
+    Returns:
+        [rows, length, heads, dim].
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     num_rows, num_heads, length, _ = query.shape
     query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-    most = min(1 << rows.shape[0], length)
-    seen = (-1, 0) if window is None else (window - 1, 0)
     options: dict[str, Any] = {"scale": scale, "window_size": seen}
     if num_heads != key.shape[1] and "enable_gqa" in _varlen_options():  # torch 2.11 has no such option and needs none
         options["enable_gqa"] = True
-    output: Any = varlen_attn(query, key, value, rows[0], rows[0], most, most, **options)
+    output: Any = varlen_attn(query, key, value, begins, begins, most, most, **options)
     return output.unflatten(0, (num_rows, length))  # type: ignore[no-any-return]
 
 
-def _as_planned(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: float | None) -> Tensor:
-    """Attention of equal rows, for the plan: the operations, bytes and FLOPs of `_by_varlen`."""
+def as_planned(
+    query: Tensor, key: Tensor, value: Tensor, number: int, scale: float | None, *, is_causal: bool = True
+) -> Tensor:
+    """Attention within `number` equal parts, for the plan: the operations, bytes and FLOPs of `by_varlen`."""
     num_rows, num_heads, length, _ = query.shape
-    number = rows.shape[1] - 1
 
     def apart(each: Tensor) -> Tensor:
         return each.transpose(1, 2).reshape(number, num_rows * length // number, *each.shape[1::2]).transpose(1, 2)
 
     enable_gqa = num_heads != key.shape[1]
     query, key, value = map(apart, (query, key, value))
-    found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    found = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return found.transpose(1, 2).reshape(num_rows, length, num_heads, -1)
 
 
@@ -538,7 +561,8 @@ def _block_diagonal(rows: Tensor, query: Tensor, window: int | None) -> Tensor:
     return (seen & (of_row.unsqueeze(-1) == of_row.unsqueeze(-2))).view(num_rows, 1, length, length)
 
 
-def _kernel_runs(capability: tuple[int, int] | None) -> bool:
+def kernel_runs(capability: tuple[int, int] | None) -> bool:
+    """Whether `by_varlen` runs on a GPU of `capability` (None: the present GPU)."""
     if capability is None:
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     return capability >= LEAST_CAPABILITY and {"window_size", "scale"} <= _varlen_options()

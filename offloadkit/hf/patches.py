@@ -1,7 +1,8 @@
 """Changes to how transformers' models compute during training, by model family (`FAMILIES`).
 
-For every family, the loss over a large vocabulary is computed in chunks from fp32 logits, and masks do not synchronise
-with the GPU, or are left out (`masks.py`), and rows of packed batches do not see each other (`packed.py`).
+For every family, the loss over a large vocabulary is computed in chunks from fp32 logits, masks do not synchronise with
+the GPU, or are left out (`masks.py`), rows of packed batches do not see each other (`packed.py`), and towers for images
+and sound attend to all segments at once (`segments.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
 from offloadkit.hf.masks import added_mask, avoid_mask_syncs
 from offloadkit.hf.packed import keep_rows_apart
+from offloadkit.hf.segments import attend_to_all_segments
 from offloadkit.kernels import attention as attention_kernel
 from offloadkit.kernels import decoder as decoder_kernel
 from offloadkit.kernels import feed_forward as feed_forward_kernel
@@ -107,6 +109,8 @@ def patched(
         changes.callback(_take_loss_in_fp32(whole))
         changes.callback(avoid_mask_syncs(whole, leave_out=config.attention == "ours"))
         changes.callback(keep_rows_apart(whole, on_gpu=kernels, capability=capability))
+        if kernels:
+            changes.callback(attend_to_all_segments(whole, capability))
         changes.callback(_leave_out_caches(whole))
     if config.attention == "ours":
         for own in (own for own in configs_of(model) if hasattr(own, "model_type")):

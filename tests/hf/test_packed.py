@@ -267,7 +267,7 @@ def test_attention_that_the_kernel_lacks_runs_under_a_block_diagonal_mask(
     undo = patched(model_of("Llama"), OffloadConfig(), kernels=False)
     attention: Any = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
     seen: list[str] = []
-    for name in ("_as_planned", "_block_diagonal"):
+    for name in ("as_planned", "_block_diagonal"):
         own = getattr(packed, name)
         monkeypatch.setattr(packed, name, lambda *given, name=name, own=own: (seen.append(name), own(*given))[1])
     width = 12 if kind == "narrow" else 16
@@ -278,7 +278,7 @@ def test_attention_that_the_kernel_lacks_runs_under_a_block_diagonal_mask(
     lines = packed.planned_boundaries(2, 64, row=16)
     output, _ = attention(torch.nn.Module(), *parts, lines.expand(1, 1, -1, -1), **given)
     assert output.shape == (2, 64, 4, width)
-    assert seen == ["_as_planned" if calls else "_block_diagonal"]
+    assert seen == ["as_planned" if calls else "_block_diagonal"]
     undo()
 
 
