@@ -1,12 +1,13 @@
 """Runs for tests of peak RAM, each in a fresh process.
 
-`python -m tests.peak_ram train|checkpoint|head FOLDER|WAY`.
+`python -m tests.peak_ram train|head FOLDER|WAY`, or `checkpoint FOLDER all|compact|weights`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,31 +59,36 @@ def train(folder: str) -> None:
     print(json.dumps([planned, hardware.process_peak_ram_bytes(), result.plan.num_parameters, phases]))
 
 
-def checkpoint(folder: str) -> None:
-    """Print the bytes that saving and loading a checkpoint add to peak RAM, for states in RAM and on disk, and the size
-    of the checkpoint. Pieces are of 1 MiB."""
+def checkpoint(folder: str, contents: str) -> None:
+    """Print the bytes that saving a checkpoint with these contents and loading it add to peak RAM, its size, and the
+    number of parameters, in bf16.
+    """
     import torch
     from torch import nn
 
-    from offloadkit import OffloadConfig, OffloadEngine, Placement
-    from offloadkit.checkpoint import arrays
+    from offloadkit import OffloadConfig, OffloadEngine
     from offloadkit.facts import hardware
 
-    arrays.PIECE_BYTES = 2**20
-    added = []
-    for states in ("ram", "disk"):
-        model = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(5)]).bfloat16()
-        config = OffloadConfig(placement=Placement(states=states), disk=folder)
-        with OffloadEngine(model, config, device="cpu") as engine:
-            engine.backward(engine(torch.ones(1, 2000, dtype=torch.bfloat16)).sum())
-            engine.step()
-            engine.synchronize()
-            before = hardware.process_peak_ram_bytes()
-            engine.save_checkpoint(Path(folder) / "saved")
-            engine.load_checkpoint(Path(folder) / "saved")
-            added.append(hardware.process_peak_ram_bytes() - before)
-    size = sum(path.stat().st_size for path in (Path(folder) / "saved").iterdir())
-    print(json.dumps([*added, size]))
+    options: dict[str, dict[str, Any]] = {
+        "all": {},
+        "compact": {"checkpoint_precision": "compact"},
+        "weights": {"save_only_model": True},
+    }
+    layer = partial(nn.utils.skip_init, nn.Linear, 4096, 4096, dtype=torch.bfloat16)
+    model = nn.Sequential(*[layer() for _ in range(13)])
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 1e-4)
+    saved = Path(folder) / "saved"
+    with OffloadEngine(model, OffloadConfig(**options[contents]), device="cpu") as engine:
+        engine.backward(engine(torch.ones(1, 4096, dtype=torch.bfloat16)).sum())
+        engine.step()
+        engine.synchronize()
+        before = hardware.process_ram_bytes()
+        engine.save_checkpoint(saved)
+        engine.load_checkpoint(saved)
+        added = [engine.telemetry.peaks[name]["ram"] - before for name in ("saving", "resuming")]
+        number = engine.plan.num_parameters
+    print(json.dumps([*added, sum(path.stat().st_size for path in saved.iterdir()), number]))
 
 
 def head(way: str) -> None:
@@ -107,4 +113,4 @@ def head(way: str) -> None:
 
 
 if __name__ == "__main__":
-    {"save": save, "train": train, "checkpoint": checkpoint, "head": head}[sys.argv[1]](sys.argv[2])
+    {"save": save, "train": train, "checkpoint": checkpoint, "head": head}[sys.argv[1]](*sys.argv[2:])
