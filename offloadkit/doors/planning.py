@@ -396,6 +396,12 @@ class _TaskOutline:
         if is_speech(config):
             length, target = num_frames(config), min(target or 1, config.max_target_positions)
             check_input_length(config, wanted.max_input_length)
+        is_too_short = self._has_images and wanted.with_images is None and assumed_batch(config, 1, length) is None
+        if is_too_short and wanted.max_input_length is not None:
+            raise ConfigError(
+                f"max_input_length={length} leaves no room for an image of {config.model_type}: pass a larger one, or "
+                "leave it out"
+            )
         rows = Rows(AUTO_BATCH_SIZE, length, target)
         if wanted.batch_size != "auto":
             return replace(rows, batch_size=wanted.batch_size)
@@ -413,11 +419,16 @@ class _TaskOutline:
                 break
         return rows
 
+    @property
+    def _has_images(self) -> bool:
+        is_text = self.request.is_text or self.request.packing or self.task != "causal"
+        return not is_text and sees_images(self.outline.model.config)
+
     def work(self, rows: Rows) -> MicroBatch | None:
         """Trace a micro-batch; None if the model cannot run on the meta device."""
         size, length = rows.batch_size, rows.input_length
         config: Any = self.outline.model.config
-        if sees_images(config) and self.task == "causal" and not (self.request.is_text or self.request.packing):
+        if self._has_images:
             return self._work_of_images(rows)
         labels = {"seq2seq": (size, rows.target_length or 0), "causal": (size, length), "classification": (size,)}
         shapes = {"input_ids": (size, length), "attention_mask": (size, length), "labels": labels[self.task]}
@@ -446,7 +457,10 @@ class _TaskOutline:
         if wanted.with_images is not None and rows.input_length == wanted.max_input_length:
             call = wanted.with_images(rows.batch_size)
         else:
-            call = Call((), assumed_batch(config, rows.batch_size, rows.input_length))
+            assumed = assumed_batch(config, rows.batch_size, rows.input_length)
+            if assumed is None:
+                return None
+            call = Call((), assumed)
         with known_padding(Padding.UNREAD):
             return largest_work(self.outline, call, wanted.eval_batch_size or 0)
 
@@ -464,7 +478,7 @@ class _TaskOutline:
         others: list[tuple[tuple[str, ...], Rows]]
         others = [((f"batch_size={size}",), replace(rows, batch_size=size)) for size in sizes]
         half = rows.input_length // 2
-        if half and not is_speech(self.outline.model.config):
+        if half and not is_speech(self.outline.model.config) and self.request.with_images is None:
             one_row = () if rows.batch_size == 1 else ("batch_size=1",)
             shorter = replace(rows, batch_size=1, input_length=half)
             others.append(((*one_row, f"max_input_length={half}"), shorter))

@@ -19,8 +19,8 @@ _MOST_INTEGERS = 1 << 26
 _MOST_FLOATS = 1 << 12
 """Largest tensors of a batch whose values are kept. Seconds of a video's frames are floating-point numbers."""
 _MOST_COMPUTED = 1 << 20
-"""A result with more elements than this and than the tensors that it follows from has no values: a mask of every query
-and key would take seconds.
+"""A result with more elements in memory than this and than the tensors that it follows from has no values: a mask of
+every query and key would take seconds.
 """
 _NAME = "_offloadkit_value"
 _WITHOUT_TENSORS = frozenset((type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device))
@@ -42,6 +42,11 @@ def keeps_values(tensor: torch.Tensor) -> bool:
 def is_constant(tensor: torch.Tensor) -> bool:
     """Whether all elements are one number in memory (`expand`), which stands for numbers that a plan does not know."""
     return not tensor.is_meta and tensor.numel() > 1 and tensor.untyped_storage().nbytes() == tensor.element_size()
+
+
+def _num_stored(tensor: torch.Tensor) -> int:
+    """Elements in memory, of which an expanded tensor has fewer than its shape says."""
+    return min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
 
 
 @cache
@@ -129,8 +134,9 @@ class Values:
 
     @staticmethod
     def are_small(made: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> bool:
-        most = max([_MOST_COMPUTED, *(each.numel() for each in read)])
-        return all(each.numel() <= most for each in made)
+        large = [each for each in made if each.numel() > _MOST_COMPUTED]
+        most = max([_MOST_COMPUTED, *map(_num_stored, read)]) if large else 0
+        return all(_num_stored(each) <= most for each in large)
 
     def _lose_written(self, function: Any, args: Sequence[Any]) -> None:
         if function._schema.is_mutable:

@@ -11,21 +11,22 @@ from typing import Any
 
 import torch
 
-from offloadkit.errors import ConfigError
 from offloadkit.hf.longest import unknown_pixels
 from offloadkit.hf.tokenize import IGNORED
 
 _META = torch.device("meta")
 
 
-def assumed_batch(config: Any, rows: int, length: int) -> dict[str, torch.Tensor]:
+def assumed_batch(config: Any, rows: int, length: int) -> dict[str, torch.Tensor] | None:
     """Arguments of the model's forward: tokens and labels int64 [rows, length], and pixel values on the meta device.
 
-    Raises `ConfigError` if a row has no room for an image. A family with other names or shapes cannot run them, and is
-    then planned without activations.
+    None if a row has no room for an image. A family with other names or shapes cannot run them, and is then planned
+    without activations.
     """
     vision, each = config.vision_config, length // 2
-    if hasattr(vision, "spatial_merge_size") and hasattr(vision, "temporal_patch_size"):
+    if vision.model_type == "pixtral":
+        num_tokens, more = _sized(config, rows, each)
+    elif hasattr(vision, "spatial_merge_size") and hasattr(vision, "temporal_patch_size"):
         num_tokens, more = _grids(vision, rows, each)
     elif hasattr(vision, "pooling_kernel_size"):
         num_tokens, more = _pooled(vision, rows, each)
@@ -33,10 +34,7 @@ def assumed_batch(config: Any, rows: int, length: int) -> dict[str, torch.Tensor
         num_tokens, more = _squares(config, rows, each)
     before = [token for name in ("vision_start_token_id", "boi_token_id") if (token := getattr(config, name, None))]
     if len(before) + num_tokens >= length:
-        raise ConfigError(
-            f"max_input_length={length}: a row has no room for an image of {config.model_type}, which takes "
-            f"{num_tokens} tokens: pass a larger one, or leave it out"
-        )
+        return None
     image = getattr(config, "image_token_id", None)
     image = config.image_token_index if image is None else image
     ids = torch.zeros(rows, length, dtype=torch.int64)
@@ -47,7 +45,7 @@ def assumed_batch(config: Any, rows: int, length: int) -> dict[str, torch.Tensor
     types = (ids == image).long()
     if config.model_type.startswith("gemma3"):
         more["token_type_ids"] = types
-    elif "pixel_attention_mask" not in more and len(more) > 1:
+    elif {"image_grid_thw", "image_position_ids"} & more.keys():
         more["mm_token_type_ids"] = types
     labels = ids.masked_fill(ids == image, IGNORED)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels} | more
@@ -61,6 +59,13 @@ def _grids(vision: Any, rows: int, most: int) -> tuple[int, dict[str, torch.Tens
     patches = rows * (side * merge) ** 2
     grid = torch.tensor([[1, side * merge, side * merge]] * rows)
     return side**2, {"pixel_values": torch.empty(patches, values, device=_META), "image_grid_thw": grid}
+
+
+def _sized(config: Any, rows: int, most: int) -> tuple[int, dict[str, torch.Tensor]]:
+    """Square images of any size, as of Pixtral and Mistral 3."""
+    side, patch = max(1, isqrt(most)), config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
+    pixels = torch.empty(rows, 3, side * patch, side * patch, device=_META)
+    return side**2, {"pixel_values": pixels, "image_sizes": torch.tensor([[side * patch] * 2] * rows)}
 
 
 def _pooled(vision: Any, rows: int, most: int) -> tuple[int, dict[str, torch.Tensor]]:

@@ -131,7 +131,8 @@ def _check_json(path: Path) -> None:
             raise ModelError(f"{path}: architectures is {shown(named)}, but a list of names is needed. {_PUT_IN_PLACE}")
         for name, value in _numbers(content):
             most = next((most for words, most in _MOST.items() if re.search(words, name)), _LARGEST_SIZE)
-            if not 0 <= value <= most and _SIZE.search(name):
+            least = -most if name.endswith("_layer") else 0  # an index, which may count from the last layer
+            if not least <= value <= most and _SIZE.search(name):
                 raise ModelError(f"{path}: {name} is {shown(value)}, which no model has. {_PUT_IN_PLACE}")
             if _LARGEST_NUMBER < abs(value) != float("inf"):
                 raise ModelError(f"{path}: {name} is {shown(value)}, which fp32 cannot represent. {_PUT_IN_PLACE}")

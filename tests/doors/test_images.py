@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlamaForCausalLM, Trainer, TrainingArguments
 from typer.testing import CliRunner
 
@@ -198,6 +199,33 @@ def test_a_plan_from_the_config_has_an_image_in_each_row(name: str, tmp_path: Pa
     blocks = {stage.block.split(".")[1] for stage in work.stages if stage.block}
     assert len(blocks) == 2  # the blocks that see, and those that write
     assert text is None or text.basis.work is None or text.basis.work.vram_bytes < work.vram_bytes
+
+
+_WIDE = {"hidden_size": 2304, "num_hidden_layers": 1, "vocab_size": 300_000}
+WIDE = {
+    "gemma4": transformers.Gemma4Config(text_config=_WIDE, vision_config={"num_hidden_layers": 1}, audio_config=None),
+    "smolvlm": transformers.SmolVLMConfig(
+        text_config=_WIDE | {"model_type": "llama", "num_attention_heads": 32},
+        vision_config={"num_hidden_layers": 1, "image_size": 384, "patch_size": 14}, scale_factor=3,
+    ),
+    "mistral3": transformers.Mistral3Config(
+        text_config=_WIDE | {"model_type": "mistral"}, vision_config={"model_type": "pixtral", "num_hidden_layers": 1}
+    ),
+    "llava": transformers.LlavaConfig(
+        text_config=_WIDE | {"model_type": "llama", "num_attention_heads": 32}, vision_feature_layer=-1,
+        vision_config={"model_type": "clip_vision_model", "num_hidden_layers": 1, "image_size": 336, "patch_size": 14},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDE)
+def test_a_model_of_a_real_width_is_planned_with_images_of_a_real_size(name: str, tmp_path: Path) -> None:
+    """Masks of tokens x features, and pixel values, have too many elements to keep their values."""
+    WIDE[name].save_pretrained(tmp_path)
+    made = offloadkit.plan(tmp_path, batch_size=2)
+    assert made.rows is not None
+    assert (made.rows.batch_size, made.rows.input_length) == (2, 1024)
 
 
 def prepared(data: Any, name: str = "qwen", **options: Any) -> Any:
@@ -393,7 +421,7 @@ def test_other_models_processors_and_options_are_refused(folder: Path, tmp_path:
     for given, kind, told in options:
         with pytest.raises(kind, match=told):
             offloadkit.finetune(folder, rows(1), output_dir=tmp_path / "out", batch_size=1, **given)
-    with pytest.raises(ConfigError, match="a row has no room for an image of gemma3, which takes 4 tokens"):
+    with pytest.raises(ConfigError, match="max_input_length=4 leaves no room for an image of gemma3"):
         offloadkit.plan(folder, max_input_length=4)
     with pytest.raises(ModelError, match="pass tokenizer= its processor"):
         offloadkit.finetune(images.gemma()[0], rows(1), output_dir=tmp_path / "out", batch_size=1)
