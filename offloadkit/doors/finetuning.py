@@ -684,6 +684,11 @@ class TrainingRun:
             for name, parameter in model.named_parameters():
                 if name in planned:
                     parameter.requires_grad_(planned[name].requires_grad)
+            # The Trainer writes the tokenizer's pad_token_id into the config. Embeddings give that token no gradient.
+            own = dict(setup.source.on_meta.named_modules())
+            for name, module in model.named_modules():
+                if isinstance(module, torch.nn.Embedding) and isinstance(own.get(name), torch.nn.Embedding):
+                    module.padding_idx = cast(torch.nn.Embedding, own[name]).padding_idx
             return model
         return setup.source.load_lazily()
 

@@ -208,6 +208,27 @@ def test_a_checkpoint_with_a_file_that_was_cut_falls_back_to_the_one_before_and_
 
 
 @pytest.mark.slow
+def test_a_resumed_run_learns_the_end_token_that_pads_too(tmp_path: Path) -> None:
+    """The Trainer writes it into the config of checkpoints as the padding token, whose embedding has no gradient."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(llama_config(hidden_size=32)).save_pretrained(tmp_path / "model")
+    word_tokenizer(pad_token=None).save_pretrained(tmp_path / "model")
+    rows = [{"input_ids": [5, 6, 2, 7, 8, 2]}, {"input_ids": [6, 2, 2, 9]}] * 4
+    options = {"save_steps": 2, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+
+    def trained(output: str, **more: Any) -> dict[str, torch.Tensor]:
+        run = offloadkit.finetune(
+            tmp_path / "model", rows, output_dir=tmp_path / output, batch_size=2, monitor=False, **(options | more)
+        )
+        return dict(run.model.state_dict())
+
+    whole = trained("whole", max_steps=4)
+    trained("parts", max_steps=2)
+    again = trained("parts", max_steps=4, resume=True)
+    assert all(torch.equal(weight, whole[name]) for name, weight in again.items())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "now"), [("exact", "tiny"), ("tiny", "exact"), ("exact", "compact")])
 def test_resuming_with_another_precision_says_what_to_go_on_with(saved: str, now: str) -> None:
     finetune(t5(), PAIRS, precision=saved)
