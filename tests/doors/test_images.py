@@ -20,8 +20,9 @@ from offloadkit import OffloadConfig, Placement
 from offloadkit.doors.cli import app
 from offloadkit.errors import ConfigError, DataError, ModelError
 from offloadkit.hf.columns import BY_NAME, ColumnOptions
-from offloadkit.hf.images import labels_of, prepare_images
+from offloadkit.hf.images import ImageRows, labels_of, prepare_images
 from offloadkit.hf.longest import longest_of_sizes
+from offloadkit.hf.speech import SpeechRows
 from tests import images, speech
 from tests.hf import tiny
 from tests.images import FAMILIES, picture, rows
@@ -180,6 +181,23 @@ def test_text_alone_trains_the_same_model(folder: Path, tmp_path: Path) -> None:
     assert weights(result.model_dir).keys() == weights(folder).keys()
     assert result.plan.rows is not None
     assert result.plan.rows.input_length < 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["images", "sound"])
+def test_no_row_is_decoded_to_learn_its_length(
+    what: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows are read in a step, and as many for the plan of each of two largest batches."""
+    kind: Any = ImageRows if what == "images" else SpeechRows
+    read: list[int] = []
+    own = kind.__getitem__
+    monkeypatch.setattr(kind, "__getitem__", lambda self, index: [read.append(index), own(self, index)][1])
+    model, data = (folder, rows(32)) if what == "images" else (speech.model(), speech.rows(32))
+    more = {} if what == "images" else {"tokenizer": speech.processor()}
+    result = offloadkit.finetune(model, data, output_dir=tmp_path, max_steps=1, **OPTIONS, **more)
+    assert len(losses(result)) == 1
+    assert 2 <= len(read) <= 10
 
 
 # -- the plan
