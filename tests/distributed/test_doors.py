@@ -184,8 +184,8 @@ def test_an_error_that_cannot_be_sent_is_told(ranks: RankPool) -> None:
 def test_going_on_with_fewer_micro_batches_in_all_says_so(tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text('{"train_batch_size": 2}')
     (tmp_path / "training_args.json").write_text('{"gradient_accumulation_steps": 2}')
-    for rank in range(3):
-        (tmp_path / f"states-{rank}-of-3.safetensors").touch()
+    for name in ("random.json", "random-00001.json", "random-00002.json"):  # checkpoints of weights alone have them too
+        (tmp_path / name).touch()
     assert other_rows(tmp_path, 2, 6, 1) is other_rows(tmp_path, 2, 2, 3) is None
     assert "3 micro-batches of all ranks now and had 6" in (warning := str(other_rows(tmp_path, 2, 1, 3)))
     assert warning.endswith("gradient_accumulation=2 continues exactly")
