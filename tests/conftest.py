@@ -143,3 +143,42 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Otherwise the backward of torch's attention on a GPU adds in any order."""
+    import torch
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep output out of the repository."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+
+
+@pytest.fixture
+def what_left_a_buffer_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also cut layers into several chunks."""
+    from offloadkit.offload.state_ring import StateRing
+    from offloadkit.offload.weight_ring import WeightRing
+    from offloadkit.planner import layout
+
+    monkeypatch.setattr(WeightRing, "fill_with_nan", True)
+    monkeypatch.setattr(StateRing, "fill_with_nan", True)
+    monkeypatch.setattr(layout, "STEP_CHUNK", 1024)

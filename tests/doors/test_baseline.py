@@ -21,9 +21,7 @@ PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range
 PLAIN = {"status": "measured", "step_seconds": 0.25, "vram_bytes": 0, "peak_ram_bytes": GIB}
 
 
-@pytest.fixture(autouse=True)
-def _a_folder(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("one_thread", "own_folder")
 
 
 @pytest.fixture

@@ -40,10 +40,7 @@ PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range
 SHAPE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-@pytest.fixture(autouse=True)
-def _a_folder(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep output out of the repository."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("one_thread", "own_folder")
 
 
 def t5(width: int = 16, dropout: float = 0.1, **more: Any) -> T5ForConditionalGeneration:

@@ -23,9 +23,7 @@ OF_PAIRS: dict[str, Any] = {"max_input_length": 4, "max_target_length": 3}
 ROWS = 4
 
 
-@pytest.fixture(autouse=True)
-def _a_folder(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("one_thread", "own_folder")
 
 
 @pytest.fixture

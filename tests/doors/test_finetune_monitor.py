@@ -31,9 +31,7 @@ from tests.monitor.records import Watched
 PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range(10)]
 
 
-@pytest.fixture(autouse=True)
-def _a_folder(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("one_thread", "own_folder")
 
 
 @pytest.fixture

@@ -30,9 +30,7 @@ PAIRS = [{"input": f"{number}+1", "target": str(number + 1)} for number in range
 SMALL: dict[str, Any] = {"d_model": 16, "d_ff": 24, "num_layers": 1}
 
 
-@pytest.fixture(autouse=True)
-def _a_folder(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("one_thread", "own_folder")
 
 
 def t5(**changes: Any) -> Any:

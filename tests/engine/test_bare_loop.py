@@ -36,11 +36,6 @@ PLACEMENTS = {
 }
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def late_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No layer is stepped before some thread waits for an update."""

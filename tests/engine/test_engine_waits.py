@@ -25,11 +25,6 @@ from offloadkit.offload import update
 from tests.models import TinyLM, tokens, train
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     real = update.LayerState.step

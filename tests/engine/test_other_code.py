@@ -37,11 +37,6 @@ def config(placement: Placement | None = None) -> OffloadConfig:
     return OffloadConfig(learning_rate=1e-2, placement=placement or Placement())
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 def step(engine: OffloadEngine) -> None:
     """A step that is still in progress on return."""
     engine.backward(engine(tokens(1)[0]))

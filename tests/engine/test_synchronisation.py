@@ -21,8 +21,9 @@ from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import Plan, possible, tier_bytes
 from offloadkit.planner import layout as shapes
-from tests.models import TinyLM, tokens
+from tests.models import tokens
 from tests.offload.test_placements import PLACEMENTS
+from tests.offload.test_state_ring import lm
 from tests.synchronisations import Synchronisation, of_the_callers, synchronisations
 
 NUM_WARM, NUM_COUNTED = 3, 3
@@ -31,19 +32,9 @@ NUM_WARM, NUM_COUNTED = 3, 3
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(autouse=True)
 def several_chunks_to_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "STEP_CHUNK", 4096)
-
-
-def lm(depth: int = 3) -> TinyLM:
-    torch.manual_seed(0)
-    return TinyLM(depth=depth, width=33, hidden=257, dropout=0.1)
 
 
 def in_steady_state(

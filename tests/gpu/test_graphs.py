@@ -27,15 +27,6 @@ def graphs_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts_graphs, "device_types", {"cuda"})
 
 
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Otherwise the backward of torch's attention adds in any order."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("kind", ["t5", "llama"])
 def test_graphs_train_the_bits_of_eager_blocks(

@@ -22,9 +22,7 @@ T5, LLAMA, BYTE_LLAMA = tiny.t5_config(), tiny.llama_config(), tiny.llama_config
 PROMPT, ANSWER = [{"role": "user", "content": "hello"}], [{"role": "assistant", "content": "the cat"}]
 
 
-@pytest.fixture(autouse=True)
-def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 
 def prepared(rows: Any, tokenizer: Any = BYTES, config: Any = T5, **options: Any) -> PreparedData:

@@ -26,9 +26,7 @@ WORDS = tiny.word_tokenizer(chat_template=tiny.CHAT_TEMPLATE)
 T5, LLAMA, BERT = tiny.t5_config(), tiny.llama_config(), tiny.bert_config()
 
 
-@pytest.fixture(autouse=True)
-def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 
 def prepared(rows: Any, tokenizer: Any = BYTES, config: Any = T5, **options: Any) -> PreparedData:

@@ -35,7 +35,7 @@ from offloadkit.hf.trainer import OffloadSeq2SeqTrainer, OffloadTrainer
 from offloadkit.offload.unread import is_unread
 from offloadkit.planner.layout import ALLOCATOR_BYTES
 from tests.hf.tiny import t5_config, word_tokenizer
-from tests.hf.training import Row, arguments, causal_rows, llama, seq2seq_rows, t5, train
+from tests.hf.training import Row, arguments, attentions, causal_rows, llama, seq2seq_rows, t5, train
 from tests.planner.machines import H200
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,10 +62,6 @@ def tuned(model: PreTrainedModel, rows: list[Row], folder: Path, **options: Any)
     listed = [{name: values.tolist() for name, values in row.items()} for row in rows]
     options |= {"tokenizer": "byte", "batch_size": 2, "monitor": False, "use_cpu": True, "save_strategy": "no"}
     return finetune(model, listed, output_dir=folder, warmup_steps=0, **OPTIONS, **options)
-
-
-def attentions(model: Any) -> set[str]:
-    return {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
 
 
 @pytest.mark.parametrize(("make", "rows"), [(t5, seq2seq_rows(4)), (llama, causal_rows(4))], ids=["t5", "llama"])

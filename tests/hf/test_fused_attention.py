@@ -39,14 +39,11 @@ from offloadkit.kernels import attention as attention_op
 from offloadkit.offload import compile as compiled_blocks
 from tests.hf import emulated_attention
 from tests.hf.tiny import llama_config, t5_config
+from tests.hf.training import attentions
 from tests.kernels.attention_reference import MASKED, check, fused, inputs, is_kept, with_gradients
 
 INTERPRETED = "from tests.kernels.interpreted_attention import main; main()"
 SHAPE = {"d_model": 64, "d_kv": 16, "num_heads": 4, "num_layers": 3, "attn_implementation": "eager"}
-
-
-def attentions(model: Any) -> set[str]:
-    return {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
 
 
 def batch(rows: int = 2, tokens: int = 24, device: str = "cpu") -> dict[str, torch.Tensor]:

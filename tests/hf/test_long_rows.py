@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,15 +40,6 @@ def short_rows_are_long(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> No
     monkeypatch.setattr(feed_forward, "TILE", 256 * FEATURES)
     monkeypatch.setattr(kept_results, "MIN_PRODUCTS", 1)
     monkeypatch.setattr(WeightRing, "fill_with_nan", True)
-
-
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Attention's backward on a GPU adds in any order otherwise."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def tiny(model_type: str, **changes: Any) -> Any:

@@ -17,10 +17,7 @@ from offloadkit.errors import DataError
 from offloadkit.hf.data import load_dataset_like, prepare
 from tests.hf import tiny
 
-
-@pytest.fixture(autouse=True)
-def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 
 def written(path: Path, rows: list[Any]) -> Path:

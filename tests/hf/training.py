@@ -55,6 +55,10 @@ def bert() -> BertForSequenceClassification:
     )
 
 
+def attentions(model: Any) -> set[str]:
+    return {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+
+
 def seq2seq_rows(num_rows: int = 8, seed: int = 1) -> list[Row]:
     """Inputs of 6 ids and 2 to 8 targets, padded to 10 with -100."""
     generator = torch.Generator().manual_seed(seed)

@@ -14,9 +14,6 @@ from torch import nn
 
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.offload.state_ring import StateRing
-from offloadkit.offload.weight_ring import WeightRing
-from offloadkit.planner import layout as shapes
 
 EXPERTS, WIDTH = 4, 24
 PLACEMENTS = [
@@ -78,11 +75,7 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x), tokens.roll(1))
 
 
-@pytest.fixture(autouse=True)
-def what_left_a_buffer_is_nan(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    monkeypatch.setattr(WeightRing, "fill_with_nan", True)
-    monkeypatch.setattr(StateRing, "fill_with_nan", True)
-    monkeypatch.setattr(shapes, "STEP_CHUNK", 1024)  # several to a layer
+pytestmark = pytest.mark.usefixtures("one_thread", "what_left_a_buffer_is_nan")
 
 
 def made(kind: type[nn.Module]) -> Model:

@@ -21,13 +21,10 @@ from offloadkit.errors import ConfigError, EngineStateError, ModelError, Offload
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload.external_writes import ExternalWrites
 from offloadkit.offload.layers import flat_layers, plan_of
-from offloadkit.offload.state_ring import StateRing
 from offloadkit.offload.states import LayerState
 from offloadkit.offload.update import StepThread
-from offloadkit.offload.weight_ring import WeightRing
 from offloadkit.offload.weights import ForwardHooks
 from offloadkit.planner import Plan, placed, possible
-from offloadkit.planner import layout as shapes
 from tests.models import TinyLM, tokens
 from tests.offload.test_placements import DEVICES, assert_equal, batches, tiny
 
@@ -42,11 +39,7 @@ VERY_DIFFERENT = [
 """States, weights and gradients in every place, every treatment of activations, and both processors."""
 
 
-@pytest.fixture(autouse=True)
-def what_left_a_buffer_is_nan(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    monkeypatch.setattr(WeightRing, "fill_with_nan", True)
-    monkeypatch.setattr(StateRing, "fill_with_nan", True)
-    monkeypatch.setattr(shapes, "STEP_CHUNK", 1024)  # several to a layer
+pytestmark = pytest.mark.usefixtures("one_thread", "what_left_a_buffer_is_nan")
 
 
 def planned(model: nn.Module, config: OffloadConfig, *placements: Placement) -> Plan:

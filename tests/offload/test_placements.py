@@ -24,10 +24,7 @@ from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf.patches import fuse_norms
 from offloadkit.offload import kept_results
 from offloadkit.offload.layers import flat_layers, plan_of
-from offloadkit.offload.state_ring import StateRing
-from offloadkit.offload.weight_ring import WeightRing
 from offloadkit.planner import Plan, possible, tier_bytes
-from offloadkit.planner import layout as shapes
 from tests.hf.tiny import llama_config, t5_config
 from tests.models import TinyLM, tokens
 
@@ -45,10 +42,7 @@ PLACEMENTS = [
 
 
 @pytest.fixture(autouse=True)
-def what_left_a_buffer_is_nan(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    monkeypatch.setattr(WeightRing, "fill_with_nan", True)
-    monkeypatch.setattr(StateRing, "fill_with_nan", True)
-    monkeypatch.setattr(shapes, "STEP_CHUNK", 1024)  # several to a layer
+def every_matmul_is_kept(monkeypatch: pytest.MonkeyPatch, one_thread: None, what_left_a_buffer_is_nan: None) -> None:
     monkeypatch.setattr(kept_results, "MIN_PRODUCTS", 1)
 
 

@@ -51,11 +51,6 @@ EVERYWHERE = [
 DTYPES = ["bf16", "fp16", "fp32"]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setattr(shapes, "STEP_CHUNK", 4096)

@@ -30,11 +30,6 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update.LayerState, "step", slow)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 def records(num_steps: int = 4, device: str = "cpu", **options: Any) -> list[StepRecord]:
     config = OffloadConfig(learning_rate=1e-3, **options)
     with OffloadEngine(TinyLM(), config, device=device) as engine:
