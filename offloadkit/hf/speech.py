@@ -37,11 +37,16 @@ _HOW = f"install it by `pip install {_DECODER}`, which also needs FFmpeg's libra
 
 
 class SpeechRows(Dataset[dict[str, Any]]):
-    """Rows whose features are computed when they are read: 1.5 MB each, for Whisper-large, which RAM need not hold."""
+    """Rows whose features are computed when they are read: 1.5 MB each, for Whisper-large, which RAM need not hold.
+
+    Attributes:
+        lengths: labels of each row.
+    """
 
     def __init__(self, sounds: _Sounds, extractor: Any, labels: Sequence[list[int]], indices: Sequence[int]) -> None:
         """`indices`: rows of `sounds` that are learned, and have `labels`."""
         self.sounds, self.extractor, self.labels, self.indices = sounds, extractor, labels, indices
+        self.lengths = [len(row) for row in labels]
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -2,8 +2,7 @@
 
 All graphs share one pool. It holds the activations that captured blocks keep, which eager blocks keep elsewhere, and
 the temporary memory of one block at a time, which eager blocks share with the rest of the model. Inputs and gradients
-of outputs are copied into static memory, once for all blocks with the same shapes. Before a block is captured, it runs
-eagerly, forward and backward, beside the pool that holds as much already.
+of outputs are copied into static memory, once for all blocks with the same shapes.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class GraphBytes:
             if captured:
                 again = 0 if choice == "keep" else kept
                 kept_in_pool += kept if choice == "keep" else 0
-                outside = max(outside, below + kept + of_backward + self._gradients[stage.block])
                 of_block = again + of_backward + self._gradients[stage.block]
                 scratch = max(scratch, stage.forward_peak_bytes - kept, of_block)
                 copies = stage.input_bytes + stage.output_bytes + 3 * stage.shared_bytes  # input, gradient, its clone
