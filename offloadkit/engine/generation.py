@@ -1,7 +1,8 @@
 """Generation of text between updates, as by TRL's GRPO: with all weights in VRAM while it runs, if they fit.
 
 Each token reads all weights once. Weights in RAM would cross the bus for every token, so they are copied to VRAM once,
-and freed afterwards; RAM keeps them. Graphs of blocks are released, because only training uses them.
+and freed afterwards; RAM keeps them. After the first generation the plan leaves room for them (`Replanner`). Graphs of
+blocks are released, because only training uses them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Generation:
     def run(self, run: Callable[[], _T], within: nn.Module, cache_bytes: int) -> _T:
         """See `OffloadEngine.run_generation`."""
         self._loop.synchronize()
-        self._replanner.note_generation(cache_bytes)
+        self._replanner.note_generation(cache_bytes, in_training=self._loop.placed.module.training)
         with phase("generation", self._telemetry.peaks, self._device):
             return self._replanner.run_eval(lambda: self._once(run, within, cache_bytes), together=True)
 

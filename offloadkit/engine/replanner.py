@@ -52,7 +52,7 @@ from offloadkit.offload.shortage import (
 from offloadkit.offload.states import LayerState
 from offloadkit.optim.torch_optimizer import OffloadOptimizer
 from offloadkit.planner import Plan, placed
-from offloadkit.planner.make import never_cheap, without_graphs
+from offloadkit.planner.make import generating_in_vram, never_cheap, without_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class Replanner:
         self._loop, self._optimizer, self._layers, self._config = loop, optimizer, layers, config
         self._device, self._ranks, self._telemetry = device, ranks, telemetry
         self._watches = watches
-        self._cache_bytes = 0
+        self._cache_bytes, self._generates = 0, False
 
     # ---- the steps of a window, in time order -------------------------------------------------------------------
 
@@ -291,15 +291,36 @@ class Replanner:
                 buffers.restore()
                 set_random_states(states)
 
-    def note_generation(self, cache_bytes: int) -> None:
-        """Count the keys and values of a generation in the plan, if no earlier one had as many."""
-        if cache_bytes > self._cache_bytes:
-            self._cache_bytes = cache_bytes
-            self.plan = self._loop.records.plan = self._telemetry.plan = self._with_generation(self.plan)
+    def note_generation(self, cache_bytes: int, *, in_training: bool) -> None:
+        """Count the keys and values of a generation in the plan, if no earlier one had as many. In training on one
+        rank, move to a plan that leaves room for all weights beside them, if there is one.
+        """
+        in_training = in_training and self._ranks.size == 1
+        if cache_bytes <= self._cache_bytes and (self._generates or not in_training):
+            return
+        self._cache_bytes, self._generates = max(cache_bytes, self._cache_bytes), self._generates or in_training
+        self.plan = self._loop.records.plan = self._telemetry.plan = self._with_generation(self.plan)
+        if not in_training or self.first_window is not None or self._is_inside_a_window:
+            return
+        if (found := generating_in_vram(self.plan)) is None:
+            return
+        why = "text is generated with all weights in VRAM"
+        try:
+            self._move_with_a_warning(found, why, stacklevel=6)
+        except OffloadkitError as error:
+            if self.is_lost:
+                raise
+            logger.warning(f"{why}, and a plan with room for them was found, but the move to it failed: {error}")
+
+    @property
+    def _is_inside_a_window(self) -> bool:
+        return bool(self._loop.num_backwards or self._loop.has_graph or self._loop.placed.is_busy)
 
     def _with_generation(self, plan: Plan) -> Plan:
-        known = self._cache_bytes or None
-        return plan if known is None else replace(plan, basis=replace(plan.basis, cache_bytes=known))
+        if not self._cache_bytes:
+            return plan
+        known = replace(plan.basis, cache_bytes=self._cache_bytes, generates=self._generates)
+        return replace(plan, basis=known)
 
     # ---- OOM with several ranks ----------------------------------------------------------------------------------
 
@@ -415,8 +436,7 @@ class Replanner:
         error = error or OutOfVramError(f"{whose} was full in an evaluation: its error says more")
         if ranks.size < self._ranks.size:
             raise error
-        is_open = self._loop.num_backwards or self._loop.has_graph or self._loop.placed.is_busy
-        if ranks.agree(np.array([int(is_open)])).any():
+        if ranks.agree(np.array([int(self._is_inside_a_window)])).any():
             raise OutOfVramError(
                 f"{error}. An accumulation window is open, so nothing can move: evaluate and generate after the step() "
                 "that ends it, and the engine can recover"
@@ -484,6 +504,7 @@ class Replanner:
             self.first_window = None
         if plan is None:
             return
+        plan = generating_in_vram(self._with_generation(plan)) or plan
         try:
             self.move(plan, "the first window was done, and the plan is now made for its micro-batches")
         except OffloadkitError as error:

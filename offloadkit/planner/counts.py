@@ -5,7 +5,7 @@ A placement code is an index into `PLACEMENTS`, which leave activations out. Cod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -28,7 +28,7 @@ from offloadkit.planner.layout import (
     is_built,
     is_small,
 )
-from offloadkit.planner.phases import NEEDED, PhasesOnGpu
+from offloadkit.planner.phases import NEEDED, PHASES, PhasesOnGpu
 from offloadkit.planner.seconds import IN_VRAM
 from offloadkit.planner.work import MicroBatch
 
@@ -106,9 +106,14 @@ class Spread:
         context_bytes: int,
         one_host: bool = True,
         graphed: bool = False,
+        generating: int | None = None,
+        beside: Collection[int] = (),
     ) -> None:
         """
         Args:
+            generating: bytes of keys and values while text is generated, with all weights in VRAM; None: plans need no
+                room for them.
+            beside: layers of frozen models beside the one that generates.
             one_host: whether all ranks are on one host.
             frozen_bytes: VRAM of frozen parameters and buffers.
             context_bytes: VRAM of the process outside torch's allocator.
@@ -130,7 +135,10 @@ class Spread:
         self._fixed_vram = frozen_bytes + context_bytes + ALLOCATOR_BYTES
         self._frozen_bytes = frozen_bytes
         self._sizes = LayerBytes(layers, PLACEMENTS, accumulation)
-        self._phases = PhasesOnGpu(layers, work, FRAMEWORK_RAM_BYTES["cuda"])
+        self._phases = PhasesOnGpu(layers, work, FRAMEWORK_RAM_BYTES["cuda"], generating=generating)
+        self._needed = NEEDED if generating is None else PHASES
+        own = [layer.weight_bytes() if layer.in_block and at not in beside else 0 for at, layer in enumerate(layers)]
+        self._brought: Ints = np.array(own, dtype=np.int64)
         self._graphs = GraphBytes(layers, work) if graphed else None
         self._activations = cache(self._activations_of)
 
@@ -190,8 +198,9 @@ class Spread:
             held=held,
             held_in_ram=held_in_ram,
             moved=self._sizes.moved(codes, self._frozen_bytes),
+            brought=(self._sizes.each(codes, lambda where: where.weights == "ram") * self._brought).sum(1),
         )
-        needs = np.max(np.array([peaks[name] for name in NEEDED], dtype=np.int64), axis=0)
+        needs = np.max(np.array([peaks[name] for name in self._needed], dtype=np.int64), axis=0)
         return np.stack([*needs, disk], 1)
 
     def _activations_of(self, recomputed: int, offloaded: int, cheap: int) -> tuple[int, int]:

@@ -92,8 +92,21 @@ def replanned(
         hardware = basis.hardware and for_ranks(basis.hardware, num_gpus)
     work, hardware = work or basis.work, hardware or basis.hardware
     fresh = Basis(config, basis.frozen, basis.frozen_bytes, work, hardware, basis.assumed)
-    kept = {name: getattr(basis, name) for name in ("unsaved_bytes", "saves_adapters", "eager")}
+    kept = {
+        name: getattr(basis, name)
+        for name in ("unsaved_bytes", "saves_adapters", "eager", "cache_bytes", "generates", "frozen_models")
+    }
     return make(type(plan), layers, replace(fresh, **kept))
+
+
+def generating_in_vram(plan: P) -> P | None:
+    """The fastest plan whose weights fit in VRAM while text is generated; None if `plan` is one, or there is none."""
+    basis = plan.basis
+    is_fixed = basis.config.placement is not None or basis.work is None or basis.hardware is None
+    if not basis.generates or is_fixed or plan.on_cpu or plan.generates_in_vram:
+        return None
+    found = make(type(plan), plan.layers, basis)
+    return found if found.fits and found.generates_in_vram else None
 
 
 def without_graphs(plan: P) -> P:
@@ -229,9 +242,12 @@ def _searched(
     layers: tuple[LayerShape, ...], basis: Basis, work: MicroBatch, hardware: Hardware, room: tuple[int, int, int]
 ) -> tuple[Placement, ...]:
     """The fastest placements. They leave VRAM for graphs where Python bounds forward and backward, or nearly, and the
-    step is then not slower.
+    step is then not slower, and for all weights while text is generated, if that is possible.
     """
     search = _whole_search(layers, basis, work, hardware, room)
+    if basis.generates and not search.fits(*room):
+        basis = replace(basis, generates=False)
+        search = _whole_search(layers, basis, work, hardware, room)
     if search.graphed or not _may_capture(basis) or search.model.python_share() <= GAINS_BY_GRAPHS:
         return search.best(*room)
     graphed = _search(layers, basis, work, hardware, graphed=True)
@@ -258,7 +274,9 @@ def _search(
     layers: tuple[LayerShape, ...], basis: Basis, work: MicroBatch, hardware: Hardware, *, graphed: bool = False
 ) -> Search:
     config = basis.config
-    how = config.activation_checkpointing, config.compile_blocks, graphed
+    beside = tuple(at for model in basis.frozen_models for at in model.layers)
+    generating = basis.cache_bytes if basis.generates else None
+    how = config.activation_checkpointing, config.compile_blocks, graphed, generating, beside
     return _kept_search(layers, work, hardware, config.gradient_accumulation, basis.frozen_bytes, *how)
 
 
@@ -272,8 +290,11 @@ def _kept_search(
     all_recomputed: bool,
     compiled: bool,
     graphed: bool,
+    generating: int | None,
+    beside: tuple[int, ...],
 ) -> Search:
     options: dict[str, Any] = {"all_recomputed": all_recomputed, "compiled": compiled, "graphed": graphed}
+    options |= {"generating": generating, "beside": beside}
     return Search(layers, work, hardware, accumulation, frozen_bytes=frozen_bytes, **options)
 
 

@@ -121,7 +121,7 @@ class PhasesOnGpu:
         self._forward, self._cache = forward_bytes(work), _cache_bytes(work) if generating is None else generating
 
     def of(
-        self, slabs: Any, lasting: Any, buckets: Any, *, held: Any, held_in_ram: Any, moved: Any
+        self, slabs: Any, lasting: Any, buckets: Any, *, held: Any, held_in_ram: Any, moved: Any, brought: Any = 0
     ) -> dict[PhaseName, tuple[Any, Any]]:
         """
         Args:
@@ -129,6 +129,7 @@ class PhasesOnGpu:
             lasting: VRAM except activations; of it, `buckets` hold gradients.
             held, held_in_ram: activations, and in VRAM the graphs of blocks.
             moved: RAM of the model when its engine is closed.
+            brought: VRAM of streamed weights in generation, in addition to `generating`.
         """
         built, reserved, full = lasting - buckets, lasting + held, self._framework + slabs + held_in_ram
         forward = built + self._forward
@@ -137,7 +138,7 @@ class PhasesOnGpu:
             "first step": (reserved, full),
             "training": (reserved, full),
             "evaluation": (np.maximum(reserved, forward), full),
-            "generation": (np.maximum(reserved, forward + self._cache), full),
+            "generation": (np.maximum(reserved, forward + self._cache + brought), full),
             "saving": (reserved, full),
             "closing": (reserved, np.maximum(full, self._framework + moved)),
             "resuming": (built, slabs + self._reading),

@@ -55,7 +55,9 @@ class Basis:
     eager: bool = False
     """Blocks do not run as CUDA graphs, because these did not fit."""
     cache_bytes: int | None = None
-    """Most bytes of keys and values that a generation between updates has kept; None: none is known."""
+    """Most bytes of keys and values that a generation has kept; None: none is known."""
+    generates: bool = False
+    """Text is generated between updates: the search leaves room for all weights beside keys and values."""
     frozen_models: tuple[FrozenModel, ...] = ()
     """Whole models among the frozen parameters, each with its line in the plan."""
     beside: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
 from itertools import chain, islice
@@ -102,19 +102,23 @@ class Search:
         all_recomputed: bool = False,
         compiled: bool = False,
         graphed: bool = False,
+        generating: int | None = None,
+        beside: Collection[int] = (),
     ) -> None:
         """
         Args:
             frozen_bytes: VRAM of frozen parameters and buffers.
             all_recomputed: every block is recomputed, because the user asked for it.
+            generating, beside: as for `Spread`.
             graphed: blocks run as CUDA graphs.
         """
         self._layers, self._accumulation, self._all_recomputed = layers, accumulation, all_recomputed
         self.graphed = graphed
         self.model = StepModel(layers, work, hardware, accumulation, compiled=compiled, graphed=graphed)
         one_host = layers[0].num_ranks <= hardware.num_ranks
-        memory = {"frozen_bytes": frozen_bytes, "context_bytes": outside_bytes(layers, hardware)}
-        self._spread = Spread(layers, work, accumulation, one_host=one_host, graphed=graphed, **memory)
+        memory: dict[str, Any] = {"frozen_bytes": frozen_bytes, "context_bytes": outside_bytes(layers, hardware)}
+        options: dict[str, Any] = {"graphed": graphed, "generating": generating, "beside": beside}
+        self._spread = Spread(layers, work, accumulation, one_host=one_host, **options, **memory)
         self._quick = QuickSeconds(self.model, self._spread, hardware, accumulation)
         self._num_blocks = len(self._spread.blocks)
         can = all(stage.cheap for stage in work.stages if stage.block) and not (all_recomputed or compiled)

@@ -16,7 +16,9 @@ from datasets import Dataset
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from offloadkit import OffloadConfig, OffloadTrainerMixin, Placement
+from offloadkit.engine import replanner
 from offloadkit.offload.weight_ring import WeightRing
+from offloadkit.planner import placed
 from tests.hf.tiny import llama_config, word_tokenizer
 from tests.hf.training import assert_close, logged
 
@@ -219,6 +221,27 @@ def test_generation_streams_and_says_so_once_where_weights_do_not_fit(
     assert not trainer.engine.plan.generates_in_vram
     torch.manual_seed(0)
     theirs = trainer_of("GRPO", tmp_path, offload=None, model=LlamaForCausalLM(config))
+    theirs.train()
+    assert_close(trainer.model.state_dict(), theirs.model.state_dict(), 1e-5)
+
+
+def test_the_first_generation_moves_to_a_plan_with_room_for_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search, which plans for GPUs alone, is replaced."""
+    asked = []
+
+    def found(plan: Any) -> Any:
+        asked.append((plan.basis.generates, plan.basis.cache_bytes))
+        return None if len(asked) > 1 else placed(plan, [IN_RAM] * len(plan.layers))
+
+    monkeypatch.setattr(replanner, "generating_in_vram", found)
+    trainer = trainer_of("GRPO", tmp_path, offload=OffloadConfig(placement=Placement()))
+    with pytest.warns(RuntimeWarning, match="text is generated with all weights in VRAM after step 0: the plan has"):
+        trainer.train()
+    assert all(generates and cached > 0 for generates, cached in asked)
+    assert trainer.engine.plan.placements[1].weights == "ram"
+    theirs = trainer_of("GRPO", tmp_path, offload=None)
     theirs.train()
     assert_close(trainer.model.state_dict(), theirs.model.state_dict(), 1e-5)
 

@@ -13,6 +13,8 @@ from offloadkit.kernels import cpu
 from offloadkit.planner import LayerShape, MicroBatch, Pass, make_plan, remedies
 from offloadkit.planner.counts import Counts
 from offloadkit.planner.layout import activations, choices, outside_bytes, run_bytes
+from offloadkit.planner.make import generating_in_vram, replanned
+from offloadkit.planner.prediction import FrozenModel
 from offloadkit.planner.search import Room, Search
 from offloadkit.planner.work import Cheap
 from tests.planner.machines import GIB, T4, TWO_CORES, shape, stage
@@ -94,6 +96,40 @@ def test_many_at_once_are_as_one_by_one(
         found = search.model.seconds(placements)
         busy = found.busy["forward"], found.busy["CPU step"]
         assert (*seconds, seconds.step) == (found.update_phase, found.backward_phase, *busy, found.step)
+
+
+@pytest.mark.parametrize("made", [unlike_layers, adapted_layers])
+def test_room_for_a_generation_is_that_of_its_phase(made: Any) -> None:
+    """All weights are in VRAM, but for those of a frozen model beside the one that generates."""
+    (layers, work), cached, counts = made(), 3 * GIB, some_counts(12)
+    beside = FrozenModel("reference", 0, (3, 4), 0)
+    search = Search(layers, work, WITH_DISK, 1, generating=cached, beside=beside.layers)
+    plan = make_plan(layers, OffloadConfig(placement=Placement()), work=work)
+    plan = replace(plan, basis=replace(plan.basis, frozen_models=(beside,)))
+    for each in counts:
+        placements = search.placements(each)
+        held = activations(work, choices(layers, placements, work))
+        tiers = run_bytes(layers, placements, 1, held=held, context_bytes=outside_bytes(layers, WITH_DISK))
+        one = replace(plan, layers=tuple(layers), placements=placements, tiers=tiers)
+        room = next(phase for phase in one._phases(cached + one._streamed_bytes) if phase.name == "generation")
+        assert search.needs(each).vram == max(room.vram, one.needs()["vram"])
+
+
+def test_a_plan_leaves_room_for_all_weights_while_text_is_generated() -> None:
+    layers, work = unlike_layers()
+    seen = set()
+    for vram in ("2GiB", "2600MiB", "4GiB"):
+        plan = make_plan(layers, OffloadConfig(vram=vram, ram="200GiB"), work=work, hardware=WITH_DISK)
+        known = replace(plan, basis=replace(plan.basis, cache_bytes=700 * 2**20))
+        assert plan.fits
+        assert generating_in_vram(known) is None  # generated in evaluations only
+        found = generating_in_vram(replace(known, basis=replace(known.basis, generates=True)))
+        seen.add((known.generates_in_vram, found is not None))
+        if found is not None:
+            assert found.fits
+            assert found.generates_in_vram
+            assert replanned(found).placements == found.placements
+    assert seen == {(False, False), (False, True), (True, False)}
 
 
 def test_without_the_library_the_simulation_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
