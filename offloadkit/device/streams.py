@@ -17,6 +17,8 @@ import torch
 from offloadkit.device import trace, watchdog
 
 _cuda: Any = torch.cuda  # typed only in some releases of torch
+_c: Any = torch._C
+"""Called where torch.cuda's Python takes most of the time: of events, and of the current stream."""
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(destination, source): contiguous tensors of one dtype and size."""
@@ -64,8 +66,9 @@ class Stream:
 
 class CudaEvent(Event):
     def __init__(self, stream: torch.cuda.Stream, timing: bool) -> None:
-        self.event: Any = _cuda.Event(enable_timing=timing)
-        self.event.record(stream)
+        base = _c._CudaEventBase
+        self.event: Any = base.__new__(_cuda.Event, enable_timing=timing)
+        base.record(self.event, stream)
 
     def done(self) -> bool:
         return bool(self.event.query())
@@ -82,22 +85,40 @@ class CudaEvent(Event):
 class _CudaStream(Stream):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
+        self._id: tuple[int, int, int] = stream.stream_id, stream.device_index, stream.device_type
 
     def copy(self, pairs: Pairs) -> None:
-        with torch.cuda.stream(self._stream):
+        before = self._select()
+        try:
             for into, source in pairs:
                 into.copy_(source, non_blocking=True)
+        finally:
+            self._deselect(*before)
 
     def run(self, work: Callable[[], object]) -> None:
-        with torch.cuda.stream(self._stream):
+        before = self._select()
+        try:
             work()
+        finally:
+            self._deselect(*before)
+
+    def _select(self) -> tuple[int, tuple[int, int, int]]:
+        """Make this stream and its device current, as `torch.cuda.stream` does. Returns what to give to `_deselect`."""
+        before = _c._cuda_getDevice(), _c._cuda_getCurrentStream(self._id[1])
+        _c._cuda_setStream(*self._id)
+        return before
+
+    def _deselect(self, device: int, stream: tuple[int, int, int]) -> None:
+        _c._cuda_setStream(*stream)
+        if device != self._id[1]:
+            _c._cuda_setDevice(device)
 
     def record(self, timing: bool = False) -> Event:
         return CudaEvent(self._stream, timing)
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
-        self._stream.wait_event(event.event)
+        _c._CudaEventBase.wait(event.event, self._stream)
 
     def synchronize(self) -> None:
         with watchdog.uninterruptible("work of the GPU"):
@@ -123,11 +144,18 @@ class _Immediate:
 
 
 class _Cuda:
+    def __init__(self) -> None:
+        self._known: dict[Any, _CudaStream] = {}
+
     def stream(self, device: torch.device, urgent: bool) -> Stream:
         return _CudaStream(_cuda.Stream(device, -1 if urgent else 0))
 
     def compute(self, device: torch.device) -> Stream:
-        return _CudaStream(torch.cuda.current_stream(device))
+        number = _c._cuda_getDevice() if device.index is None else device.index
+        found = _c._cuda_getCurrentStream(number)
+        if found not in self._known:
+            self._known[found] = _CudaStream(torch.cuda.current_stream(device))
+        return self._known[found]
 
 
 backends: dict[str, Backend] = {"cpu": _Immediate(), "cuda": _Cuda()}
@@ -283,26 +311,26 @@ class Waits:
     @contextmanager
     def blocking(self) -> Iterator[None]:
         """Time a wait of the calling thread for the CPU step, during which the compute stream runs dry."""
-        began = self._begin()
+        began = None if self.phase is None else record_compute(self._device, timing=True)
         yield
-        self._end(began, "wait")
+        if began is not None:
+            self._add("wait", began, record_compute(self._device, timing=True))
 
     def delay(self, event: Event, what: str = "bus_wait") -> None:
         """Make the compute stream wait for `event`; the calling thread does not wait."""
         if event.done():
             return
-        began = self._begin()
-        backends[self._device.type].compute(self._device).wait(event)
-        self._end(began, what)
+        compute = backends[self._device.type].compute(self._device)
+        if self.phase is None:
+            compute.wait(event)
+            return
+        began = compute.record(timing=True)
+        compute.wait(event)
+        self._add(what, began, compute.record(timing=True))
 
     def take(self) -> dict[str, BusyTime]:
         busy, self._busy = self._busy, {}
         return busy
 
-    def _begin(self) -> Event | None:
-        return None if self.phase is None else record_compute(self._device, timing=True)
-
-    def _end(self, began: Event | None, what: str) -> None:
-        if began is not None:
-            name = f"{self.phase}_{what}"
-            self._busy.setdefault(name, BusyTime()).add(began, record_compute(self._device, timing=True))
+    def _add(self, what: str, began: Event, ended: Event) -> None:
+        self._busy.setdefault(f"{self.phase}_{what}", BusyTime()).add(began, ended)

@@ -158,9 +158,7 @@ class Gradients:
         for each in parameters:
             if each.grad is not None or not each.requires_grad or has_hooks(each):
                 return False
-        if weights.is_streamed:
-            for view in weights.layer.views:
-                weights.check_held(view)
+        weights.check_held(weights.layer.views[0])  # they leave VRAM together
         layer.received.update(range(len(parameters)))
         self._gather(layer, gradients)
         self._finish(layer)

@@ -848,9 +848,10 @@ def _flatten(value: Any, tensors: list[torch.Tensor], newest: Callable[[torch.Te
         tensors.append(value)
         return _At(len(tensors) - 1)
     if kind is tuple or kind is list:
-        return kind, tuple([_flatten(each, tensors, newest) for each in value])
+        inner = [(type(each), each) if type(each) in _CONSTANTS else _flatten(each, tensors, newest) for each in value]
+        return kind, tuple(inner)
     if kind is dict:
-        return kind, tuple([(key, _flatten(each, tensors, newest)) for key, each in value.items()])
+        return kind, (tuple(value), _flatten(tuple(value.values()), tensors, newest))
     if isinstance(value, bool | int | float | str):
         return kind, value
     raise _EagerlyError(f"it gets or returns a {kind.__name__}")
@@ -875,7 +876,8 @@ def _unflatten(spec: Any, tensors: Sequence[Any], inputs: Sequence[Any] = ()) ->
     if kind in (tuple, list):
         return kind([_unflatten(each, tensors, inputs) for each in value])
     if kind is dict:
-        return {key: _unflatten(each, tensors, inputs) for key, each in value}
+        keys, (_, inner) = value
+        return {key: _unflatten(each, tensors, inputs) for key, each in zip(keys, inner, strict=True)}
     return value
 
 
@@ -1333,7 +1335,7 @@ def _outputs(spec: Any, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.
         if kind in (tuple, list):
             return kind, tuple(map(replaced, inner))
         if kind is dict:
-            return kind, tuple((key, replaced(each)) for key, each in inner)
+            return kind, (inner[0], replaced(inner[1]))
         return value
 
     return replaced(spec)

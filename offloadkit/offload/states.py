@@ -98,6 +98,8 @@ class LayerState:
         self.shard = shard = layer.shard
         self._pieces = {shard.first_view + at: piece for at, piece in enumerate(shard.views)}
         """The piece of each view (by index) that this rank owns."""
+        self._groups = list({piece.group for piece in shard.views})
+        self._runs = runs(shard, set(range(len(shard.views))))
         self.layer, self.placement, self.memory = layer, placement, memory
         self._config, self._device, self._waits, self._bring = config, device, waits, bring
         slab, self._region = memory.slab, memory.region
@@ -555,7 +557,7 @@ class LayerState:
             self.steps += 1  # takes a third of an indexed addition's time
         else:
             self.steps[list(views)] += 1
-        steps = [int(step) for step in self.steps.tolist()]  # tolist once: reading a tensor element by element is slow
+        steps = list(map(int, self.steps.tolist()))  # tolist once: reading a tensor element by element is slow
         if self.layer.states.is_rounded or self.layer.kind.step_unit == "matrix":
             found = []
             for index in sorted(views & self._pieces.keys()):  # one segment per parameter, with separate random bits
@@ -564,6 +566,9 @@ class LayerState:
                 key = random_key(self._config.seed, piece.name, step) if self.layer.states.is_rounded else 0
                 found.append(Segment(piece.start, piece.numel, scalars, key, piece.first, piece.matrix))
             return found
+        if len(views) == len(self.layer.views) and len(self._groups) == 1 and len(set(steps)) == 1:
+            scalars = _scalars(self.layer.states.optimizer, options[self._groups[0]], steps[0])
+            return [Segment(start, length, scalars) for start, length in self._runs]
         kinds: dict[tuple[int, int], set[int]] = {}
         for index in views & self._pieces.keys():
             kinds.setdefault((self._pieces[index].group, steps[index]), set()).add(index - self.shard.first_view)

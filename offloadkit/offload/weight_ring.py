@@ -135,8 +135,7 @@ class StreamedWeights(LayerWeights):
             self.bind(self._views[address])
 
     def copy_to(self, flat: torch.Tensor) -> None:
-        parameters = [view.parameter for view in self.layer.views]
-        addresses = list(map(torch.Tensor.data_ptr, parameters))
+        addresses = list(map(torch.Tensor.data_ptr, self._parameters))
         source = self._flats.get(addresses[0])
         if source is not None and addresses == list(map(torch.Tensor.data_ptr, self._views[addresses[0]])):
             flat.copy_(source)

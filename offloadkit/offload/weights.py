@@ -25,6 +25,7 @@ from offloadkit.offload.external_writes import ExternalWrites, Watched, moved_or
 from offloadkit.offload.layers import FlatLayer, ParameterView, frozen_dtypes
 from offloadkit.optim.table import Dtype
 
+_version: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _num_forks = 0
 """Of this process and its ancestors. Asking for the process' number takes as long as the rest of a wait."""
 
@@ -80,6 +81,7 @@ class LayerWeights:
     ) -> None:
         """`bring`: several ranks only: fetches the parts of a pending update that other ranks step."""
         self.layer, self.flat, self.device, self._bring = layer, flat, device, bring
+        self._parameters = [view.parameter for view in layer.views]
         shard = layer.shard
         self.own = flat if shard is layer else flat[shard.begin : shard.begin + shard.numel]
         self.pending: PendingUpdate | None = None
@@ -105,8 +107,8 @@ class LayerWeights:
     def bind(self, tensors: list[torch.Tensor]) -> None:
         """Make each parameter share the memory of its tensor, one per view."""
         with unwatched():
-            for view, tensor in zip(self.layer.views, tensors, strict=True):
-                set_data(view.parameter, tensor)
+            for parameter, tensor in zip(self._parameters, tensors, strict=True):
+                set_data(parameter, tensor)
         self.bound = tensors
 
     def start(self) -> None:
@@ -140,7 +142,7 @@ class LayerWeights:
 
     def _present_versions(self) -> list[int]:
         with unwatched():
-            return [view.parameter._version for view in self.layer.views]
+            return list(map(_version, self._parameters))
 
     def home(self, view: ParameterView) -> torch.Tensor:
         """The part of `flat` of one parameter, in its shape."""
@@ -250,17 +252,17 @@ class LayerWeights:
         Raises:
             EngineStateError: a parameter has other memory, because the model was moved or cast.
         """
-        written = {}
         with unwatched():
             at_home = self.bound is self._home  # bound tensors may have left `flat` if other tensors shared its memory
-            addresses = self._addresses if at_home else [bound.data_ptr() for bound in self.bound]
-            for view, address, old in zip(self.layer.views, addresses, self._versions, strict=True):
-                if view.parameter.data_ptr() != address:
-                    raise moved_or_cast(view)
-                if view.parameter._version != old:
-                    written[view] = view.parameter._version
-            self._versions = self._present_versions()
-        return written
+            addresses = self._addresses if at_home else list(map(torch.Tensor.data_ptr, self.bound))
+            if list(map(torch.Tensor.data_ptr, self._parameters)) != addresses:
+                views = zip(self.layer.views, addresses, strict=True)
+                raise moved_or_cast(next(view for view, address in views if view.parameter.data_ptr() != address))
+        before, self._versions = self._versions, self._present_versions()
+        if self._versions == before:
+            return {}
+        versions = zip(self.layer.views, before, self._versions, strict=True)
+        return {view: now for view, old, now in versions if now != old}
 
 
 class LookedUpWeights(LayerWeights):
