@@ -28,7 +28,7 @@ from offloadkit.doors.cli import app
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.planner.make import replanned
 from tests.hf.tiny import bert_config, llama_config, t5_config
-from tests.hf.training import causal_rows, t5
+from tests.hf.training import causal_rows, losses_of_peft, t5
 
 peft = pytest.importorskip("peft")
 
@@ -65,20 +65,9 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def losses_of_peft(model: Any, rows: list[dict[str, list[int]]], num_steps: int) -> list[float]:
-    """Train a `PeftModel` by torch alone, with all rows in each step."""
-    trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-4, weight_decay=0.0)
-    batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
-    losses = []
-    for _ in range(num_steps):
-        loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def batch_of(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Rows of one length."""
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"init_lora_weights": "gaussian"}], ids=str)
@@ -90,7 +79,7 @@ def test_steps_equal_pefts(options: dict[str, Any], tmp_path: Path) -> None:
     result = offloadkit.finetune(ours, rows, lora=config, output_dir=tmp_path, max_steps=5, **USUAL, **hyper)
     set_seed(0)
     model = peft.get_peft_model(theirs, copy.deepcopy(config)).train()
-    losses = losses_of_peft(model, rows, 5)
+    losses = losses_of_peft(model, batch_of(rows), 5)
     assert [entry["loss"] for entry in result.history if "loss" in entry] == pytest.approx(losses, abs=1e-6)
     assert losses[-1] < losses[0] - 0.01
     for name, weight in model.state_dict().items():
@@ -108,7 +97,7 @@ def test_losses_in_bf16_are_nearer_to_pefts_than_pefts_with_another_seed(tmp_pat
         model = LlamaForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.bfloat16)
         set_seed(seed)
         adapted = peft.get_peft_model(model, copy.deepcopy(config)).train()
-        curves.append(torch.tensor(losses_of_peft(adapted, ROWS, 15)))
+        curves.append(torch.tensor(losses_of_peft(adapted, batch_of(ROWS), 15)))
     hyper: dict[str, Any] = USUAL | {"learning_rate": 1e-2, "adam_epsilon": 1e-4, "batch_size": len(ROWS)}
     in_bf16 = offloadkit.OffloadConfig(working_dtype="bf16")
     options: dict[str, Any] = {"lora": config, "offload": in_bf16, "max_steps": 15, "output_dir": tmp_path / "out"}
@@ -181,7 +170,7 @@ def test_each_kind_of_adapters_trains_saves_merges_and_resumes_as_pefts_do(kind:
     result = finetune("whole")
     theirs = type(make()).from_pretrained(tmp_path / "base")
     set_seed(0)
-    losses = losses_of_peft(peft.get_peft_model(theirs, copy.deepcopy(config)).train(), rows, 4)
+    losses = losses_of_peft(peft.get_peft_model(theirs, copy.deepcopy(config)).train(), batch_of(rows), 4)
     assert [entry["loss"] for entry in result.history if "loss" in entry] == pytest.approx(losses, abs=2e-6)
     assert losses[-1] < losses[0]
     x = {"input_ids": torch.tensor([[5, 6, 7, 8]])} | ({"labels": torch.tensor([[6, 7]])} if kind == "T5" else {})
@@ -325,7 +314,7 @@ def test_adapters_train_on_4_bit_weights_as_pefts_do(folder: Path, tmp_path: Pat
     hyper: dict[str, Any] = {"learning_rate": 1e-2, "adam_epsilon": 1e-4}
     result = offloadkit.finetune(quantised(), ROWS[:4], output_dir=tmp_path / "out", max_steps=5, **USUAL, **hyper)
     found = [entry["loss"] for entry in result.history if "loss" in entry]
-    assert found == pytest.approx(losses_of_peft(quantised().train(), ROWS[:4], 5), abs=1e-6)
+    assert found == pytest.approx(losses_of_peft(quantised().train(), batch_of(ROWS[:4]), 5), abs=1e-6)
     assert offloadkit.plan(quantised(), max_input_length=16).fits
     trainer = offloadkit.OffloadTrainer(
         quantised(), TrainingArguments(str(tmp_path / "trainer"), max_steps=1, report_to=[]), train_dataset=ROWS

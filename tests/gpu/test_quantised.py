@@ -12,26 +12,13 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 import offloadkit
 from tests.hf.tiny import llama_config
+from tests.hf.training import losses_of_peft
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
 NUM_STEPS = 10
 SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-
-
-def losses_of_peft(model: Any, batch: dict[str, torch.Tensor]) -> list[float]:
-    trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=5e-3, eps=1e-4, weight_decay=0.0)
-    losses = []
-    for _ in range(NUM_STEPS):
-        loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def test_adapters_on_4_bit_weights_train_as_pefts_do(tmp_path: Path) -> None:
@@ -49,7 +36,7 @@ def test_adapters_on_4_bit_weights_train_as_pefts_do(tmp_path: Path) -> None:
 
     tokens = torch.randint(3, 500, (4, 40), generator=torch.Generator().manual_seed(1)).cuda()
     batch = {"input_ids": tokens, "labels": tokens}
-    curves = [torch.tensor(losses_of_peft(adapted(seed), batch)) for seed in (0, 1)]
+    curves = [torch.tensor(losses_of_peft(adapted(seed), batch, NUM_STEPS, learning_rate=5e-3)) for seed in (0, 1)]
     options = offloadkit.OffloadConfig(learning_rate=5e-3, eps=1e-4, weight_decay=0.0, max_grad_norm=1.0)
     with offloadkit.OffloadEngine(adapted(0), options, example=batch) as engine:
         found = []

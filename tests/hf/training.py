@@ -107,6 +107,23 @@ def train(
     return trainer
 
 
+def losses_of_peft(
+    model: Any, batch: dict[str, torch.Tensor], num_steps: int, *, learning_rate: float = 1e-2
+) -> list[float]:
+    """Train a `PeftModel` by torch alone, with the same batch in each step."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, eps=1e-4, weight_decay=0.0)
+    losses = []
+    for _ in range(num_steps):
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 2e-5) -> None:
     for name, weight in ours.items():
         torch.testing.assert_close(weight, theirs[name].float(), rtol=tolerance, atol=tolerance * 0.1, msg=name)
