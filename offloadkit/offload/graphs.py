@@ -56,6 +56,8 @@ MOST_KINDS = 8
 """A block is captured for at most this many kinds of arguments, such as lengths of rows."""
 MOST_CONTENTS = 2000
 """Most values in the dicts, lists and objects that a block's attributes hold; they are compared in every call."""
+FIRST_RUNS = 128
+"""Micro-batches in which blocks run eagerly, after a GPU was full with new lengths beside graphs of other lengths."""
 MOST_CHANGES = 3
 """A block whose attributes changed this often in succession is not captured any more."""
 
@@ -147,7 +149,7 @@ class BlockGraphs:
         self._kept_bytes, self._scale = 0, 1.0
         self.has_begun = self._is_out_of_order = self._is_watching = False
         self._given_up: str | None = None
-        self._num_shortages = 0
+        self._num_shortages = self._num_first_runs = 0
         self.hooks_of_saved_tensors: Any = None
 
     def arrange(
@@ -190,6 +192,22 @@ class BlockGraphs:
             logger.warning("blocks run eagerly from now on, without CUDA graphs: %s", why)
         self.release()
 
+    def run_first(self, why: str) -> None:
+        """Drop all graphs, because a block cannot run eagerly beside them with lengths that are new. For the next
+        `FIRST_RUNS` forwards blocks run eagerly, so that most lengths are no longer new when graphs are captured again.
+        """
+        self._num_shortages += 1
+        if self._num_shortages >= MOST_CHANGES:
+            self.give_up(why)
+        else:
+            self.is_open, self._num_first_runs = False, FIRST_RUNS  # the former in this forward
+            self.release()
+
+    @property
+    def runs_first(self) -> bool:
+        """Whether blocks run eagerly with all lengths before any is captured."""
+        return self._num_first_runs > 0
+
     def close(self) -> None:
         self._undo()
         self.weights.clear()
@@ -202,6 +220,7 @@ class BlockGraphs:
         """While open, blocks run as graphs."""
         before, num_captures, self.is_open = self.is_open, self._num_captures, self._given_up is None
         self.hooks_of_saved_tensors = _hooks_of_saved_tensors()
+        self._num_first_runs = max(0, self._num_first_runs - 1)
         if not any(each.live for each in self._blocks):
             if self._is_out_of_order and self._num_disorders < MOST_CHANGES:
                 self._num_disorders += 1
@@ -518,7 +537,7 @@ class _Block:
             return self._eagerly(args, kwargs)
         if isinstance(entry, _FirstRun):
             args, kwargs = _rebuilt((args, kwargs), graphs.newest)
-            with entry, graphs.watch_eager():
+            with graphs.watch_eager(), entry:
                 found = self._eagerly(args, kwargs)
             graphs.watch_backward(found)
             return found
@@ -567,23 +586,26 @@ class _Block:
                 raise _EagerlyError("it contains a tied weight")
             if (reason := facts.reason()) is not None:
                 raise _EagerlyError(reason)
-            is_known = not facts.has_buffers and any(other.reason is None for other in self._like(key))
+            may_warm_up = not (facts.has_buffers or self.graphs.runs_first)
+            is_known = may_warm_up and any(other.reason is None for other in self._like(key))
             is_one_more = len({each[:2] for each in self._entries} - {key[:2]}) >= MOST_KINDS
             if recomputed is None and (is_one_more or not is_known):
                 self.graphs.check_eager(key.num_bytes() / self.eager_bytes if self.eager_bytes else 1.0)
             if is_one_more:
                 raise _EagerlyError(f"it was called with more than {MOST_KINDS} kinds of arguments")
             if not is_known:
-                first = self._entries[key] = _FirstRun(self.module, tensors)
+                is_watched = any(other.reason is None for other in self._like(key))
+                first = self._entries[key] = _FirstRun(self, spec, tensors, is_watched=is_watched)
                 if not (self.eager_bytes and self.graphs.has_begun):
                     self.eager_bytes = max(self.eager_bytes, key.num_bytes())
                 return first
         self._num_changes = 0
         if not isinstance(entry, _Entry):
+            if self.graphs.runs_first:
+                raise _EagerlyError("all lengths run eagerly once before graphs take VRAM")
             has_run, reason = entry is not None, None if entry is None else entry.reason
-            is_watched = any(isinstance(other, _Entry) and other.reason is None for other in self._like(key))
             entry = self._entries[key] = _Entry(self, key, facts, reason, streams=streams)
-            entry.capture(tensors, has_run=has_run, is_watched=is_watched)
+            entry.capture(tensors, has_run=has_run)
         if entry.reason is not None:
             raise _EagerlyError(entry.reason)
         if (why := entry.why_not_now()) is not None:
@@ -654,12 +676,18 @@ _TWICE = "a backward with create_graph=True is differentiated again"
 class _FirstRun:
     """Context of a block's first run with such arguments, which is eager: kernels are compiled, libraries initialised.
 
+    The block then runs once more, without effects, to see whether it can be captured. Graphs would need the memory of
+    that run in addition to their own.
+
     Attributes:
         reason: why the block cannot be captured, or None.
     """
 
-    def __init__(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, block: _Block, spec: Any, tensors: Sequence[torch.Tensor], *, is_watched: bool) -> None:
+        """`is_watched`: the block was seen with other lengths."""
         self.reason: str | None = "its first run failed"
+        self._block, self._spec, self._tensors, self._is_watched = block, spec, tensors, is_watched
+        module = block.module
         written = [("an argument", tensors), ("a buffer", module.buffers()), ("a parameter", module.parameters())]
         self._before: list[tuple[str, torch.Tensor, int]] = []
         for what, each in written:
@@ -669,10 +697,30 @@ class _FirstRun:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        if kind is None:
-            changed = [what for what, tensor, version in self._before if tensor._version != version]
-            self.reason = f"it writes {changed[0]}" if changed else None
-        self._before.clear()
+        try:
+            if kind is None:
+                changed = [what for what, tensor, version in self._before if tensor._version != version]
+                self.reason = f"it writes {changed[0]}" if changed else None
+                if not (changed or self._is_watched):
+                    self.reason = self._watched()
+        except RuntimeError as error:
+            traceback.clear_frames(error.__traceback__)
+            self.reason = _why_not(error)
+        finally:
+            self._before.clear()
+            self._tensors = ()
+
+    def _watched(self) -> str | None:
+        """Run the block without effects. Returns why it cannot be captured, or None."""
+        graphs, module = self._block.graphs, self._block.module
+        args, kwargs = _unflatten(self._spec, [each.detach() for each in self._tensors])
+        watch, before = _Watch(module, self._tensors, graphs.device), HostRandom()
+        try:
+            with graphs.pool.random_from(graphs.pool.random_state()), saved_tensors_hooks(_detached, _unchanged), watch:
+                self._block.own_forward(*args, **kwargs)
+            return "it draws random numbers on the host" if before.has_changed() else watch.reason
+        finally:
+            before.restore()
 
 
 class _Facts:
@@ -1025,12 +1073,9 @@ class _Entry:
             return "blocks ran in another order than before"
         return None
 
-    def capture(self, tensors: Sequence[torch.Tensor], *, has_run: bool, is_watched: bool) -> None:
-        """Capture the forward. Without success, `reason` says why.
-
-        Args:
-            has_run: the block has run eagerly with these lengths.
-            is_watched: `_watched` has seen the block with other lengths.
+    def capture(self, tensors: Sequence[torch.Tensor], *, has_run: bool) -> None:
+        """Capture the forward. Without success, `reason` says why. `has_run`: the block has run eagerly with these
+        lengths.
         """
         graphs = self.block.graphs
         if self.reason is not None:
@@ -1040,10 +1085,9 @@ class _Entry:
             if not graphs.pool.works_once:
                 self._make_own()
             self._hold(tensors)
-            if not is_watched and (reason := self._watched(tensors)) is not None:
-                raise _EagerlyError(reason)
             if not has_run:
                 self._warm_up(tensors)
+                has_run = True
             self._forward = graphs.capture(self._work_of_forward, self)
             if not any(self._differentiable):
                 raise _EagerlyError("its outputs require no gradient")
@@ -1053,7 +1097,8 @@ class _Entry:
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)
             self._fail(_EagerlyError("too little VRAM is free"))
-            graphs.give_up("the GPU was full while they were captured")
+            end = graphs.give_up if has_run else graphs.run_first
+            end("the GPU was full while they were captured")
         except (RuntimeError, _EagerlyError) as error:
             self._fail(error)
             if graphs.pool.is_broken:
@@ -1083,21 +1128,8 @@ class _Entry:
             self._hold_gradients(places, gradients, handed_on)
             self._gradients(run, gradients, places)
 
-    def _watched(self, tensors: Sequence[torch.Tensor]) -> str | None:
-        """Run the block once more, without effects. Returns why it cannot be captured, or None."""
-        graphs, block = self.block.graphs, self.block
-        args, kwargs = _unflatten(self._spec, [each.detach() for each in tensors])
-        watch, before = _Watch(block.module, tensors, graphs.device), HostRandom()
-        try:
-            with graphs.pool.random_from(graphs.pool.random_state()), saved_tensors_hooks(_detached, _unchanged), watch:
-                block.own_forward(*args, **kwargs)
-            return "it draws random numbers on the host" if before.has_changed() else watch.reason
-        finally:
-            before.restore()
-
     def _fail(self, error: Exception) -> None:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        self.reason = lines[0] if isinstance(error, _EagerlyError) else f"it cannot be captured ({lines[0]})"
+        self.reason = _why_not(error)
         self._forget()
 
     def _forget(self) -> None:
@@ -1318,6 +1350,11 @@ class _Entry:
         )
         gradients = iter(found)
         return [next(gradients) if leaf.requires_grad else None for leaf in run.leaves]
+
+
+def _why_not(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if isinstance(error, _EagerlyError) else f"it cannot be captured ({lines[0]})"
 
 
 def _outputs(spec: Any, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> Any:

@@ -13,7 +13,7 @@ from offloadkit.device.graphs import CudaPool
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.offload.graphs import _Entry
+from offloadkit.offload.graphs import _Entry, _FirstRun
 from tests.graphs import PLACEMENTS, assert_equals_eager, batches, llama, t5, train, train_by
 
 SIZES = {
@@ -65,7 +65,7 @@ def test_a_block_that_waits_for_the_device_runs_eagerly(
     """If nobody sees it, its capture fails, and all blocks run eagerly, with the same random numbers."""
     caplog.set_level("INFO", "offloadkit")
     if not is_seen:
-        monkeypatch.setattr(_Entry, "_watched", lambda *_: None)
+        monkeypatch.setattr(_FirstRun, "_watched", lambda *_: None)
     data = batches("t5", 6, "cuda", length=96)
     found = train(waiting(), data, device="cuda")
     assert (found[2] > 0) == is_seen

@@ -19,8 +19,9 @@ from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, RepeatWindowError
 from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
+from offloadkit.offload import graphs as offload_graphs
 from offloadkit.offload.gradients import Gradients
-from offloadkit.offload.graphs import MOST_KINDS, BlockGraphs, _Entry
+from offloadkit.offload.graphs import MOST_CHANGES, MOST_KINDS, BlockGraphs, _Entry, _FirstRun
 from offloadkit.planner.make import without_graphs
 from tests.graphs import PLACEMENTS, Trained, assert_equals_eager, batches, llama, t5, train, train_by
 
@@ -582,6 +583,43 @@ def test_too_little_vram_is_found_in_a_forward(
     assert found[2] == 0
     assert caplog.text.count("from now on, without CUDA graphs: graphs need 3 MiB more VRAM than is free") == 1
     assert_equals_eager(found, lambda: train(t5(), data, Placement(), working_dtype="bf16"), monkeypatch)
+
+
+@pytest.mark.slow
+def test_lengths_that_cannot_run_beside_graphs_run_eagerly_before_all_are_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = []
+
+    def full(self: _Entry, tensors: Any) -> None:
+        tried.append(self.block.name)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(_Entry, "_warm_up", full)
+    monkeypatch.setattr(offload_graphs, "FIRST_RUNS", 4)
+    short, middle, long = data = [batches("llama", 1, length=length)[0] for length in (6, 9, 12)]
+    data = [short, short, middle, middle, short, long, middle, *data]
+    found = train(llama(), data)
+    assert found[2] == 2 * 2 * 3
+    assert tried == ["model.layers.0"]
+    assert "without CUDA graphs" not in caplog.text
+    more = [batches("llama", 1, length=length)[0] for length in (7, 8, 10) for _ in range(6)]
+    assert train(llama(), [*data, *more])[2] == 0
+    assert len(tried) == 1 + MOST_CHANGES
+    assert caplog.text.count("without CUDA graphs: the GPU was full while they were captured") == 1
+    assert_equals_eager(found, lambda: train(llama(), data), monkeypatch)
+
+
+def test_a_block_is_watched_in_its_first_run_before_graphs_take_vram(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, seen = _FirstRun._watched, []
+
+    def watched(self: _FirstRun) -> str | None:
+        seen.append((self._block.name, self._block.graphs.has_begun))
+        return own(self)
+
+    monkeypatch.setattr(_FirstRun, "_watched", watched)
+    train(Stack(), [(2, 3), (2, 3), (2, 4), (2, 4)])
+    assert seen == [("blocks.0", False), ("blocks.1", False), ("blocks.2", False)]
 
 
 def test_the_plan_follows_a_run_that_gave_up_its_graphs() -> None:
