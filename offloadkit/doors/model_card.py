@@ -12,7 +12,7 @@ from offloadkit.facts.units import format_bytes, rounded
 from offloadkit.facts.version import __version__
 from offloadkit.hf.adapters import ADAPTERS
 from offloadkit.hf.images import ImageRows
-from offloadkit.hf.load import auto_class_name, is_speech
+from offloadkit.hf.load import auto_class_name, is_speech, sees_images
 from offloadkit.hf.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def model_card(
     beside = "processor" if is_speech(config) or with_images else "tokenizer"
     imports = [f"from transformers import {auto_class}, Auto{beside.title()}"]
     if is_adapters:
-        auto_class = "AutoPeftModel" if beside == "processor" else auto_class.replace("AutoModel", "AutoPeftModel")
+        of_media = is_speech(config) or (task == "causal" and sees_images(config))
+        auto_class = "AutoPeftModel" if of_media else auto_class.replace("AutoModel", "AutoPeftModel")
         imports = [f"from peft import {auto_class}", f"from transformers import Auto{beside.title()}"]
     classes = {"model": auto_class, beside: f"Auto{beside.title()}"}
     load = [f"{name} = {cls}.from_pretrained({str(folder)!r})" for name, cls in classes.items()]

@@ -35,6 +35,7 @@ from offloadkit.hf.load import (
     quantised_by,
     read,
     read_lazily_or_now,
+    sees_images,
 )
 from offloadkit.hf.presets import PRESETS
 from offloadkit.hf.quiet import progress_bars
@@ -154,8 +155,11 @@ class ModelSource:
 
     @property
     def _adapted_task(self) -> Task | None:
-        """None for speech, because PEFT's class for seq2seq passes `input_ids`."""
-        return None if is_speech(self._preset_config or self.config) else self.task
+        """None for speech, because PEFT's class for seq2seq passes `input_ids`, and for models that see images, which
+        PEFT's class for causal models does not load.
+        """
+        config = self._preset_config or self.config
+        return None if is_speech(config) or (self.task == "causal" and sees_images(config)) else self.task
 
     @property
     def is_quantised(self) -> bool:

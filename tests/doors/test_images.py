@@ -200,6 +200,18 @@ def test_no_row_is_decoded_to_learn_its_length(
     assert 2 <= len(read) <= 10
 
 
+@pytest.mark.slow
+def test_adapters_are_trained_and_load_by_peft(folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    result = offloadkit.finetune(folder, rows(), output_dir=tmp_path, lora=4, max_steps=3, **OPTIONS)
+    assert "from peft import AutoPeftModel\n" in (result.model_dir / "README.md").read_text()
+    loaded = peft.AutoPeftModel.from_pretrained(result.model_dir).state_dict()
+    trained = result.model.state_dict()
+    assert trained.keys() == loaded.keys()
+    assert all(torch.equal(value, loaded[name]) for name, value in trained.items())
+    assert isinstance(peft.AutoPeftModel.from_pretrained(result.model_dir).get_base_model(), type(images.gemma()[0]))
+
+
 # -- the plan
 
 
