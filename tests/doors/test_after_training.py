@@ -77,7 +77,7 @@ def test_a_card_names_a_base_model_only_of_the_hub_whose_weights_were_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a/b").mkdir(parents=True)
-    data: Any = SimpleNamespace(task="seq2seq", longest_input=1, longest_target=1, rows_in_words="2 rows")
+    data: Any = SimpleNamespace(task="seq2seq", longest_input=1, longest_target=1, rows_in_words="2 rows", dataset=None)
     options: Any = {
         "is_drawn": is_drawn,
         "recipe": "",
