@@ -10,13 +10,15 @@ import torch
 
 import offloadkit
 from offloadkit import OffloadConfig
+from offloadkit.errors import DataError
 from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import Placement
 from offloadkit.hf import packed
 from offloadkit.hf.patches import patched
 from tests.graphs import PLACEMENTS, assert_equals_eager, llama, train
-from tests.hf.test_packed import model_of, packs, rows_of
+from tests.hf.test_packed import model_of, packs, padded, rows_of
 from tests.hf.tiny import WORDS, word_tokenizer
+from tests.synchronisations import synchronisations
 
 WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 LENGTHS = (37, 130, 1, 60, 90)
@@ -38,6 +40,26 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def on_gpu(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.cuda() for name, value in batch.items()}
+
+
+def test_positions_are_compared_with_a_mask_without_waiting() -> None:
+    model = model_of("Llama", max_position_embeddings=512).cuda()
+    undo = patched(model, OffloadConfig(), kernels=True)
+    batch, apart = on_gpu(packs(rows_of(LENGTHS))), on_gpu(padded(rows_of(LENGTHS)))
+    positions = torch.arange(apart["input_ids"].shape[1], device="cuda").expand_as(apart["input_ids"])
+    model(**apart, position_ids=positions)
+    with synchronisations() as found:
+        model(**apart, position_ids=positions)
+    assert not [each for each in found if ", in ask\n" in each.stack or ", in read\n" in each.stack]
+
+    def crossed() -> None:
+        model(**batch, attention_mask=torch.ones_like(batch["input_ids"]))
+        torch.cuda.synchronize()
+        model(**apart)
+
+    with pytest.raises(DataError, match="let the collator leave attention_mask out"):
+        crossed()
+    undo()
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma3"])

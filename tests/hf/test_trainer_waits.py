@@ -101,7 +101,7 @@ def test_the_trainers_loop_synchronises_nothing(attention: str, accumulation: in
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("family", ["t5", "llama"])
+@pytest.mark.parametrize("family", ["t5", "llama", "llama with positions"])
 def test_rows_of_several_lengths_are_waited_for_nowhere(family: str, device: str, tmp_path: Path) -> None:
     """Not even in attention masks: T5's attention is offloadkit's on a GPU, and the Llama's masks were computed before.
 
@@ -113,13 +113,19 @@ def test_rows_of_several_lengths_are_waited_for_nowhere(family: str, device: str
         rows.append({"input_ids": ids, "labels": ids[: len(ids) // 2] if family == "t5" else ids})
     made: Any = T5ForConditionalGeneration(t5_config(d_kv=16)) if family == "t5" else LlamaForCausalLM(llama_config())
     data = prepare(load_dataset_like(rows), word_tokenizer(), made.config)
+
+    def with_positions(given: Any) -> Any:
+        batch = data.collator(given)
+        rows, length = batch["input_ids"].shape
+        return batch | {"position_ids": torch.arange(length).repeat(rows, 1)}
+
     options: dict[str, Any] = {"max_steps": 12, "logging_steps": 1000, "use_cpu": device == "cpu", "bf16": True}
     counts = Counts(after=4, until=10)
     trainer = OffloadSeq2SeqTrainer(
         model=made,
         args=arguments(tmp_path, train_sampling_strategy="group_by_length", per_device_train_batch_size=4, **options),
         train_dataset=data.dataset,
-        data_collator=data.collator,
+        data_collator=with_positions if family == "llama with positions" else data.collator,
         processing_class=word_tokenizer(),
         callbacks=[counts],
     )
