@@ -402,12 +402,12 @@ def _sdpa_flops(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], n
 
 
 def _scratch_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Memory of the backward of flash attention: the queries' gradient in fp32, and, if queries share keys, gradients
-    of keys and values for each query's head.
+    """Memory of the backward of flash attention: the queries' gradient in fp32, for each row and head in tiles of 128
+    queries by 32 numbers, and, if queries share keys, gradients of keys and values for each query's head.
     """
-    batch, heads, _, width = query.shape
+    batch, heads, length, width = query.shape
     shared = 0 if key.shape[1] == heads else 2 * batch * heads * key.shape[2] * width * query.element_size()
-    return 4 * query.numel() + shared
+    return 4 * batch * heads * (-(-length // 128) * 128) * (-(-width // 32) * 32) + shared
 
 
 def _with_a_key_for_each_query(args: Sequence[Any]) -> list[Any]:
