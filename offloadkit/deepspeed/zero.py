@@ -93,6 +93,10 @@ def check(config: OffloadConfig) -> None:
     refused = {
         f"optimizer={config.optimizer!r}": (config.optimizer != "adamw", "DeepSpeed uses its own AdamW here"),
         f"precision={config.precision!r}": (config.precision != "exact", "DeepSpeed keeps fp32 moments: use 'exact'"),
+        f"checkpoint_precision={config.checkpoint_precision!r}": (
+            config.checkpoint_precision is not None,
+            "DeepSpeed's checkpoints have fp32 moments: leave it out",
+        ),
         "compile_blocks=True": (config.compile_blocks, "leave it out"),
         "on_nonfinite='rollback'": (config.on_nonfinite == "rollback", "training continues there; leave it out"),
         f"loss_scale={scale!r}": (

@@ -276,7 +276,8 @@ class OffloadConfig:
 
     checkpoint_precision: Literal["compact"] | None = None
     """Precision of fp32 moments in checkpoints. "compact" writes bf16 with stochastic rounding: 8 instead of 12 bytes
-    per parameter. The resumed run has the rounded moments; RAM keeps `precision`. None: no rounding."""
+    per parameter. A run that is resumed or rolled back has the rounded moments; RAM keeps `precision`. None: no
+    rounding."""
 
     resume_incomplete: bool = field(default=False, compare=False)
     """Allow a Trainer to resume from a checkpoint without weights, or from a transformers checkpoint without scheduler

@@ -137,6 +137,7 @@ def arguments_of_finetune(options: FinetuneOptions) -> Seq2SeqTrainingArguments:
         "train_sampling_strategy": _order(options),
         "save_strategy": "steps" if "save_steps" in given else "epoch",
         "save_total_limit": 1,
+        "save_only_model": options.engine_config.save_only_model,
         "report_to": "none",
         "output_dir": str(options.output_dir),
         "num_train_epochs": options.epochs,

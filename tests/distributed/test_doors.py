@@ -235,3 +235,17 @@ def test_finetune_goes_on_with_another_number_of_ranks(ranks: RankPool, tmp_path
         for name, weights in expected["weights"].items():
             assert torch.equal(each["weights"][name], weights), name
         assert each["samples"] == expected["samples"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore:the checkpoint has the weights alone")
+def test_finetune_goes_on_from_weights_alone_with_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accumulation": 6, "rows": 26, "max_steps": 5, "save_only_model": True}
+    found = []
+    for saved, now in ((1, 1), (2, 3)):
+        more = {"name": "llama", "folder": tmp_path / f"of {saved}", **options}
+        ranks.run(saved, finetuned, interrupted_at=2, **more)
+        assert not list((tmp_path / f"of {saved}" / "checkpoint-2").glob("states-*"))
+        found += ranks.run(now, finetuned, resume=True, **more)
+    assert_same(found[1:], found[0])

@@ -58,6 +58,10 @@ def test_a_placement_is_a_stage(placement: Placement, zero: Zero) -> None:
     [
         ({"precision": "tiny"}, r"precision='tiny': DeepSpeed keeps fp32 moments"),
         ({"optimizer": "lion"}, r"optimizer='lion': DeepSpeed uses its own AdamW"),
+        (
+            {"checkpoint_precision": "compact"},
+            "checkpoint_precision='compact': DeepSpeed's checkpoints have fp32 moments",
+        ),
         ({"compile_blocks": True}, "compile_blocks=True: leave it out"),
         ({"loss_scale": DynamicLossScale(start=1000)}, r"start=1000.*power of two"),
         ({"placement": Placement(activations="offload")}, "activations='offload' has no equivalent"),
