@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import offloadkit
@@ -17,6 +19,7 @@ from offloadkit.hf.patches import change_feed_forwards, fuse, patched
 from offloadkit.kernels import feed_forward
 from offloadkit.offload import kept_results
 from offloadkit.offload.weight_ring import WeightRing
+from tests.hf import families
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FEATURES, TOKENS, STEPS, BLOCKS = 40, 600, 2, 3
@@ -187,6 +190,42 @@ def test_experts_in_tiles_are_the_experts(model_type: str, implementation: str, 
             assert found.dtype == dtype
             nearest = (whole - right).abs().max() if dtype == torch.bfloat16 else 0
             assert (found - right).abs().max() <= nearest + rounding * right.abs().max()
+
+
+@pytest.mark.slow(25)
+def test_experts_of_all_families_have_tiles(calls_of_tiles: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_forward, "tile_of_experts", lambda *_: 8)
+    seen = 0
+    for name in families.classes():
+        kind = getattr(transformers, name)
+        if "@use_experts_implementation" not in inspect.getsource(inspect.getmodule(kind)):
+            continue
+        torch.manual_seed(0)
+        try:
+            model = kind(families.tiny_config(name)).float().eval()
+        except ImportError:  # needs timm
+            continue
+        weights = [each for each in model.parameters() if each.requires_grad]
+        for each in weights:
+            each.data = each.data if each.dim() != 3 else torch.randn(each.shape) / 10
+
+        def gradients(model: Any, weights: Any, batch: dict[str, Any]) -> tuple[float, list[Any]]:
+            loss = model(**batch).loss
+            return loss.item(), torch.autograd.grad(loss, weights, allow_unused=True)
+
+        batch = families.batch(name, 24, 1)
+        loss, own = gradients(model, weights, batch)
+        calls_of_tiles.clear()
+        undo = change_feed_forwards(model, kernels=False)
+        tiled, found = gradients(model, weights, batch)
+        undo()
+        scale = max(each.abs().max() for each in own if each is not None)
+        assert tiled == pytest.approx(loss, rel=1e-6), name
+        for one, other in zip(own, found, strict=True):
+            assert (one is None) == (other is None), name
+            assert one is None or (one - other).abs().max() <= 3e-6 * scale, name
+        seen += bool(calls_of_tiles)
+    assert seen > 50
 
 
 def test_frozen_experts_get_no_gradient(calls_of_tiles: list[Any]) -> None:
