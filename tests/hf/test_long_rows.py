@@ -65,7 +65,7 @@ def trained(
             engine.backward(loss)
             engine.step()
         engine.synchronize()
-        return losses, {name: weight.clone() for name, weight in engine.state_dict()["module"].items()}
+        return losses, {name: weight.cpu().clone() for name, weight in engine.state_dict()["module"].items()}
 
 
 @pytest.mark.parametrize("device", DEVICES)
