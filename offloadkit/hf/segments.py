@@ -86,7 +86,7 @@ def cuts(kind: Any) -> bool:
 def _longest_by(own: Callable[..., Any]) -> Callable[..., Any]:
     def longest(cu_seqlens: Tensor, config: Any, kwargs: Any = None, kwarg_name: str = _LONGEST) -> Any:
         found = own(cu_seqlens, config, kwargs=kwargs, kwarg_name=kwarg_name)
-        if found is not None or not _is_ours(config, cu_seqlens):
+        if found is not None or not _is_ours(config, cu_seqlens) or torch.compiler.is_compiling():
             return found
         most = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
         return 1 << max(0, most - 1).bit_length()  # so that most batches are alike for CUDA graphs
@@ -95,13 +95,14 @@ def _longest_by(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_ours(config: Any, tensor: Tensor) -> bool:
-    is_answered = config._attn_implementation == "sdpa" and tensor.device.type in DEVICES
-    return is_answered and not torch.compiler.is_compiling()
+    return config._attn_implementation == "sdpa" and tensor.device.type in DEVICES
 
 
 def _attend_once(self: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' forward for one segment of all tokens. Only `_attention_of` sees the real segments."""
     kind: Any = type(self)
+    if torch.compiler.is_compiling():
+        return kind.forward(self, *args, **kwargs)
     kwargs = dict(zip(packed.parameters_of(kind), args, strict=False)) | kwargs
     hidden, ends = kwargs["hidden_states"], kwargs.get(_ENDS)
     if not isinstance(ends, Tensor) or not _is_ours(self.config, hidden):
@@ -127,9 +128,10 @@ def _attention_of(own: Callable[..., Any]) -> Callable[..., Any]:
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **given: Any
     ) -> Any:
-        segments, _now.segments = _now.segments, None
+        segments = None if torch.compiler.is_compiling() else _now.segments
         if segments is None:
             return own(module, query, key, value, attention_mask, **given)
+        _now.segments = None
         is_plain = attention_mask is None and not given.get("dropout") and given.get("is_causal") is False
         is_half = query.dtype == key.dtype == value.dtype in (torch.bfloat16, torch.float16)
         if not (is_plain and is_half and len(query) == 1 and packed.has_kernel(query, value)):

