@@ -39,6 +39,7 @@ def test_the_judge_tells_named_errors_from_others() -> None:
     assert fuzz.why_unclear("seed \ud800", ("seed",)) is not None
 
 
+@pytest.mark.slow
 def test_an_input_that_hangs_or_ends_its_process_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def make(draw: random.Random, scratch: Path, stock: Path) -> fuzz_rooms.Input:
         kind = draw.choice(["hangs", "dies", "fine"])

@@ -159,7 +159,7 @@ def test_switches_without_a_meaning_are_refused(by_name: str, options: dict[str,
     ("step", "often"),
     [
         pytest.param(2, {"save_strategy": "epoch", "eval_strategy": "epoch"}, marks=pytest.mark.slow),
-        (3, {}),
+        pytest.param(3, {}, marks=pytest.mark.slow),
         pytest.param(4, {"save_strategy": "epoch", "eval_strategy": "epoch"}, marks=pytest.mark.slow),
     ],
 )

@@ -83,7 +83,7 @@ def full_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 @pytest.mark.parametrize(
     ("number", "in_backward", "more"),
     [
-        pytest.param(0, False, {}, id="first"),
+        pytest.param(0, False, {}, id="first", marks=pytest.mark.slow),
         pytest.param(8, True, {}, id="mid-epoch, twice", marks=pytest.mark.slow),
     ],
 )

@@ -19,6 +19,10 @@ from tests.sub_models import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+QUICK = ("qwen2.5-vl", "gemma3", "whisper", "clip")
+"""The families whose training the quick tests compare; the slow tests compare all."""
+TRAINED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_towers_are_traced_with_what_autograd_saves(family: str) -> None:
@@ -90,7 +94,7 @@ def losses_of_plain_adamw(family: str, steps: int = 3, frozen: Sequence[str] = (
     return losses
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 def test_equal_over_placements_and_as_plain_adamw(family: str) -> None:
     """Blocks of both towers are flat layers: their weights leave VRAM, and their activations are recomputed."""
     losses, weights = losses_of(family, "vram")

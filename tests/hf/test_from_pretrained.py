@@ -118,7 +118,7 @@ class OfSomebodyElse(OffloadTrainerMixin, Trainer):  # type: ignore[misc, unused
 @pytest.mark.parametrize(
     ("model", "train"),
     [
-        ("llama", trainers(OffloadTrainer, causal_rows())),
+        pytest.param("llama", trainers(OffloadTrainer, causal_rows()), marks=pytest.mark.slow),
         ("llama", trainers(OfSomebodyElse, causal_rows())),
         ("t5", trainers(OffloadSeq2SeqTrainer, seq2seq_rows())),
         ("llama", loop),

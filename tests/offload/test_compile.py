@@ -121,7 +121,7 @@ def mixed(kind: str) -> Plan:
 @pytest.mark.parametrize(
     ("kind", "lengths", "expected_graphs"),
     [
-        ("lm", (7, 7, 7), ["4 x Residual"]),
+        pytest.param("lm", (7, 7, 7), ["4 x Residual"], marks=pytest.mark.slow),
         pytest.param("llama", (7, 5, 9), ["3 x LlamaDecoderLayer"], marks=pytest.mark.slow),
         pytest.param("t5", (7, 5), ["1 x T5Block", "1 x T5Block"], marks=pytest.mark.slow),
     ],
@@ -159,6 +159,7 @@ def test_it_is_the_graph_that_runs(device: str, monkeypatch: pytest.MonkeyPatch)
     assert calls == [False] * 4
 
 
+@pytest.mark.slow
 def test_one_engine_does_not_see_what_another_compiled(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The kernels for a length depend on earlier lengths in the run."""
     work = batches("lm", device)

@@ -44,7 +44,13 @@ def graphs_are_on(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "placement"), [*(("t5", each) for each in PLACEMENTS), ("llama", PLACEMENTS[0]), ("llama", PLACEMENTS[2])]
+    ("kind", "placement"),
+    [
+        *(("t5", each) for each in PLACEMENTS[::2]),
+        *(pytest.param("t5", each, marks=pytest.mark.slow) for each in PLACEMENTS[1::2]),
+        ("llama", PLACEMENTS[0]),
+        ("llama", PLACEMENTS[2]),
+    ],
 )
 def test_graphs_train_the_bits_of_eager_blocks(
     kind: str, placement: Placement, monkeypatch: pytest.MonkeyPatch

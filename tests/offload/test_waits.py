@@ -129,9 +129,9 @@ def branches(*names: str, **options: Any) -> None:
     best = {index: block.state_dict() for index, block in enumerate(model.blocks)}
     with pytest.MonkeyPatch.context() as patch, OffloadEngine(model, config, device="cpu") as engine:
         if options:
-            patch.setattr(states, "optimizer_step", lambda *args: (time.sleep(0.2), step(*args))[1])
+            patch.setattr(states, "optimizer_step", lambda *args: (time.sleep(0.1), step(*args))[1])
         else:
-            patch.setattr(update, "gradient_norm", lambda *args: (time.sleep(0.2), real(*args))[1])
+            patch.setattr(update, "gradient_norm", lambda *args: (time.sleep(0.1), real(*args))[1])
         for name in names:
             if name.isdigit() and options:
                 model.blocks[int(name)].load_state_dict(best[int(name)])
