@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,18 +30,16 @@ class Key:
     kind: Literal["read", "ignored", "refused"]
     """ "refused" raises an error unless the value is false, null, 0, 1 or a section that is not enabled."""
     what: str
+    value: str = ""
+    """ "count": a whole number >= 1, "number": a number >= 0, "flag": true or false, "": anything."""
 
 
-def _read(what: str) -> Key:
-    return Key("read", what)
+_read, _ignored, _refused = (partial(Key, kind) for kind in ("read", "ignored", "refused"))
+_count, _number, _flag = (partial(_read, value=value) for value in ("count", "number", "flag"))
 
 
-def _ignored(why: str) -> Key:
-    return Key("ignored", why)
-
-
-def _refused(instead: str) -> Key:
-    return Key("refused", instead)
+def _alike(key: Key, section: str, names: str) -> dict[str, Key]:
+    return {section + name: key for name in names.split()}
 
 
 _STAY = "it changes what is trained; use DeepSpeed for it"
@@ -53,94 +52,109 @@ _NOT_ROUNDED = "nothing is quantised: training is exact"
 _LOGS = "Telemetry and Monitor record every step"
 
 KEYS: dict[str, Key] = {
-    "train_batch_size": _read("rows of an update: micro-batch x accumulation x GPUs; wrong products are an error"),
-    "train_micro_batch_size_per_gpu": _read("rows that training_data is loaded in"),
-    "gradient_accumulation_steps": _read("OffloadConfig(gradient_accumulation=...)"),
-    "managed_gradient_accumulation": _read("false: every step() ends the accumulation window"),
+    "train_batch_size": _count("rows of an update: micro-batch x accumulation x GPUs; wrong products are an error"),
+    "train_micro_batch_size_per_gpu": _count("rows that training_data is loaded in"),
+    "gradient_accumulation_steps": _count("OffloadConfig(gradient_accumulation=...)"),
+    "managed_gradient_accumulation": _flag("false: every step() ends the accumulation window"),
     "optimizer.type": _read("Adam and AdamW: optimizer='adamw'; Lion: optimizer='lion'. Others are refused"),
-    "optimizer.params.lr": _read("OffloadConfig(learning_rate=...); 0.001 where it is left out, as in DeepSpeed"),
+    "optimizer.params.lr": _number("OffloadConfig(learning_rate=...); 0.001 where it is left out, as in DeepSpeed"),
     "optimizer.params.betas": _read("OffloadConfig(betas=...); (0.9, 0.999) where they are left out, for Lion too"),
-    "optimizer.params.eps": _read("OffloadConfig(eps=...)"),
-    "optimizer.params.weight_decay": _read("OffloadConfig(weight_decay=...), decoupled"),
-    "optimizer.params.adam_w_mode": _read(
+    "optimizer.params.eps": _number("OffloadConfig(eps=...)"),
+    "optimizer.params.weight_decay": _number("OffloadConfig(weight_decay=...), decoupled"),
+    "optimizer.params.adam_w_mode": _flag(
         "for Adam: false is refused with a weight decay in the config, a group or a Trainer, since decay is decoupled"
     ),
-    "optimizer.params.torch_adam": _read("the step is exact fp32 AdamW anyway; true: weight_decay is 0.01 by default"),
-    "optimizer.params.foreach": _ignored("the step is one pass over each layer"),
-    "optimizer.params.fused": _ignored("the step is one pass over each layer"),
-    "optimizer.params.fp32_optimizer_states": _ignored("moments are fp32; precision='compact' keeps them in bf16"),
+    "optimizer.params.torch_adam": _flag("the step is exact fp32 AdamW anyway; true: weight_decay is 0.01 by default"),
+    **_alike(_ignored("the step is one pass over each layer"), "", "optimizer.params.foreach optimizer.params.fused"),
+    **_alike(
+        _ignored("moments are fp32; precision='compact' keeps them in bf16"),
+        "",
+        "optimizer.params.fp32_optimizer_states bf16.bf16_optimizer_states",
+    ),
     "optimizer.params.set_grad_none": _ignored("gradients are gone after each step"),
-    "optimizer.params.bias_correction": _read("false is refused: AdamW corrects its bias"),
+    "optimizer.params.bias_correction": _flag("false is refused: AdamW corrects its bias"),
     "optimizer.params.amsgrad": _refused("leave it out: AdamW is stepped without amsgrad"),
     "optimizer.params.max_grad_norm": _refused("write gradient_clipping at the top level instead, as DeepSpeed says"),
     "optimizer.legacy_fusion": _ignored("there is one step"),
     "scheduler.type": _read(", ".join(SCHEDULES) + ", or a class of torch.optim.lr_scheduler; `initialize` steps it"),
     "scheduler.params": _read("the schedule's own arguments"),
-    "gradient_clipping": _read("OffloadConfig(max_grad_norm=...); 0 clips nothing; 1.0 where it is left out"),
-    "fp16.enabled": _read("OffloadConfig(working_dtype='fp16'), with fp32 master weights"),
-    "fp16.auto_cast": _read("true: floating-point inputs are cast to fp16"),
-    "fp16.loss_scale": _read("0: dynamic; else OffloadConfig(loss_scale=...)"),
-    "fp16.initial_scale_power": _read("DynamicLossScale(start=2**...)"),
-    "fp16.loss_scale_window": _read("DynamicLossScale(window=...)"),
-    "fp16.hysteresis": _read("DynamicLossScale(hysteresis=...)"),
-    "fp16.consecutive_hysteresis": _read("DynamicLossScale(consecutive_hysteresis=...)"),
-    "fp16.min_loss_scale": _read("DynamicLossScale(minimum=...)"),
+    "gradient_clipping": _number("OffloadConfig(max_grad_norm=...); 0 clips nothing; 1.0 where it is left out"),
+    "fp16.enabled": _flag("OffloadConfig(working_dtype='fp16'), with fp32 master weights"),
+    "fp16.auto_cast": _flag("true: floating-point inputs are cast to fp16"),
+    "fp16.loss_scale": _number("0: dynamic; else OffloadConfig(loss_scale=...)"),
+    "fp16.initial_scale_power": _number("DynamicLossScale(start=2**...)"),
+    "fp16.loss_scale_window": _count("DynamicLossScale(window=...)"),
+    "fp16.hysteresis": _count("DynamicLossScale(hysteresis=...)"),
+    "fp16.consecutive_hysteresis": _flag("DynamicLossScale(consecutive_hysteresis=...)"),
+    "fp16.min_loss_scale": _number("DynamicLossScale(minimum=...)"),
     "fp16.fp16_master_weights_and_grads": _ignored("master weights stay fp32"),
-    "bf16.enabled": _read("OffloadConfig(working_dtype='bf16'), with fp32 master weights"),
-    "bf16.check_grad_overflow": _read("true, the default: OffloadConfig(on_nonfinite='skip'); false: an error"),
+    "bf16.enabled": _flag("OffloadConfig(working_dtype='bf16'), with fp32 master weights"),
+    "bf16.check_grad_overflow": _flag("true, the default: OffloadConfig(on_nonfinite='skip'); false: an error"),
     "bf16.immediate_grad_update": _ignored("gradients are gathered while backward computes them"),
     "bf16.bf16_master_weights_and_grads": _ignored(
         "master weights stay fp32; they need 2 bytes in addition to a bf16 weight"
     ),
-    "bf16.bf16_optimizer_states": _ignored("moments are fp32; precision='compact' keeps them in bf16"),
     "zero_optimization.stage": _ignored(f"{_PLAN}. Below stage 3 DeepSpeed ignores offload_param; the plan does not"),
     "zero_optimization.offload_optimizer.device": _read(f'"nvme": OffloadConfig(disk=nvme_path); else {_PLAN}'),
     "zero_optimization.offload_optimizer.nvme_path": _read("OffloadConfig(disk=...), used if RAM has no room"),
-    "zero_optimization.offload_optimizer.pin_memory": _ignored("memory that is copied from is always pinned"),
-    "zero_optimization.offload_optimizer.buffer_count": _ignored(_BUCKETS),
-    "zero_optimization.offload_optimizer.pipeline_read": _ignored(_OVERLAP),
-    "zero_optimization.offload_optimizer.pipeline_write": _ignored(_OVERLAP),
+    **_alike(
+        _ignored("memory that is copied from is always pinned"),
+        "zero_optimization.",
+        "offload_optimizer.pin_memory offload_param.pin_memory cpu_offload_use_pin_memory",
+    ),
+    **_alike(
+        _ignored(_BUCKETS),
+        "zero_optimization.",
+        "offload_optimizer.buffer_count offload_param.buffer_count offload_param.buffer_size "
+        "reduce_bucket_size use_multi_rank_bucket_allreduce allgather_bucket_size sub_group_size "
+        "stage3_prefetch_bucket_size stage3_module_granularity_threshold stage3_allgather_sequential",
+    ),
+    **_alike(
+        _ignored(_OVERLAP),
+        "zero_optimization.",
+        "offload_optimizer.pipeline_read offload_optimizer.pipeline_write offload_optimizer.super_offload "
+        "overlap_comm round_robin_gradients",
+    ),
     "zero_optimization.offload_optimizer.fast_init": _ignored("states are never written before they are needed"),
     "zero_optimization.offload_optimizer.ratio": _ignored("CPU and GPU share the step for the highest speed"),
-    "zero_optimization.offload_optimizer.super_offload": _ignored(_OVERLAP),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": _ignored("the step uses all cores"),
     "zero_optimization.offload_param.device": _read(
         f'{_PLAN}. A warning for "nvme", since RAM must hold the weights, and for stages below 3'
     ),
-    "zero_optimization.offload_param.nvme_path": _ignored("weights are never on disk: RAM must hold them"),
-    "zero_optimization.offload_param.pin_memory": _ignored("memory that is copied from is always pinned"),
-    "zero_optimization.offload_param.buffer_count": _ignored(_BUCKETS),
-    "zero_optimization.offload_param.buffer_size": _ignored(_BUCKETS),
-    "zero_optimization.offload_param.max_in_cpu": _ignored("weights are never on disk: RAM must hold them"),
+    **_alike(
+        _ignored("weights are never on disk: RAM must hold them"),
+        "zero_optimization.",
+        "offload_param.nvme_path offload_param.max_in_cpu",
+    ),
     "zero_optimization.contiguous_gradients": _ignored("a layer's gradients are always in one buffer"),
-    "zero_optimization.overlap_comm": _ignored(_OVERLAP),
     "zero_optimization.reduce_scatter": _ignored("a gradient always goes to the GPU that steps it"),
-    "zero_optimization.reduce_bucket_size": _ignored(_BUCKETS),
-    "zero_optimization.use_multi_rank_bucket_allreduce": _ignored(_BUCKETS),
-    "zero_optimization.allgather_partitions": _ignored(_CUTS),
-    "zero_optimization.allgather_bucket_size": _ignored(_BUCKETS),
-    "zero_optimization.sub_group_size": _ignored(_BUCKETS),
+    **_alike(
+        _ignored(_CUTS),
+        "zero_optimization.",
+        "allgather_partitions stage3_use_all_reduce_for_fetch_params zero_hpz_partition_size",
+    ),
     "zero_optimization.compute_grad_norm": _ignored("computing the norm takes no extra pass"),
     "zero_optimization.load_from_fp32_weights": _ignored("checkpoints hold the fp32 master weights"),
     "zero_optimization.elastic_checkpoint": _ignored("any number of GPUs can resume from any checkpoint"),
-    "zero_optimization.stage3_prefetch_bucket_size": _ignored(_BUCKETS),
-    "zero_optimization.stage3_param_persistence_threshold": _ignored(_PLAN),
-    "zero_optimization.stage3_model_persistence_threshold": _ignored(_PLAN),
-    "zero_optimization.stage3_max_live_parameters": _ignored(_PLAN),
-    "zero_optimization.stage3_max_reuse_distance": _ignored(_PLAN),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _ignored("models are always saved whole"),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _ignored("models are always saved whole"),
-    "zero_optimization.stage3_module_granularity_threshold": _ignored(_BUCKETS),
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _ignored(_CUTS),
-    "zero_optimization.stage3_allgather_sequential": _ignored(_BUCKETS),
+    **_alike(
+        _ignored(_PLAN),
+        "zero_optimization.",
+        "stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters "
+        "stage3_max_reuse_distance cpu_offload cpu_offload_param",
+    ),
+    **_alike(
+        _ignored("models are always saved whole"),
+        "zero_optimization.",
+        "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
+    ),
     "zero_optimization.ignore_unused_parameters": _ignored("parameters without a gradient are not stepped"),
     "zero_optimization.legacy_stage1": _ignored("one engine covers all stages"),
-    "zero_optimization.round_robin_gradients": _ignored(_OVERLAP),
     "zero_optimization.parameter_alignment": _ignored("parameters begin at multiples of 256 elements"),
-    "zero_optimization.zero_hpz_partition_size": _ignored(_CUTS),
-    "zero_optimization.zero_quantized_weights": _ignored(_NOT_ROUNDED),
-    "zero_optimization.zero_quantized_nontrainable_weights": _ignored(_NOT_ROUNDED),
-    "zero_optimization.zero_quantized_gradients": _ignored(_NOT_ROUNDED),
+    **_alike(
+        _ignored(_NOT_ROUNDED),
+        "zero_optimization.",
+        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
+    ),
     "zero_optimization.memory_efficient_linear": _ignored("a linear layer never keeps a copy of its weight"),
     "zero_optimization.pipeline_loading_checkpoint": _ignored("checkpoints are read in pieces"),
     "zero_optimization.override_module_apply": _ignored("weights are whole wherever they are read"),
@@ -149,60 +163,48 @@ KEYS: dict[str, Key] = {
     "zero_optimization.save_muon_momentum_buffer_in_memory": _ignored("DeepSpeed's Muon is not supported"),
     "zero_optimization.leaf_module": _ignored("blocks are found by the model's structure"),
     "zero_optimization.zenflow": _ignored("every step uses all its gradients"),
-    "zero_optimization.cpu_offload": _ignored(_PLAN),
-    "zero_optimization.cpu_offload_param": _ignored(_PLAN),
-    "zero_optimization.cpu_offload_use_pin_memory": _ignored("memory that is copied from is always pinned"),
     "zero_allow_untested_optimizer": _ignored("unknown optimizers are refused"),
     "zero_force_ds_cpu_optimizer": _ignored("the client's AdamW provides the groups; the engine steps them itself"),
     "activation_checkpointing": _ignored("the plan recomputes blocks if memory is short, or moves inputs to RAM"),
-    "steps_per_print": _read("`initialize` prints a line every so many updates; Infinity: never"),
-    "wall_clock_breakdown": _read("`initialize` prints the seconds of each update's phases"),
-    "dataloader_drop_last": _read("drop_last of the DataLoader of training_data"),
+    "steps_per_print": _count("`initialize` prints a line every so many updates; Infinity: never"),
+    "wall_clock_breakdown": _flag("`initialize` prints the seconds of each update's phases"),
+    "dataloader_drop_last": _flag("drop_last of the DataLoader of training_data"),
     "offloadkit": _read("fields of OffloadConfig, such as vram, ram, precision; DeepSpeed ignores the section"),
     "communication_data_type": _ignored(f"{_FP32_SUMS}, of gradients as computed by backward"),
-    "seq_parallel_communication_data_type": _ignored(_FP32_SUMS),
-    "data_types.grad_accum_dtype": _ignored(_FP32_SUMS),
+    **_alike(_ignored(_FP32_SUMS), "", "seq_parallel_communication_data_type data_types.grad_accum_dtype"),
     "data_types.param_dtype": _ignored("fp16.enabled and bf16.enabled decide it"),
     "data_types.buffer_dtype": _ignored("buffers keep their dtypes"),
     "data_types.keep_in_fp32_modules": _ignored("modules that a transformers model lists for this stay fp32 in fp16"),
-    "prescale_gradients": _ignored(f"{_FP32_SUMS}, which do not overflow"),
-    "gradient_predivide_factor": _ignored(f"{_FP32_SUMS}, which do not overflow"),
+    **_alike(_ignored(f"{_FP32_SUMS}, which do not overflow"), "", "prescale_gradients gradient_predivide_factor"),
     "gradient_allreduce_op": _read('"sum" is refused: gradients are the mean over GPUs'),
     "disable_allgather": _ignored(_CUTS),
     "checkpoint": _ignored("a checkpoint gets its name once it is complete, on any number of GPUs"),
     "aio": _ignored("states on disk are read and written with O_DIRECT"),
-    "dump_state": _ignored(_LOGS),
-    "memory_breakdown": _ignored(_LOGS),
+    **_alike(
+        _ignored(_LOGS), "", "dump_state memory_breakdown timers comms_logger tensorboard wandb comet csv_monitor"
+    ),
     "log_level": _ignored("Python's logging says it"),
     "disable_python_gc": _ignored("Python's garbage collection is unchanged"),
-    "timers": _ignored(_LOGS),
     "flops_profiler": _ignored("engine.profile() traces steps and names the bottleneck"),
-    "comms_logger": _ignored(_LOGS),
-    "tensorboard": _ignored(_LOGS),
-    "wandb": _ignored(_LOGS),
-    "comet": _ignored(_LOGS),
-    "csv_monitor": _ignored(_LOGS),
     "autotuning": _ignored("the plan is searched at every start"),
     "datastates_ckpt": _ignored("checkpoints are read and written in pieces"),
     "compile": _ignored("OffloadConfig(compile_blocks=True) compiles"),
     "vocabulary_size": _ignored("the model knows it"),
     "use_data_before_expert_parallelism": _ignored("expert parallelism is not supported"),
-    "weight_quantization": _refused(_STAY),
-    "torch_autocast": _refused('leave it out: "bf16" or "fp16" with {"enabled": true} keeps fp32 master weights'),
-    "amp": _refused('leave it out: "bf16" or "fp16" with {"enabled": true} keeps fp32 master weights'),
-    "tensor_parallel": _refused(_STAY),
+    **_alike(
+        _refused(_STAY),
+        "",
+        "weight_quantization tensor_parallel expert_parallel sequence_parallel_size hybrid_engine "
+        "data_efficiency curriculum_learning progressive_layer_drop compression_training quantize_training "
+        "eigenvalue sparse_attention",
+    ),
+    **_alike(
+        _refused('leave it out: "bf16" or "fp16" with {"enabled": true} keeps fp32 master weights'),
+        "",
+        "torch_autocast amp",
+    ),
     "pipeline": _ignored("it is for DeepSpeed's PipelineModule, which offloadkit does not train"),
-    "expert_parallel": _refused(_STAY),
-    "sequence_parallel_size": _refused(_STAY),
     "data_parallel_size": _ignored("all processes share the data"),
-    "hybrid_engine": _refused(_STAY),
-    "data_efficiency": _refused(_STAY),
-    "curriculum_learning": _refused(_STAY),
-    "progressive_layer_drop": _refused(_STAY),
-    "compression_training": _refused(_STAY),
-    "quantize_training": _refused(_STAY),
-    "eigenvalue": _refused(_STAY),
-    "sparse_attention": _refused(_STAY),
     "sparse_gradients": _refused("leave it out: gradients are dense"),
     "elasticity": _refused(
         "leave it out, and write the batch sizes: any number of GPUs can resume from any checkpoint"
@@ -214,36 +216,6 @@ KEYS: dict[str, Key] = {
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion"}
 _SECTIONS = {name[:at] for name in KEYS for at, letter in enumerate(name) if letter == "."}
 _OTHER_NAMES = {"bfloat16": "bf16"}
-_COUNTS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "fp16.loss_scale_window",
-    "fp16.hysteresis",
-    "steps_per_print",
-)
-_NUMBERS = (
-    "optimizer.params.lr",
-    "optimizer.params.eps",
-    "optimizer.params.weight_decay",
-    "gradient_clipping",
-    "fp16.loss_scale",
-    "fp16.initial_scale_power",
-    "fp16.min_loss_scale",
-)
-_FLAGS = (
-    "managed_gradient_accumulation",
-    "optimizer.params.adam_w_mode",
-    "optimizer.params.torch_adam",
-    "optimizer.params.bias_correction",
-    "fp16.enabled",
-    "fp16.auto_cast",
-    "fp16.consecutive_hysteresis",
-    "bf16.enabled",
-    "bf16.check_grad_overflow",
-    "wall_clock_breakdown",
-    "dataloader_drop_last",
-)
 
 
 @dataclass(frozen=True)
@@ -502,15 +474,15 @@ def _checked(name: str, value: Any, where: str) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
     if name == "steps_per_print" and value == math.inf:
         return value
-    if name in _COUNTS:
+    if KEYS[name].value == "count":
         if not number or value != int(value) or value < 1:
             raise ConfigError(f"{where}: {name} must be a whole number >= 1, got {shown(value)}")
         return int(value)
-    if name in _NUMBERS and not (number and value >= 0):
+    if KEYS[name].value == "number" and not (number and value >= 0):
         raise ConfigError(f"{where}: {name} must be a number >= 0, got {shown(value)}")
     if name == "fp16.initial_scale_power" and value > _LARGEST_POWER:
         raise ConfigError(f"{where}: {name} must be at most {_LARGEST_POWER}, got {shown(value)}")
-    if name in _FLAGS and not isinstance(value, bool):
+    if KEYS[name].value == "flag" and not isinstance(value, bool):
         raise ConfigError(f"{where}: {name} must be true or false, got {shown(value)}")
     if name in ("optimizer.type", "scheduler.type") and not isinstance(value, str):
         raise ConfigError(f"{where}: {name} must be a name, got {shown(value)}")
