@@ -512,22 +512,13 @@ def compare(
 
     Running it again continues. Exits with 1 if nothing could be measured.
     """
+    options: dict[str, Any] = {**locals()}
     from offloadkit.doors.comparing.comparison import ENGINES, T5_MODELS
     from offloadkit.doors.comparing.comparison import compare as compare_models
 
-    options: Any = {"precision": precision, "vram": vram, "ram": ram, "steps": steps, "timeout": timeout}
-    result = compare_models(
-        models or T5_MODELS,
-        engine or ENGINES,
-        num_samples=num_samples,
-        batch_size=batch_size,
-        max_input_length=max_input_length,
-        max_target_length=max_target_length,
-        gradient_accumulation=gradient_accumulation,
-        output_dir=output,
-        **options,
-    )
-    _show_measured(result)
+    engines = options.pop("engine") or ENGINES
+    names = options.pop("models") or T5_MODELS
+    _show_measured(compare_models(names, engines, output_dir=options.pop("output"), **options))
 
 
 @_command
@@ -560,25 +551,16 @@ def sweep(
 
     Running it again continues. Exits with 1 if nothing could be measured.
     """
+    options: dict[str, Any] = {**locals()}
     from offloadkit.doors.comparing.sweeping import sweep as sweep_sizes
 
-    options: Any = {"precision": precision, "vram": vram, "ram": ram, "steps": steps, "timeout": timeout}
-    result = sweep_sizes(
-        model,
-        dataset,
-        eval_dataset=eval_dataset,
-        batch_sizes=_numbers(batch_sizes, "--batch-sizes"),
-        gradient_accumulation=_numbers(gradient_accumulation, "--gradient-accumulation"),
-        scale_learning_rate=scale_learning_rate.split(","),
-        learning_rate=learning_rate,
-        num_samples=num_samples,
-        tokenizer=tokenizer,
-        max_input_length=max_input_length,
-        max_target_length=max_target_length,
-        output_dir=output,
-        **options,
-    )
-    _show_measured(result)
+    options |= {
+        "batch_sizes": _numbers(batch_sizes, "--batch-sizes"),
+        "gradient_accumulation": _numbers(gradient_accumulation, "--gradient-accumulation"),
+        "scale_learning_rate": scale_learning_rate.split(","),
+    }
+    named = options.pop("model"), options.pop("dataset")
+    _show_measured(sweep_sizes(*named, output_dir=options.pop("output"), **options))
 
 
 def _show_measured(result: Any) -> None:
