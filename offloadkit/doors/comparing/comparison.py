@@ -36,9 +36,9 @@ from offloadkit.doors.engines.baseline import forecasts_of
 from offloadkit.doors.engines.forecast import Forecast
 from offloadkit.doors.engines.runner import Row, Runs, write_whole
 from offloadkit.doors.engines.timing import BY_LEANER_PLAN
-from offloadkit.doors.engines.work import Work, config_of, full_work
+from offloadkit.doors.engines.work import SIZES, Work, config_of, full_work
 from offloadkit.errors import ConfigError, shown
-from offloadkit.facts.config import Precision
+from offloadkit.facts.config import Precision, check_counts
 from offloadkit.facts.units import format_bytes
 
 if TYPE_CHECKING:
@@ -161,14 +161,9 @@ def compare(
         ModelNotFoundError, ModelAccessError, ModelError: a model's config cannot be found or read.
         OutputError: `output_dir` cannot be written.
     """
-    sizes = {
-        "num_samples": num_samples,
-        "batch_size": batch_size,
-        "max_input_length": max_input_length,
-        "max_target_length": max_target_length,
-        "gradient_accumulation": gradient_accumulation,
-    }
-    work = full_work("", sizes, precision, vram, ram, steps)
+    given = {**locals()}
+    check_counts({"num_samples": num_samples})
+    work, told = full_work("", given), {name: given[name] for name in ("num_samples", *SIZES, "precision")}
     _check_names(models, engines)
     runs = Runs(folder := writable(output_dir), timeout)
     works = [replace(work, model=model) for model in models]
@@ -182,9 +177,7 @@ def compare(
             row["seconds"] = row["step_seconds"] * num_samples / each.rows
         rows.append(row)
     remarks = list(_remarks(work, rows, runs.environment))
-    result = Comparison(
-        rows, num_samples, sizes | {"precision": precision}, work.vram, work.ram, runs.environment, folder, remarks
-    )
+    result = Comparison(rows, num_samples, told, work.vram, work.ram, runs.environment, folder, remarks)
     save(folder / "comparison", result.to_dict(), result.chart)
     return result
 

@@ -73,13 +73,7 @@ def measure_slowdown(
         DoesNotFitError: the model cannot be trained within the limits.
         OffloadkitError: offloadkit's run failed.
     """
-    sizes = {
-        "batch_size": batch_size,
-        "max_input_length": max_input_length,
-        "max_target_length": max_target_length,
-        "gradient_accumulation": gradient_accumulation,
-    }
-    limited = replace(full_work(model, sizes, precision, vram, ram, steps), our_compute=True)
+    limited = replace(full_work(model, locals()), our_compute=True)
     config_of(model)
     with tempfile.TemporaryDirectory() as scratch:
         return _slowdown(limited, Runs(Path(scratch) if output_dir is None else writable(output_dir), timeout))

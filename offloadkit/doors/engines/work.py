@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -96,16 +97,19 @@ class Work:
         return self.batch_size * self.accumulation
 
 
-def full_work(model: str, sizes: dict[str, int], precision: Any, vram: Any, ram: Any, steps: int | None) -> Work:
-    """Work with full rows, from options of `compare` and `measure_slowdown`. `sizes` are the options that count.
+SIZES = ("batch_size", "max_input_length", "max_target_length", "gradient_accumulation")
+
+
+def full_work(model: str, given: Mapping[str, Any]) -> Work:
+    """Work with full rows, from the arguments of `compare` and `measure_slowdown`.
 
     Raises:
-        ConfigError: an option is invalid.
+        ConfigError: an argument is invalid.
     """
-    check_counts(sizes | {"steps": steps}, optional=("steps",))
-    lengths = sizes["max_input_length"], sizes["max_target_length"]
-    limits = limits_of(precision, vram, ram)
-    return Work(model, sizes["batch_size"], *lengths, sizes["gradient_accumulation"], steps=steps, **limits)
+    check_counts({name: given[name] for name in (*SIZES, "steps")}, optional=("steps",))
+    batch_size, input_length, target_length, accumulation = (given[name] for name in SIZES)
+    limits = limits_of(given["precision"], given["vram"], given["ram"])
+    return Work(model, batch_size, input_length, target_length, accumulation, steps=given["steps"], **limits)
 
 
 def limits_of(precision: Any, vram: Any, ram: Any) -> dict[str, Any]:
