@@ -119,25 +119,30 @@ def launch_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment],
 
     Missing arrays are passed as the weights, and the kernel does not read them.
     """
-    names = [moment.name for moment in state.table.optimizer.moments]
     kernel: Any = getattr(gpu_triton, state.table.optimizer.name)
-    arrays = [
-        array.view(torch.int16) if array.dtype == torch.bfloat16 else array
-        for array in (
-            state.weights,
-            state.arrays.get("remainder", state.weights),
-            gradient,
-            *(state.arrays[name] for name in names),
-            *(state.arrays.get(f"{name}_scale", state.weights) for name in names),
-        )
-    ]
-    is_bf16 = gradient.dtype == torch.bfloat16
+    if not state.of_kernel:
+        names = [moment.name for moment in state.table.optimizer.moments]
+        state.of_kernel = [
+            _as_integers(array)
+            for array in (
+                state.weights,
+                state.arrays.get("remainder", state.weights),
+                *(state.arrays[name] for name in names),
+                *(state.arrays.get(f"{name}_scale", state.weights) for name in names),
+            )
+        ]
+    weights, remainder, *moments = state.of_kernel
+    arrays, is_bf16 = (weights, remainder, _as_integers(gradient), *moments), gradient.dtype == torch.bfloat16
     with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
         for start, length, scalars, key, offset, _ in segments:
             if length > 0:
                 grid = (-(-length // (BLOCK * gpu_triton.ROWS)),)
                 random = _signed(key), _signed(key >> 32), offset
                 kernel[grid](*arrays, start, length, grad_scale, *scalars, *random, is_bf16, enable_fp_fusion=False)
+
+
+def _as_integers(array: Tensor) -> Tensor:
+    return array.view(torch.int16) if array.dtype == torch.bfloat16 else array
 
 
 def _signed(bits: int) -> int:

@@ -81,6 +81,8 @@ class LayerGradient:
         self.own_buffer: torch.Tensor | None = None
         self.sent: Event | None = None
         self._places: dict[int, list[torch.Tensor]] = {}
+        self._bucket: tuple[torch.Tensor, torch.Tensor] | None = None
+        """A buffer, and the bucket in it."""
 
     def follow(self, old: LayerGradient) -> None:
         """Take over what `old`, the same layer in its former placement, has learned about backward."""
@@ -88,7 +90,7 @@ class LayerGradient:
 
     def forget_buffers(self) -> None:
         """Release buffers in VRAM and sums. No window may be open."""
-        self.buffer = self.own_buffer = self.accumulated = self.sent = None
+        self.buffer = self.own_buffer = self.accumulated = self.sent = self._bucket = None
         self.sums = self.device_sums = torch.empty(0)
         self.sums_on_host = False
         self._places.clear()
@@ -100,7 +102,9 @@ class LayerGradient:
     @property
     def bucket(self) -> torch.Tensor:
         assert self.buffer is not None
-        return self.buffer[: self.bucket_bytes].view(self.bucket_dtype)
+        if self._bucket is None or self._bucket[0] is not self.buffer:
+            self._bucket = self.buffer, self.buffer[: self.bucket_bytes].view(self.bucket_dtype)
+        return self._bucket[1]
 
     @property
     def kept(self) -> torch.Tensor:

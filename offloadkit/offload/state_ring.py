@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import cycle, pairwise
 from typing import ClassVar
@@ -61,6 +61,8 @@ class _Chunk:
     numel: int
     host: dict[str, torch.Tensor]
     resident: torch.Tensor | None
+    states: dict[_Buffer, FlatState] = field(default_factory=dict)
+    """The chunk's arrays in each buffer that it has been in."""
 
     @cached_property
     def layout(self) -> _Layout:
@@ -228,8 +230,10 @@ class StateRing:
         self._hold_back()
         buffer, table = self._fetched(layer, chunk), layer.host.table
         here = buffer.parts(chunk)
-        weights = here["weights"] if chunk.resident is None else chunk.resident
-        state = FlatState(table, weights, {array.name: here[array.name] for array in table.arrays})
+        if buffer not in chunk.states:
+            weights = here["weights"] if chunk.resident is None else chunk.resident
+            chunk.states[buffer] = FlatState(table, weights, {array.name: here[array.name] for array in table.arrays})
+        state = chunk.states[buffer]
         own = here["gradient"] if gradient is None else gradient[chunk.start : chunk.start + chunk.numel]
         assert buffer.arrived is not None
         stream.wait(buffer.arrived)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from numbers import Real
 from typing import Any, Literal, NamedTuple
@@ -385,12 +385,19 @@ class LayerKind:
 
 @dataclass(slots=True)
 class FlatState:
-    """Arrays of one flat layer that a step reads and writes: 1-D, contiguous, on one device."""
+    """Arrays of one flat layer that a step reads and writes: 1-D, contiguous, on one device.
+
+    Attributes:
+        is_checked: a step has checked the arrays, which are not exchanged afterwards.
+        of_kernel: the arrays as a kernel gets them, kept by its first launch.
+    """
 
     table: StateTable
     weights: Tensor
     """bf16, fp16 or fp32. fp32 weights are the master weights."""
     arrays: dict[str, Tensor]
+    is_checked: bool = field(default=False, compare=False)
+    of_kernel: Sequence[Tensor] = field(default=(), compare=False, repr=False)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.arrays[name]
@@ -468,14 +475,24 @@ def check_state(state: FlatState, gradient: Tensor, segments: Sequence[Segment])
         TypeError: a wrong dtype.
         ValueError: a wrong length, layout, device or segment.
     """
+    weights = state.weights
+    numel, device = weights.numel(), weights.device
+    if not state.is_checked:
+        _check_arrays(state)
+        state.is_checked = True
+    if gradient.dtype not in REMAINDER_DTYPES:
+        raise TypeError(f"the gradient is {gradient.dtype}: a step takes bf16, fp16 or fp32 gradients")
+    _check_flat("gradient", gradient, numel, numel, device)
+    for segment in segments:
+        _check_segment(segment, numel, state.table)
+
+
+def _check_arrays(state: FlatState) -> None:
     table, weights = state.table, state.weights
     numel, device = weights.numel(), weights.device
     if weights.dtype != table.weights_dtype:
         raise TypeError(f"weights are {weights.dtype}, but the table's states are for {table.weights_dtype}")
-    if gradient.dtype not in REMAINDER_DTYPES:
-        raise TypeError(f"the gradient is {gradient.dtype}: a step takes bf16, fp16 or fp32 gradients")
     _check_flat("weights", weights, numel, numel, device)
-    _check_flat("gradient", gradient, numel, numel, device)
     for array in table.arrays:
         found = state.arrays.get(array.name)
         if found is None or found.dtype != array.dtype:
@@ -486,8 +503,6 @@ def check_state(state: FlatState, gradient: Tensor, segments: Sequence[Segment])
         if array.block > 1 and numel % array.block:
             raise ValueError(f"the flat layer has {numel} elements: 8-bit moments need a multiple of {array.block}")
         _check_flat(array.name, found, array.numel(numel), numel, device)
-    for segment in segments:
-        _check_segment(segment, numel, table)
 
 
 def _check_flat(name: str, array: Tensor, length: int, numel: int, device: torch.device) -> None:
