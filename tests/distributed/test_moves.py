@@ -112,7 +112,7 @@ def test_where_one_rank_is_full_in_an_evaluation_all_move_and_it_evaluates_again
 @pytest.mark.parametrize(
     ("options", "first", "second"),
     [
-        ({"together": False}, "", "OutOfVramError: the GPU's memory is full"),
+        ({"together": False, "begins": STREAMED}, "", "OutOfVramError: the GPU's memory is full"),
         pytest.param(
             {"placement": RESIDENT}, "OutOfVramError: the memory of rank 1's GPU was full in an evaluation: its error",
             "OutOfVramError: the GPU's memory is full", marks=pytest.mark.slow,
