@@ -340,13 +340,15 @@ def _counts(function: Any, args: Any, kwargs: Any, output: Any, moved: int) -> P
     flops = _grouped_flops if function is _GROUPED_MM else flop_registry.get(function.overloadpacket)
     if flops is None:
         return Pass(moved_bytes=moved, num_operations=1)
+    given = args
     if function.overloadpacket in _FLASH:
         args = _with_a_key_for_each_query(args)
     number = flops(*args, **kwargs, out_val=output)
     if function.overloadpacket in FUSED_ATTENTION:
         counted = {"fused_attention_flops": number, "num_attention": 1}
+        counted |= _read_keys(function, args, kwargs)
     elif function.overloadpacket in _SDPA:
-        counted = _sdpa_flops(function, args, kwargs, number)
+        counted = _sdpa_flops(function, args, kwargs, number) | _read_keys(function, given, kwargs)
     else:
         counted = {"flops": number}
     return Pass(**counted, matmul_bytes=moved, num_operations=1)
@@ -389,10 +391,19 @@ def _is_empty_like(tensor: torch.Tensor, layout: tuple[torch.Size, tuple[int, ..
     return tensor.device == META and tensor.untyped_storage().nbytes() == _empty(layout).untyped_storage().nbytes()
 
 
+def _by_name(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = [each.name for each in function._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _read_keys(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
+    given = _by_name(function, args, kwargs)
+    return {"read_key_bytes": given["key"].nbytes + given["value"].nbytes}
+
+
 def _sdpa_flops(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: int) -> dict[str, int]:
     """The FLOPs of queries and the keys that they see. `number`: FLOPs if every query sees every key."""
-    names = [each.name for each in function._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = _by_name(function, args, kwargs)
     queries, keys = given["query"].shape[-2], given["key"].shape[-2]
     seen = queries * keys
     if given.get("is_causal"):

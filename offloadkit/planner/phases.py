@@ -16,7 +16,7 @@ import numpy as np
 from offloadkit.facts.config import Placement
 from offloadkit.facts.units import format_bytes
 from offloadkit.planner.layout import GRAPHS, LayerShape, of_one
-from offloadkit.planner.work import MicroBatch
+from offloadkit.planner.work import MicroBatch, Stage
 
 PhaseName = Literal["reading", "first step", "training", "evaluation", "generation", "saving", "closing", "resuming"]
 PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
@@ -84,7 +84,7 @@ def phases_of(
     moved = int(sizes.moved(codes, vram.get("frozen weights", 0) - in_layers).item())
     if on_cpu:
         built, forward, full = lasting - buckets, forward_bytes(work), framework + slabs + held_in_ram
-        generates = forward + (_cache_bytes(work) if generating is None else generating)
+        generates = forward + (cache_bytes(work) if generating is None else generating)
         read = framework + slabs + max(built, _read_beside(layers, placements))
         found: dict[PhaseName, tuple[Any, Any]] = {
             "reading": (built, read),
@@ -118,7 +118,7 @@ class PhasesOnGpu:
         together = min(late, READ_AHEAD_BYTES, sum(layer.weight_bytes() for layer in layers)) if reads else 0
         largest = max((layer.weight_bytes() for layer in layers), default=0)
         self._framework, self._reading = framework, framework - late + max(largest, together)
-        self._forward, self._cache = forward_bytes(work), _cache_bytes(work) if generating is None else generating
+        self._forward, self._cache = forward_bytes(work), cache_bytes(work) if generating is None else generating
 
     def of(
         self, slabs: Any, lasting: Any, buckets: Any, *, held: Any, held_in_ram: Any, moved: Any, brought: Any = 0
@@ -161,18 +161,25 @@ def forward_bytes(work: MicroBatch | None) -> int:
     return max((stage.input_bytes + stage.shared_bytes + stage.forward_peak_bytes for stage in stages), default=0)
 
 
-def _cache_bytes(work: MicroBatch | None) -> int:
-    """Bytes of the KV cache in generation: at most two arrays of hidden states for each block.
+def cache_bytes(work: MicroBatch | None) -> int:
+    """Bytes of the KV cache in generation: the keys and values of a decoder's blocks, or where attention is not seen,
+    two arrays of hidden states for each.
 
-    An encoder's blocks stand for the decoder's cache of the encoder's output. Causal models generate one row at a time
-    (`hf.evaluate.predict`).
+    Causal models generate one row at a time (`hf.evaluate.predict`), encoder-decoders fewer rows if the GPU is full.
     """
     if work is None:
         return 0
     work = work.evaluation or work
-    cached = sum(2 * stage.input_bytes for stage in work.stages if stage.block)
+    blocks = [stage for stage in work.stages if stage.block]
+    cached = sum(stage.forward.read_key_bytes or 2 * stage.input_bytes for stage in _decoder(blocks))
     one_by_one = work.rows is not None and work.rows.target_length is None
     return cached // work.rows.batch_size if one_by_one and work.rows else cached
+
+
+def _decoder(blocks: Sequence[Stage]) -> Iterator[Stage]:
+    """The blocks beside the last one. An encoder runs before."""
+    where = {stage.block.rpartition(".")[0] for stage in blocks[-1:]}
+    return (stage for stage in blocks if stage.block.rpartition(".")[0] in where)
 
 
 def differing(phases: Sequence[Phase], peaks: Mapping[str, Mapping[str, int]]) -> Iterator[str]:

@@ -24,6 +24,8 @@ class Pass:
     """Bytes that all other operations read and write."""
     num_operations: int = 0
     num_attention: int = 0
+    read_key_bytes: int = 0
+    """Bytes of the keys and values that attention reads."""
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(*map(operator.add, vars(self).values(), vars(other).values()))

@@ -41,8 +41,9 @@ from offloadkit.hf.data import num_positions
 from offloadkit.hf.presets import PRESETS
 from offloadkit.hf.source import resolve
 from offloadkit.planner import Plan
+from offloadkit.planner.phases import cache_bytes
 from offloadkit.planner.remedies import nearest_fits
-from tests.hf.tiny import llama_config
+from tests.hf.tiny import llama_config, t5_config
 from tests.messages import has_facts
 from tests.planner.machines import GIB, H200
 
@@ -433,3 +434,19 @@ def test_a_refused_finetune_is_written_as_a_call(tmp_path: Path) -> None:
         offloadkit.finetune(
             "t5-small", PAIRS, vram="100MiB", batch_size=1, init="random", use_cpu=True, output_dir=tmp_path
         )
+
+
+@pytest.mark.parametrize("kind", [pytest.param("t5", marks=pytest.mark.slow), "llama"])
+def test_the_keys_and_values_of_generation_are_planned(kind: str) -> None:
+    """Heads are wider together than the hidden states. A causal model predicts one row at a time."""
+    rows: dict[str, int] = {"max_input_length": 64} | ({"max_target_length": 16} if kind == "t5" else {})
+    if kind == "t5":
+        model: Any = T5ForConditionalGeneration(t5_config(d_kv=32, num_layers=3, num_decoder_layers=2))
+        tokens = {"input_ids": torch.ones(2, 64).long(), "decoder_input_ids": torch.ones(2, 16).long()}
+    else:
+        model = LlamaForCausalLM(llama_config(head_dim=32))
+        tokens = {"input_ids": torch.ones(1, 64).long()}
+    work = offloadkit.plan(model.bfloat16(), gpu="RTX 4090", batch_size=2, **rows).basis.work
+    kept = model(**tokens, use_cache=True).past_key_values
+    caches = [kept.self_attention_cache, kept.cross_attention_cache] if kind == "t5" else [kept]
+    assert cache_bytes(work) == sum(layer.keys.nbytes + layer.values.nbytes for each in caches for layer in each.layers)
