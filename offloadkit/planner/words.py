@@ -328,6 +328,9 @@ def _placed(plan: Prediction) -> list[str]:
         lines.append(f"activations{share(how['offload'], blocks)} recomputed from inputs kept in RAM")
     if plan.graphs is not None and plan.is_graphed:
         lines.append(f"blocks run as {plan.graphs.number:,} CUDA graphs")
+    if plan.num_gpus == 1:
+        one, peak = map(format_bytes, (plan.checkpoint_bytes, plan.checkpoint_peak_bytes))
+        lines.append(f"a checkpoint takes {one} of disk; two, and the model, {peak}")
     return lines
 
 

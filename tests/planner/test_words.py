@@ -92,6 +92,8 @@ def test_who_steps_is_said_where_states_are_in_ram() -> None:
     assert "gradients kept in VRAM for the step" in text
     assert "state buffers" in text
     assert "stepped by the CPU" not in text
+    one, peak = map(format_bytes, (made.checkpoint_bytes, made.checkpoint_peak_bytes))
+    assert f"  a checkpoint takes {one} of disk; two, and the model, {peak}\n" in text
     assert "gradients" not in plan(placement=IN_RAM).details().split("working weights  ")[0]
 
 
