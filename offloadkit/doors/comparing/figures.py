@@ -6,17 +6,15 @@ import io
 import re
 import textwrap
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from offloadkit.doors.comparing import words
-from offloadkit.doors.comparing.knee import Knee
-from offloadkit.doors.engines.forecast import Forecast
 from offloadkit.facts.units import rounded
 
 COLOURS = {"baseline": "#8c8c8c", "offloadkit": "#0072b2", "deepspeed": "#e69f00"}
@@ -27,37 +25,8 @@ _VALUE_WIDTH = 0.2
 """Width of a value such as "9.72", as a share of its panel."""
 
 
-class Drawable(Protocol):
-    @property
-    def rows(self) -> list[dict[str, Any]]: ...
-    @property
-    def num_samples(self) -> int: ...
-    @property
-    def vram(self) -> int | None: ...
-    @property
-    def ram(self) -> int | None: ...
-    @property
-    def title(self) -> str: ...
-
-
-class DrawableComparison(Drawable, Protocol):
-    @property
-    def remarks(self) -> list[str]: ...
-    def row(self, model: str, engine: str) -> dict[str, Any]: ...
-    def label(self, engine: str) -> str: ...
-
-
-class DrawableSweep(Drawable, Protocol):
-    @property
-    def forecasts(self) -> Mapping[int, Mapping[int, Forecast]]: ...
-    @property
-    def accumulations(self) -> list[int]: ...
-    @property
-    def sizes(self) -> list[int]: ...
-    def measured(self, accumulation: int, scaling: str = "none") -> dict[int, dict[str, Any]]: ...
-    def knee(self) -> Knee | None: ...
-    def predicted_knee(self) -> Knee | None: ...
-    def explain(self) -> str: ...
+Result = Any
+"""A `Comparison` or a `Sweep`, whose modules import this one."""
 
 
 class Chart(Figure):
@@ -131,7 +100,7 @@ def _image(svg: bytes) -> str:
     return f'<img style="max-width:100%" alt="chart" src="data:image/svg+xml;base64,{data}">'
 
 
-def comparison_chart(result: DrawableComparison) -> Chart:
+def comparison_chart(result: Result) -> Chart:
     models = list(dict.fromkeys(row["model"] for row in result.rows))
     engines = list(dict.fromkeys(row["engine"] for row in result.rows))
     bars = [_Bars(model, [result.row(model, engine) for engine in engines]) for model in models]
@@ -172,7 +141,7 @@ def _draw_times(column: Any, bars: Sequence[_Bars], labels: list[str], num_sampl
     _title(column[0], f"time for {num_samples:,} samples (each model in its own scale)", pad=10)
 
 
-def _draw_sizes(columns: Any, bars: Sequence[_Bars], result: DrawableComparison) -> None:
+def _draw_sizes(columns: Any, bars: Sequence[_Bars], result: Result) -> None:
     by_model = [each.rows for each in bars]
     _sizes(columns[:, 0], by_model, "vram_bytes", result.vram, "peak VRAM")
     _sizes(columns[:, 1], by_model, "peak_ram_bytes", result.ram, "peak RAM")
@@ -257,7 +226,7 @@ def _beside(size: float, limit: float | None, width: float) -> float:
 SERIES = (("#0072b2", "o"), ("#e69f00", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#56b4e9", "v"))
 
 
-def sweep_chart(result: DrawableSweep) -> Chart:
+def sweep_chart(result: Result) -> Chart:
     learns = any("eval_loss" in row for row in result.rows)
     sentences = [line for text in result.explain().splitlines() for line in textwrap.wrap(text, 165 + 55 * learns)]
     figure = Chart(4 * (3 + learns), 4.1 + 0.19 * len(sentences), str(result))
@@ -311,7 +280,7 @@ def _seconds_of(line: Any) -> list[float]:
     return [] if no_curve else [float(value) for value in line.get_ydata()]
 
 
-def _steps(axes: Axes, result: DrawableSweep) -> None:
+def _steps(axes: Axes, result: Result) -> None:
     _title(axes, "time of a step")
     _lines(axes, result, "step_seconds")
     for times in result.accumulations:
@@ -333,7 +302,7 @@ def _steps(axes: Axes, result: DrawableSweep) -> None:
     _in_durations(axes)
 
 
-def _lines(axes: Axes, result: DrawableSweep, key: str, *, scale: float = 1.0) -> None:
+def _lines(axes: Axes, result: Result, key: str, *, scale: float = 1.0) -> None:
     scalings = list(dict.fromkeys(row["scaling"] for row in result.rows)) if key == "eval_loss" else ["none"]
     series = [(times, scaling) for times in result.accumulations for scaling in scalings]
     for number, (times, scaling) in enumerate(series):
@@ -351,7 +320,7 @@ def _lines(axes: Axes, result: DrawableSweep, key: str, *, scale: float = 1.0) -
         _in_durations(axes)
 
 
-def _label(result: DrawableSweep, times: int, scaling: str, key: str) -> str | None:
+def _label(result: Result, times: int, scaling: str, key: str) -> str | None:
     parts = []
     if len(result.accumulations) > 1:
         parts.append(f"{times} micro-batch{'es' if times > 1 else ''} a step")
@@ -362,7 +331,7 @@ def _label(result: DrawableSweep, times: int, scaling: str, key: str) -> str | N
     return ", ".join(parts) or None
 
 
-def _vram(axes: Axes, result: DrawableSweep) -> None:
+def _vram(axes: Axes, result: Result) -> None:
     key, name, limit = "vram_bytes", "VRAM", result.vram
     if not any(row.get("vram_bytes") for row in result.rows):
         key, name, limit = "peak_ram_bytes", "RAM", result.ram
