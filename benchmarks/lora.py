@@ -5,7 +5,7 @@
     python -m benchmarks.lora --tiny --out /tmp/rows.csv  # a try without a GPU
 
 The base is a Llama of 8 billion random bf16 weights, frozen. All linear layers of its blocks have adapters of rank 16.
-Each engine runs in a process of its own and appends one row: seconds, VRAM and RAM of a training step, for offloadkit
+Each engine runs in its own process and appends one row: seconds, VRAM and RAM of a training step, for offloadkit
 measured and planned. offloadkit is limited to 6, 10 and 24 GiB of VRAM and 20 GiB of RAM, PEFT alone is not. Beside the
 tokens/s of offloadkit stands their share of PEFT's for the same rows.
 """

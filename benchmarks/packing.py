@@ -8,7 +8,7 @@
 The model is a Llama of 1.2 billion random weights. The logarithms of the rows' lengths are evenly distributed. Packed
 micro-batches are 4 x 2,048 tokens; padded updates have three micro-batches of 4 rows, about as many tokens. TRL trains
 with torch's AdamW, everything on the GPU, and transformers' `sdpa`; `--attention flash_attention_2` needs flash-attn.
-Each engine runs in a process of its own. Tokens/s count no padding and leave out the first steps.
+Each engine runs in its own process. Tokens/s count no padding and leave out the first steps.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@
     python -m benchmarks.preferences --parts grpo-12       # one part
     python -m benchmarks.preferences --tiny                # a try without a GPU
 
-The model is a Llama of 3.2 billion random bf16 weights. Each part runs in a process of its own, within `vram` GiB, and
+The model is a Llama of 3.2 billion random bf16 weights. Each part runs in its own process, within `vram` GiB, and
 prints one line of JSON:
 
 - `dpo-24`: DPO of 4 pairs of 1,024 tokens; the reference model's weights stream where they do not fit.
 - `dpo-24-before`: the same with the reference's log-probabilities computed before training.
-- `grpo-24`, `grpo-12`: GRPO of 8 completions of 256 tokens after a prompt of 256. Beside the tokens/s of its generation
-  stand those of plain `generate`, with all weights in VRAM, for the same rows in the same process.
+- `grpo-24`, `grpo-12`: GRPO of 8 completions of 256 tokens after a prompt of 256. Its generation is compared with plain
+  `generate`, with all weights in VRAM, in tokens/s for the same rows in the same process.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Train models of any kind by the bare loop within a budget, beside plain AdamW with everything on the GPU.
+"""Train models of any kind by the bare loop within a budget, and by plain AdamW with everything on the GPU.
 
     python -m benchmarks.sub_models                             # six minutes on an H100
     python -m benchmarks.sub_models --cases whisper-large-10 --engines any
     python -m benchmarks.sub_models --tiny --out /tmp/rows.csv  # a try without a GPU
 
 Whisper-large (sound), Qwen2.5-VL-3B and Gemma3-4B (images), ModernBERT-large (an encoder) and a Qwen3 MoE with 64
-experts of 5.8 G parameters, with random weights. Each engine runs in a process of its own and appends one row: seconds,
+experts of 5.8 G parameters, with random weights. Each engine runs in its own process and appends one row: seconds,
 VRAM and RAM of a training step, for offloadkit measured and planned from the batch as `OffloadEngine(example=batch)`.
 Plain AdamW is not limited.
 """
@@ -120,7 +120,7 @@ def model_of(work: Work, dtype: Dtype, device: torch.device) -> Any:
 
 
 def lazy_model_of(work: Work, dtype: Dtype, device: torch.device) -> Any:
-    """The same model in RAM with unread weights, of which the engine draws each when it places it."""
+    """The same model in RAM with unread weights. The engine draws each weight when it places it."""
     model, draw = _undrawn(work, dtype, torch.device("cpu"), device)
     empty: dict[Any, nn.Parameter] = {}
     for module in model.modules():
@@ -141,7 +141,7 @@ def lazy_model_of(work: Work, dtype: Dtype, device: torch.device) -> Any:
 def _undrawn(
     work: Work, dtype: Dtype, weights_on: torch.device, draws_on: torch.device | None = None
 ) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
-    """The model with memory that holds no numbers yet, and a function that draws those of a parameter."""
+    """The model with uninitialized memory, and a function that draws the values of a parameter."""
     import transformers
     from transformers.initialization import no_init_weights
 

@@ -106,7 +106,7 @@ class Commit:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         threads = {"OMP_NUM_THREADS": str((os.cpu_count() or 1) // num_ranks)} if num_ranks > 1 else {}
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))}
-        own = paths | threads | {"XDG_CACHE_HOME": str(self._folder)}  # rates are measured beside the other commit
+        own = paths | threads | {"XDG_CACHE_HOME": str(self._folder)}  # each commit measures its own rates
         with (self._folder / "log").open("w") as log:
             self._process = subprocess.Popen(
                 [*command, __file__, "--train", case, str(self._folder)],
@@ -260,7 +260,7 @@ def _obey(what: str, times: int, engine: Any, step: Callable[[], None], where: P
 
 @contextlib.contextmanager
 def _peak_ram() -> Any:
-    """Yields a list whose only item becomes the bytes by which this process's RAM grew at most."""
+    """Yields a list whose only item becomes the largest growth of this process's RAM in bytes."""
     import psutil
 
     process, ended = psutil.Process(), threading.Event()

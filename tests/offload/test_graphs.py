@@ -343,7 +343,7 @@ def hook_on_a_gradient(engine: OffloadEngine, model: Stack) -> torch.Tensor:
 
 
 def gradient_before(engine: OffloadEngine, model: Stack) -> torch.Tensor:
-    """Backward adds to a gradient that is there."""
+    """Backward adds to an existing gradient."""
     loss: torch.Tensor = engine((2, 3))
     weight = cast(Any, model.blocks[1]).up.weight
     weight.grad = torch.ones_like(weight)
@@ -426,7 +426,7 @@ def test_a_step_between_forward_and_backward_is_an_error(activations: Any) -> No
 
 
 def gradients_of(engine: OffloadEngine, model: Stack) -> tuple[torch.Tensor, ...]:
-    """Of the loss, and of a penalty on its gradients."""
+    """Gradients of the loss, and of a penalty on its gradients."""
     torch.manual_seed(1)
     weights = list(model.parameters())
     first = torch.autograd.grad(engine((2, 3)), weights, create_graph=True)
