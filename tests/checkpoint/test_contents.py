@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from offloadkit.checkpoint import arrays
 from offloadkit.checkpoint.folder import contents_of, origin_of, write_manifest
 from offloadkit.engine.engine import OffloadEngine as EngineOfDevice
 from offloadkit.errors import ConfigError, ModelError
@@ -49,7 +50,10 @@ def rounded(name: str, moment: torch.Tensor, step: int, seed: int) -> torch.Tens
 
 
 @pytest.mark.parametrize("tier", ["ram", *(pytest.param(tier, marks=pytest.mark.slow) for tier in ("vram", "disk"))])
-def test_compact_moments_are_the_declared_rounding_and_weights_keep_their_bits(tmp_path: Path, tier: str) -> None:
+def test_compact_moments_are_the_declared_rounding_and_weights_keep_their_bits(
+    tmp_path: Path, tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "PIECE_BYTES", 400)
     before = trained(tmp_path, placement=PLACEMENTS[tier], seed=5, **COMPACT)
     assert contents_of(tmp_path / "saved") == "compact"
     after = resumed(tmp_path, placement=PLACEMENTS[ELSEWHERE[tier]], seed=5)
