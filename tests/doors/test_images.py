@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import offloadkit
 from offloadkit import OffloadConfig, Placement
 from offloadkit.doors.cli import app
+from offloadkit.engine.values import is_constant
 from offloadkit.errors import ConfigError, DataError, ModelError
 from offloadkit.hf.columns import BY_NAME, ColumnOptions
 from offloadkit.hf.images import ImageRows, labels_of, prepare_images
@@ -282,6 +283,15 @@ def test_the_largest_batches_by_tokens_and_by_patches_keep_their_grids() -> None
     assert [size[0] for size in found.dataset.sizes] == [
         found.collator([row])["attention_mask"].sum() for row in found.dataset
     ]
+
+
+def test_pixels_that_are_too_many_to_keep_are_no_padding_of_rows() -> None:
+    """Idefics 3 leaves out images of zeros. Without values, it could not be traced."""
+    found = prepared(rows(), "idefics")
+    pixels = longest_of_sizes([(found.dataset, found.collator)], 8).kwargs["pixel_values"]
+    assert pixels.shape == (8, 10, 3, 8, 8)
+    assert is_constant(pixels)
+    assert pixels.all()
 
 
 @pytest.mark.slow
