@@ -22,12 +22,11 @@ from torch.utils.data import Dataset
 
 from offloadkit.errors import ConfigError, DataError, ModelError, cut, shown
 from offloadkit.facts.changes import longest_of_model
-from offloadkit.facts.files import parse_json
 from offloadkit.hf.columns import IMAGES, ColumnOptions
 from offloadkit.hf.conversations import conversation
 from offloadkit.hf.data import PreparedData, held_out
 from offloadkit.hf.read import is_stream, load_dataset_like
-from offloadkit.hf.tokenize import IGNORED, NO_TEMPLATE, messages_of, parts_of, type_of
+from offloadkit.hf.tokenize import IGNORED, NO_TEMPLATE, messages_of, parsed, parts_of, type_of
 from offloadkit.hf.widths import PadToWidths, Widths, rounded_up, width_step
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ def _has_image(row: Mapping[str, Any], messages: str) -> bool:
         return True
     value = row.get(messages)
     if isinstance(value, str):
-        value = parse_json(value) if '"image' in value else None
+        value = parsed(value) if '"image' in value else None
     if not isinstance(value, list | tuple):
         return False
     said = (each.get("content") for each in value if isinstance(each, Mapping))
@@ -135,23 +134,20 @@ def _has_image(row: Mapping[str, Any], messages: str) -> bool:
 def _listed(value: Any) -> list[Any]:
     """The images of a column's value, which may be JSON text."""
     if isinstance(value, str) and value.startswith("["):
-        value = parse_json(value)
+        value = parsed(value)
     if isinstance(value, list | tuple):
         return list(value)
     return [] if value is None or (isinstance(value, float) and value != value) else [value]
 
 
 def check_without_images(data: Any, config: PreTrainedConfig) -> None:
-    """Raise `DataError` if rows for a model of text hold images in RAM, or have columns of messages and of images.
-    (`tokenize` finds the images of other messages.)
+    """Raise `DataError` if conversations for a model of text are a list with an image, or a table with a column of
+    images. (`tokenize` finds the images in messages of other rows.)
     """
-    if is_stream(data):
-        return
-    rows = _in_memory(data)
-    names = () if rows is not None else getattr(data, "column_names", ())
-    if any(_has_image(row, _MESSAGES) for row in rows or ()) or (
-        isinstance(names, list) and _MESSAGES in names and {*IMAGES} & {*names}
-    ):
+    rows = data if isinstance(data, list | tuple) else ()
+    names = getattr(data, "column_names", ())
+    has_column = isinstance(names, list) and _MESSAGES in names and {*IMAGES} & {*names}
+    if has_column or any(isinstance(row, dict) and _MESSAGES in row and _has_image(row, _MESSAGES) for row in rows):
         raise DataError(
             f"the rows have images, and {config.model_type} takes text alone: pass a model that sees images, such as "
             "Qwen/Qwen2.5-VL-3B-Instruct, or rows without a column of images"
@@ -204,8 +200,7 @@ def _conversation(row: Mapping[str, Any], column: str, index: int) -> _Conversat
 
 
 def _plain(value: Any) -> list[Any]:
-    parsed = parse_json(value) if isinstance(value, str) else value
-    return [{"content": each.get("content", each.get("value"))} for each in parsed]
+    return [{"content": each.get("content", each.get("value"))} for each in parsed(value)]
 
 
 def _counted(number: int, what: str) -> str:

@@ -21,7 +21,7 @@ from offloadkit.errors import ConfigError, ModelError, ModelNotFoundError, cut, 
 from offloadkit.facts.starting import collector_off
 from offloadkit.hf.adapters import add_adapters, base_of, check_adapters, has_adapters, lora_config, without_adapters
 from offloadkit.hf.freezing import freeze_names, freeze_parts
-from offloadkit.hf.hub import MOST_LABELS, check_files, check_folder, locate, readable_hub_errors, where_to_look
+from offloadkit.hf.hub import MOST_LABELS, causes, check_files, check_folder, locate, readable_hub_errors, where_to_look
 from offloadkit.hf.load import (
     DEQUANTISABLE,
     Task,
@@ -443,9 +443,14 @@ def _read_processor(given: Any, part: str) -> Any:
         try:
             with readable_hub_errors(location, kind="processor"):
                 given = read(location, **where_to_look(location))
-        except ImportError as error:
-            raise ModelError(f"the processor of {location!r} needs a package: {cut(str(error))}") from error
-        except (ModelError, TypeError, ValueError) as error:
+        except (ModelError, TypeError, ValueError, ImportError) as error:
+            missing = next((each for each in causes(error) if isinstance(each, ImportError)), None)
+            if missing is not None:
+                line = next((each for each in str(missing).splitlines() if each.strip()), "a package is missing")
+                raise ModelError(
+                    f"the processor of {location!r} cannot be loaded: {cut(line.split('.')[0])}. Install it (Qwen's "
+                    "processors of images need `pip install torchvision`)"
+                ) from error
             if type(error) not in (ModelError, TypeError, ValueError):
                 raise
             raise ModelError(

@@ -365,7 +365,7 @@ def messages_of(value: Any, column: str, row: int, *, with_images: bool = False)
     """A conversation as role/content dicts. Raises `DataError` if it is empty, or a message lacks role or content, or
     has an image and `with_images` is False.
     """
-    messages = _parsed(value)
+    messages = parsed(value)
     if not isinstance(messages, list) or not messages:
         raise DataError(f"row {row} has no {column}: fill them in or drop the row")
     found = []
@@ -385,11 +385,12 @@ def messages_of(value: Any, column: str, row: int, *, with_images: bool = False)
 
 
 def _are_messages(value: Any) -> bool:
-    value = _parsed(value) if isinstance(value, str) and value.startswith("[{") else value
+    value = parsed(value) if isinstance(value, str) and value.startswith("[{") else value
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
-def _parsed(messages: Any) -> Any:
+def parsed(messages: Any) -> Any:
+    """The value of JSON text; any other value as it is."""
     try:
         return parse_json(messages) if isinstance(messages, str) else messages
     except ValueError:

@@ -476,6 +476,17 @@ def test_a_model_without_a_processor_says_what_is_missing(tmp_path: Path) -> Non
         offloadkit.finetune(tmp_path, rows(1), init="random", output_dir=tmp_path / "out", batch_size=1)
 
 
+def test_a_processor_that_needs_a_package_says_which(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*args: Any, **kwargs: Any) -> None:
+        raise ImportError("\nQwen2VLVideoProcessor requires the Torchvision library but it was not found. Check out")
+
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", read)
+    with pytest.raises(ModelError, match=r"cannot be loaded: Qwen2VL.* requires the Torchvision library .*found\. In"):
+        offloadkit.finetune(folder, rows(1), output_dir=tmp_path / "out", batch_size=1)
+
+
 def test_a_model_of_text_refuses_images(tmp_path: Path) -> None:
     model = LlamaForCausalLM(tiny.llama_config(hidden_size=32))
     words = tiny.word_tokenizer(chat_template=tiny.CHAT_TEMPLATE)
@@ -486,6 +497,14 @@ def test_a_model_of_text_refuses_images(tmp_path: Path) -> None:
     for data in (rows(1), beside, datasets.Dataset.from_list(beside), datasets.Dataset.from_list(rows(1)), path):
         with pytest.raises(DataError, match=r"takes? text alone: pass a model that sees images"):
             offloadkit.finetune(model, data, tokenizer=words, output_dir=tmp_path / "out", batch_size=1)
+
+
+@pytest.mark.slow
+def test_a_model_of_text_takes_rows_of_text_with_an_unread_column_of_images(tmp_path: Path) -> None:
+    model, words = LlamaForCausalLM(tiny.llama_config(hidden_size=32)), tiny.word_tokenizer()
+    data = [{"text": "the cat", "image": "a.png"}, {"text": "a dog", "image": "[b.png"}]
+    result = offloadkit.finetune(model, data, tokenizer=words, output_dir=tmp_path, max_steps=1, **OPTIONS)
+    assert len(losses(result)) == 1
 
 
 def test_a_named_column_holds_the_conversations() -> None:
