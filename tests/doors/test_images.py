@@ -38,7 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-OPTIONS: dict[str, Any] = {"batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "monitor": False}
+OPTIONS: dict[str, Any] = {
+    "batch_size": 2,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "monitor": False,
+    "use_cpu": True,
+}
 
 
 def losses(result: Any) -> list[float]:
@@ -130,7 +136,7 @@ def test_a_folder_trains_from_the_command_line_and_its_processor_is_saved(folder
         lines.append(json.dumps({"messages": row["messages"], "images": names}))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     command = ["train", str(folder), str(tmp_path / "rows.jsonl"), "--batch-size", "2", "--freeze", "vision_tower"]
-    command += ["--max-steps", "2", "--output", str(tmp_path / "out")]
+    command += ["--max-steps", "2", "--output", str(tmp_path / "out"), "use_cpu=True"]
     dry = CliRunner().invoke(app, [*command, "--dry-run"])
     assert dry.exit_code == 0, dry.output
     assert "2 x 80 tokens a step" in dry.output
