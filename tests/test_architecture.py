@@ -65,14 +65,13 @@ def module_of(path: Path) -> str:
 
 def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """Every node but those under `if TYPE_CHECKING:`, functions included."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            for other in node.orelse:
-                yield other
-                yield from runtime_nodes(other)
-            continue
-        yield node
-        yield from runtime_nodes(node)
+    above = [tree]
+    while above:
+        for node in ast.iter_child_nodes(above.pop()):
+            is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            inner = node.orelse if is_for_types else [node]
+            yield from inner
+            above += inner
 
 
 @functools.cache
@@ -80,24 +79,27 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(path: Path, *, types: bool = False) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports(path: Path, *, types: bool = False) -> list[tuple[int, str]]:
     """(line, dotted name) of everything `path` imports at run time; `from a import b` counts as a.b.
 
     Args:
         types: what only type checkers import too.
     """
+    found: list[tuple[int, str]] = []
     for node in ast.walk(tree_of(path)) if types else runtime_nodes(tree_of(path)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 package = module_of(path).split(".")
                 base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            found += ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             if "import_module" in (getattr(node.func, "attr", ""), getattr(node.func, "id", "")):
-                yield node.lineno, str(node.args[0].value)
+                found.append((node.lineno, str(node.args[0].value)))
+    return found
 
 
 def own_imports(path: Path) -> Iterator[tuple[int, str]]:

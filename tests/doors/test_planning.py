@@ -132,6 +132,7 @@ def test_fewer_rows_are_proposed_where_activations_are_too_large() -> None:
     assert [each.startswith("batch_size=32 with ") for each in words[1:]] == [True]
 
 
+@pytest.mark.slow
 def test_where_no_change_is_enough_alone_fewer_rows_in_a_smaller_budget_are_proposed() -> None:
     made = offloadkit.plan("t5-base", ram="2GiB", batch_size=4, device=torch.device("cpu"))
     (larger, whole), (fewer, less), *_ = nearest_fits(made)
@@ -410,6 +411,7 @@ def test_notebooks_get_a_card() -> None:
     assert int(width[1]) / int(width[0]) == pytest.approx(need, abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_card_of_what_does_not_fit_has_calls_to_copy(too_small: Plan) -> None:
     html = too_small._repr_html_()
     calls = [unescape(each) for each in re.findall(r"<ol>.*</ol>", html)[0].split("<code")[1:]]
@@ -419,6 +421,7 @@ def test_a_card_of_what_does_not_fit_has_calls_to_copy(too_small: Plan) -> None:
         assert eval(call, {"offloadkit": offloadkit}).fits
 
 
+@pytest.mark.slow
 def test_commands_are_written_as_commands() -> None:
     refused = run("t5-small", "--vram", "200MiB", "--ram=2GiB", "--batch-size", "2", "--verbose")
     first = next(line for line in refused.stdout.splitlines() if line.startswith("1. "))
