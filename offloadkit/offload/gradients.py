@@ -160,24 +160,25 @@ class Gradients:
                 return False
         weights.check_held(weights.layer.views[0])  # they leave VRAM together
         layer.received.update(range(len(parameters)))
-        self._gather(layer, gradients)
+        self._gather(layer, range(len(parameters)), gradients)
         self._finish(layer)
         return True
 
     def _gather_from_autograd(self, layer: LayerGradient) -> None:
-        views = [layer.layer.views[index] for index in layer.received]
+        indices = list(layer.received)
+        views = [layer.layer.views[index] for index in indices]
         gradients: list[Any] = [view.parameter.grad for view in views]
         for view, gradient in zip(views, gradients, strict=True):
             _check_dense(view, gradient)
-        self._gather(layer, gradients)
+        self._gather(layer, indices, gradients)
         for view in views:
             view.parameter.grad = None
 
-    def _gather(self, layer: LayerGradient, gradients: list[torch.Tensor]) -> None:
-        """`gradients`: of the views in `layer.received`."""
+    def _gather(self, layer: LayerGradient, indices: Iterable[int], gradients: list[torch.Tensor]) -> None:
+        """`indices`: of the gradients' views, which are those in `layer.received`."""
         self.buckets.open(layer, layer.received)
         places = layer.places()
-        torch._foreach_copy_([places[index] for index in layer.received], gradients)
+        torch._foreach_copy_([places[index] for index in indices], gradients)
 
     @torch.no_grad()
     def receive(self, view: ParameterView, gradient: torch.Tensor) -> None:

@@ -271,7 +271,7 @@ class BlockGraphs:
             self.pool.end_of_eager()
         self._is_watching = False
         for block in self._blocks:
-            block.ran_eagerly = False
+            block.ran_eagerly = block.adds = False
         for static in self._statics.values():
             static.present = None
         if self._dropped:
@@ -485,6 +485,7 @@ class _Block:
         how: the block is recomputed so; None if it keeps its activations.
         live: forwards through graphs whose backward may come.
         ran_eagerly: since the last backward, with gradients.
+        adds: autograd adds the gradients of several calls in this backward.
         num_calls: in this forward.
         eager_bytes: of the first argument, in the largest first run before any capture.
     """
@@ -497,7 +498,7 @@ class _Block:
         self._tied = any(each in tied for each in module.modules())
         self._said: set[str] = set()
         self._num_changes = 0
-        self._repeats = self.ran_eagerly = False
+        self._repeats = self.ran_eagerly = self.adds = False
         self.num_calls = 0
         self.live: weakref.WeakSet[_Call] = weakref.WeakSet()
         self._facts: _Facts | None = None
@@ -1284,7 +1285,8 @@ class _Entry:
         work for each parameter. Returns their indices.
         """
         block, taken = self.block, list[int]()
-        if len(block.live) > 1 or block.ran_eagerly:  # autograd waits for the gradients of all calls
+        block.adds |= len(block.live) > 1 or block.ran_eagerly
+        if block.adds:
             return taken
         if any(isinstance(each, Watched) for each in self.trained[:1]):  # autograd.grad, not the engine's backward
             return taken

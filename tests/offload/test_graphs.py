@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -377,6 +377,28 @@ def test_other_loops_train_the_bits_of_eager_blocks(
     found = trained_by(loss_of, activations)
     assert (found[2] == 0) == (loss_of is evaluation)  # it drops them
     assert_equals_eager(found, lambda: trained_by(loss_of, activations), monkeypatch)
+
+
+class InOneDtype(Block):
+    def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
+        return super().forward(x).to(x.dtype)
+
+
+def test_autograd_adds_the_gradients_of_two_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, before they are added to the window's sum in fp32."""
+
+    def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
+        for factor in (0.0, 0.0, 0.37, 0.73):
+            loss = engine((2, 3))
+            yield loss + factor * engine((2, 3)) if factor else loss
+
+    def run() -> Trained:
+        placement = Placement(activations="checkpoint")
+        return train_by(Stack(InOneDtype), forwards, placement, gradient_accumulation=2, working_dtype="bf16")
+
+    found = run()
+    assert found[2] > 0
+    assert_equals_eager(found, run, monkeypatch)
 
 
 @pytest.mark.parametrize("activations", ["keep", "checkpoint"])
