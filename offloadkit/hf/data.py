@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -225,13 +226,24 @@ def prepare_both(
         data = prepare(rows, tokenizer, model_config, **how)
     if said := _columns(rows, model_config, data.task, column_options).in_words(rows.column_names):
         print(said, flush=True)
+
+    def prepared(given: Any) -> PreparedData:
+        rows = load_dataset_like(given, split="validation", columns=column_options.named)
+        return prepare(rows, tokenizer, model_config, task=data.task, id2label=data.id2label, **how)
+
+    return with_evaluation(data, eval_dataset, prepared)
+
+
+def with_evaluation(
+    data: PreparedData, eval_dataset: Any, prepared: Callable[[Any], PreparedData]
+) -> tuple[PreparedData, PreparedData | None]:
+    """The training rows and the evaluation rows, which `prepared` makes of `eval_dataset`; see `prepare_both`."""
     if eval_dataset is None:
         return data, None
     if isinstance(eval_dataset, float):
         return held_out(data, eval_dataset)
     try:
-        rows = load_dataset_like(eval_dataset, split="validation", columns=column_options.named)
-        return data, prepare(rows, tokenizer, model_config, task=data.task, id2label=data.id2label, **how)
+        return data, prepared(eval_dataset)
     except DataError as error:
         raise DataError(f"eval_dataset: {error}") from error
 

@@ -24,7 +24,7 @@ from offloadkit.errors import ConfigError, DataError, ModelError, cut, shown
 from offloadkit.facts.changes import longest_of_model
 from offloadkit.hf.columns import IMAGES, ColumnOptions
 from offloadkit.hf.conversations import conversation
-from offloadkit.hf.data import PreparedData, held_out
+from offloadkit.hf.data import PreparedData, with_evaluation
 from offloadkit.hf.read import is_stream, load_dataset_like
 from offloadkit.hf.tokenize import IGNORED, NO_TEMPLATE, messages_of, parsed, parts_of, type_of
 from offloadkit.hf.widths import PadToWidths, Widths, rounded_up, width_step
@@ -472,14 +472,7 @@ def prepare_images(
         return _prepared(given, texts, config, dtype, max_input_length)
 
     data = prepared(train_dataset, "train")
-    if eval_dataset is None:
-        return data, None
-    if isinstance(eval_dataset, float):
-        return held_out(data, eval_dataset)
-    try:
-        return data, prepared(eval_dataset, "validation")
-    except DataError as error:
-        raise DataError(f"eval_dataset: {error}") from error
+    return with_evaluation(data, eval_dataset, lambda rows: prepared(rows, "validation"))
 
 
 def _prepared(

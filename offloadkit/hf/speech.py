@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from offloadkit.errors import ConfigError, DataError, ModelError, cut
 from offloadkit.facts.units import rounded
 from offloadkit.hf.columns import ColumnOptions, strings
-from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, PreparedData, held_out
+from offloadkit.hf.data import DEFAULT_TARGET_LENGTH, PreparedData, with_evaluation
 from offloadkit.hf.load import num_frames
 from offloadkit.hf.read import is_stream, load_dataset_like
 from offloadkit.hf.tokenize import IGNORED, Cut
@@ -174,14 +174,7 @@ def prepare_speech(
         return _prepared(rows, *names, processor, config, dtype, max_target_length)
 
     data = prepared(train_dataset, "train")
-    if eval_dataset is None:
-        return data, None
-    if isinstance(eval_dataset, float):
-        return held_out(data, eval_dataset)
-    try:
-        return data, prepared(eval_dataset, "validation")
-    except DataError as error:
-        raise DataError(f"eval_dataset: {error}") from error
+    return with_evaluation(data, eval_dataset, lambda rows: prepared(rows, "validation"))
 
 
 def _check_fits(processor: Any, config: Any) -> None:
