@@ -1,6 +1,6 @@
 """Runs for tests of peak RAM, each in a fresh process.
 
-`python -m tests.peak_ram train|head FOLDER|WAY`, or `checkpoint FOLDER all|compact|weights`.
+`python -m tests.peak_ram train|head FOLDER|WAY`, or `checkpoint FOLDER all|compact|weights large|small ram|disk`.
 """
 
 from __future__ import annotations
@@ -59,36 +59,45 @@ def train(folder: str) -> None:
     print(json.dumps([planned, hardware.process_peak_ram_bytes(), result.plan.num_parameters, phases]))
 
 
-def checkpoint(folder: str, contents: str) -> None:
+def checkpoint(folder: str, contents: str, size: str, states: Any) -> None:
     """Print the bytes that saving a checkpoint with these contents and loading it add to peak RAM, its size, and the
     number of parameters, in bf16.
+
+    Args:
+        size: "large": 0.2 billion parameters. "small": 0.02 billion, and pieces of 1 MiB.
+        states: "ram" or "disk".
     """
     import torch
     from torch import nn
 
-    from offloadkit import OffloadConfig, OffloadEngine
+    from offloadkit import OffloadConfig, OffloadEngine, Placement
+    from offloadkit.checkpoint import arrays
     from offloadkit.facts import hardware
 
+    number, width = (13, 4096) if size == "large" else (5, 2000)
+    if size == "small":
+        arrays.PIECE_BYTES = 2**20
     options: dict[str, dict[str, Any]] = {
         "all": {},
         "compact": {"checkpoint_precision": "compact"},
         "weights": {"save_only_model": True},
     }
-    layer = partial(nn.utils.skip_init, nn.Linear, 4096, 4096, dtype=torch.bfloat16)
-    model = nn.Sequential(*[layer() for _ in range(13)])
+    layer = partial(nn.utils.skip_init, nn.Linear, width, width, dtype=torch.bfloat16)
+    model = nn.Sequential(*[layer() for _ in range(number)])
     for parameter in model.parameters():
         nn.init.constant_(parameter, 1e-4)
     saved = Path(folder) / "saved"
-    with OffloadEngine(model, OffloadConfig(**options[contents]), device="cpu") as engine:
-        engine.backward(engine(torch.ones(1, 4096, dtype=torch.bfloat16)).sum())
+    config = OffloadConfig(placement=Placement(states=states), disk=folder, **options[contents])
+    with OffloadEngine(model, config, device="cpu") as engine:
+        engine.backward(engine(torch.ones(1, width, dtype=torch.bfloat16)).sum())
         engine.step()
         engine.synchronize()
         before = hardware.process_ram_bytes()
         engine.save_checkpoint(saved)
         engine.load_checkpoint(saved)
         added = [engine.telemetry.peaks[name]["ram"] - before for name in ("saving", "resuming")]
-        number = engine.plan.num_parameters
-    print(json.dumps([*added, sum(path.stat().st_size for path in saved.iterdir()), number]))
+        num_parameters = engine.plan.num_parameters
+    print(json.dumps([*added, sum(path.stat().st_size for path in saved.iterdir()), num_parameters]))
 
 
 def head(way: str) -> None:

@@ -87,7 +87,7 @@ def test_a_run_takes_the_ram_that_its_plan_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("contents", "per_parameter"), [("all", 12), ("compact", 8), ("weights", 2)])
 def test_saving_and_loading_a_checkpoint_hold_no_second_copy(tmp_path: Path, contents: str, per_parameter: int) -> None:
     """0.2 billion parameters: the smallest second copy, of the bf16 weights, would be 416 MiB."""
-    saving, resuming, size, number = printed("checkpoint", str(tmp_path), contents)
+    saving, resuming, size, number = printed("checkpoint", str(tmp_path), contents, "large", "ram")
     assert number > 200e6
     assert size == pytest.approx(per_parameter * number, rel=1e-3)
     assert max(saving, resuming) < 150 * MIB  # pieces of 64 MiB, one for each open file
