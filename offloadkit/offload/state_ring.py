@@ -153,6 +153,7 @@ class StateRing:
         self.ahead: deque[tuple[_Chunk, _Buffer]] = deque()
         self.under_way: deque[Event] = deque()
         self._stepped: Event | None = None
+        self._waited_for: Event | None = None
 
     def forget_ahead(self) -> None:
         """Discard prefetched chunks, because their step was skipped and RAM may have been written since."""
@@ -268,13 +269,15 @@ class StateRing:
         return self._fetch(layer, chunk, next(self._turns), list(chunk.host))
 
     def _fetch(self, layer: StreamedStates, chunk: _Chunk, buffer: _Buffer, names: Sequence[str]) -> _Buffer:
+        drained = None if layer.drained is self._waited_for else layer.drained  # all chunks of a layer have one
         for event in (
             buffer.free,
-            layer.drained,  # wait: states in RAM before they are fetched
+            drained,  # wait: states in RAM before they are fetched
             self._stepped,  # wait: a step before the next fetch
         ):
             if event is not None:
                 self.h2d.wait(event)
+        self._waited_for = layer.drained
         here = buffer.parts(chunk)
         buffer.arrived = self.h2d.copy_all([(here[name], chunk.host[name]) for name in names], layer.name)
         return buffer
