@@ -445,7 +445,7 @@ class Replanner:
             self._loop.settle()  # see _repeat_together
         plan = with_less_vram_at_rest(self.plan, self._device, ranks)
         if plan is None:
-            raise error
+            raise OutOfVramError(str(error)) from error  # no rank tries again if this call is nested in another
         try:
             self._move_with_a_warning(plan, f"{whose} was full in an evaluation", stacklevel=7)
         except OffloadkitError as why:

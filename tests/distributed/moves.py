@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,7 @@ def evaluating(
     begins: Placement = RESIDENT,
     to: Placement | None = None,
     is_open: bool = False,
+    nested: bool = False,
     **config: Any,
 ) -> dict[str, Any]:
     """Train a step, evaluate twice with random numbers, and train another step.
@@ -176,6 +178,7 @@ def evaluating(
         full: (rank, evaluation) pairs where the rank's GPU is full once; a repeated evaluation counts too.
         to: the plan to move to; None: a leaner one.
         is_open: the evaluations are inside an accumulation window.
+        nested: they run inside another evaluation, as a Trainer's that generates.
 
     Returns:
         As `moving`, and the results of the evaluations that ended well as "evaluated", of all that began as "begun".
@@ -207,7 +210,8 @@ def evaluating(
                     try:
                         with torch.no_grad():  # as a Trainer does: around the engine's own recovery
                             batch = batches[2 * size + rank]
-                            loss = engine.run_eval(lambda batch=batch: engine(batch), together=together)
+                            run = partial(engine.run_eval, partial(engine, batch), together=together)
+                            loss = engine.run_eval(run, together=together) if nested else run()
                             evaluated.append(float(loss))
                     except OffloadkitError as raised:
                         errors.append(f"{type(raised).__name__}: {raised}")

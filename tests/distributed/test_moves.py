@@ -118,6 +118,11 @@ def test_where_one_rank_is_full_in_an_evaluation_all_move_and_it_evaluates_again
             "OutOfVramError: the GPU's memory is full", marks=pytest.mark.slow,
         ),
         pytest.param(
+            {"placement": RESIDENT, "nested": True},
+            "OutOfVramError: the memory of rank 1's GPU was full in an evaluation: its error",
+            "OutOfVramError: the GPU's memory is full", marks=pytest.mark.slow,
+        ),
+        pytest.param(
             {"is_open": True}, "An accumulation window is open", "An accumulation window is open",
             marks=pytest.mark.slow,
         ),
