@@ -17,7 +17,7 @@ from offloadkit.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ASSISTANT = ("assistant", "model")
+ASSISTANT = ("assistant", "model")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OTHER_TEXT = "\ue000"
 """In place of a message. No text begins or ends with this character for private use."""
@@ -45,7 +45,7 @@ def conversation(
     tokens = _ids(tokenizer, whole)
     learned = [False] * len(tokens)
     for at, message in enumerate(messages):
-        if message["role"] in _ASSISTANT:
+        if message["role"] in ASSISTANT:
             begin, end = _place(tokenizer, messages, at, whole)
             if begin < 0 or _texts(message)[-1].strip()[-_LAST:] not in whole[begin:end]:
                 raise DataError(

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from offloadkit.errors import ConfigError, DataError, ModelError, cut, shown
 from offloadkit.facts.changes import longest_of_model
 from offloadkit.hf.columns import IMAGES, ColumnOptions
-from offloadkit.hf.conversations import conversation
+from offloadkit.hf.conversations import ASSISTANT, conversation
 from offloadkit.hf.data import PreparedData, with_evaluation
 from offloadkit.hf.read import is_stream, load_dataset_like
 from offloadkit.hf.tokenize import IGNORED, NO_TEMPLATE, messages_of, parsed, parts_of, type_of
@@ -158,7 +158,7 @@ def check_without_images(data: Any, config: PreTrainedConfig) -> None:
 class _Conversation:
     index: int
     messages: list[dict[str, Any]]
-    """With a list of parts in each message, and without the images themselves."""
+    """Up to the assistant's last one, with a list of parts in each, and without the images themselves."""
     images: list[Any]
 
 
@@ -196,7 +196,9 @@ def _conversation(row: Mapping[str, Any], column: str, index: int) -> _Conversat
             f"row {index} has {_counted(len(images), 'image')} and {_counted(number, 'place')} for them in {column!r}: "
             'write {"type": "image"} into the content of a message for each image'
         )
-    return _Conversation(index, messages, images)
+    end = max((at for at, each in enumerate(messages, 1) if each["role"] in ASSISTANT), default=len(messages))
+    later = (part for message in messages[end:] for part in message["content"] if part["type"] == "image")
+    return _Conversation(index, messages[:end], images[: number - len(list(later))])
 
 
 def _plain(value: Any) -> list[Any]:

@@ -342,6 +342,14 @@ def test_an_image_in_an_answer_is_not_learned() -> None:
     assert (batch["labels"] >= 0).any()
 
 
+def test_images_after_the_last_answer_are_left_out() -> None:
+    """They teach nothing, and a prediction of that answer would have pixels without a place."""
+    data = rows(1)
+    data[0]["messages"].append({"role": "user", "content": [{"type": "image", "image": picture(True)}]})
+    batches = [found.collator([found.dataset[0]]) for found in (prepared(data), prepared(rows(1)))]
+    assert all(torch.equal(value, batches[1][name]) for name, value in batches[0].items())
+
+
 def encoded(image: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG")
