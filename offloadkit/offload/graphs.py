@@ -1248,6 +1248,7 @@ class _Entry:
                 f"a buffer of {block.name} that backward needs was written after this loss was computed: write it "
                 "after backward, or compute the loss again"
             )
+        block.adds |= len(block.live) > 1 or block.ran_eagerly
         for layer, num_updates in zip(self._all_layers, call.seen, strict=True):
             layer.check_seen(num_updates)
             layer.use()
@@ -1285,10 +1286,7 @@ class _Entry:
         work for each parameter. Returns their indices.
         """
         block, taken = self.block, list[int]()
-        block.adds |= len(block.live) > 1 or block.ran_eagerly
-        if block.adds:
-            return taken
-        if any(isinstance(each, Watched) for each in self.trained[:1]):  # autograd.grad, not the engine's backward
+        if block.adds or any(isinstance(each, Watched) for each in self.trained[:1]):  # the latter in autograd.grad
             return taken
         for layer, indices in self._layers:
             gradients = [each for index in indices if (each := results[index]) is not None]
