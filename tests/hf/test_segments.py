@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from torch.nn.attention import varlen
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from offloadkit import OffloadConfig, Placement
 from offloadkit.engine.outline import without_memory
@@ -92,8 +93,10 @@ def test_attention_is_called_once_in_a_block_and_computes_the_same(
 
 
 def test_another_packages_attention_gets_each_segment(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    other_model = patched(FAMILIES["qwen3-vl"][0](), OffloadConfig(), capability=CAPABILITY)
     table: Any = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
-    model, lengths, own = FAMILIES["qwen3-vl"][0]().bfloat16(), [], table["sdpa"]
+    own: Any = sdpa_attention_forward  # another model may be open, and the table's function ours
+    model, lengths = FAMILIES["qwen3-vl"][0]().bfloat16(), list[int]()
     undo = patched(model, OffloadConfig(), capability=CAPABILITY)
 
     def attention(module: Any, query: Tensor, *given: Any, **named: Any) -> Any:
@@ -104,6 +107,7 @@ def test_another_packages_attention_gets_each_segment(calls: list[Any], monkeypa
         changed.setitem(table._local_mapping, "sdpa", attention)
         model.model.visual(torch.randn(176, 24).bfloat16(), torch.tensor(GRIDS))
     undo()
+    other_model()
     assert lengths == [176, 16, 96, 32, 32] * 3
     assert not calls
 
