@@ -64,6 +64,7 @@ class Counts(NamedTuple):
     cheap: int = 0
 
 
+_NUM_STEPS = Counts._fields.index("gpu_steps") + 1
 Recomputation = Literal["keep", "cheap", "checkpoint", "offload"]
 _STREAMED, _KEEPS, _ON_GPU, _ON_DISK, _IN_VRAM = 1, 2, 4, 8, 16
 _LOOKED_UP = _IN_VRAM | _KEEPS
@@ -151,8 +152,11 @@ class Spread:
         )
 
     def codes(self, some: Sequence[Counts]) -> Codes:
+        numbers = np.array([counts[:_NUM_STEPS] for counts in some], dtype=np.int64).reshape(-1, _NUM_STEPS, 1)
+
         def column(name: str) -> Ints:
-            return np.array([getattr(counts, name) for counts in some], dtype=np.int64)[:, None]
+            found: Ints = numbers[:, Counts._fields.index(name)]
+            return found
 
         number = len(self._layers)
         streamed = self._may_stream & _is_among(column("streamed"), self.block_of, max(1, len(self.blocks)))

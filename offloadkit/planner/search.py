@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
-from itertools import chain, islice
+from itertools import chain, combinations, product
 from typing import Any
 
 from offloadkit.facts.config import Placement
@@ -17,29 +17,24 @@ from offloadkit.planner.seconds import StepModel
 from offloadkit.planner.work import MicroBatch
 
 GRID = 8
-MAX_SHARED = 12
-"""Most placements with steps shared between CPU and GPU that are tried before the best are refined."""
+STARTS = 4
+"""Most placements of the coarse grid that are refined."""
 
-_AGAINST = ((1, 1), (2, 1), (1, 2), (4, 2), (-1, -1), (-1, -2), (-2, -1))
-_CHANGES: list[dict[str, int]] = [
-    *({name: by} for name in ("recomputed", "offloaded", "streamed", "states_in_vram") for by in (-4, -2, -1, 1, 2, 4)),
-    *(
-        {"states_in_vram": by, other: against}
-        for other in ("recomputed", "streamed", "offloaded")
-        for by, against in _AGAINST
-    ),
-    *({"recomputed": by, "streamed": -by} for by in (-2, -1, 1, 2)),
-]
-_OF_CHEAP: list[dict[str, int]] = [
-    *({"cheap": by} for by in (-4, -2, -1, 1, 2, 4)),
-    *({"cheap": by, "recomputed": -by} for by in (-4, -2, -1, 1, 2, 4)),
-    *({"cheap": by, other: against} for other in ("states_in_vram", "streamed") for by, against in _AGAINST),
-]
-_WITH_GPU = [
-    *_CHANGES,
-    *({"gpu_steps": by} for by in (-4, -2, -1, 1, 2, 4)),
-    *({"gpu_steps": -by, "states_in_vram": by} for by in (-2, -1, 1, 2)),
-]
+_NUMBERS = ("recomputed", "streamed", "offloaded", "gpu_steps", "cheap")
+_LEAST_GAIN = 5e-4
+"""Least saving of step time (fraction) for which refining continues."""
+
+
+def _changes(alone: Sequence[int], together: Sequence[int]) -> list[dict[str, int]]:
+    """Changes of one number by `alone`, and of two numbers by `together`, up or down."""
+    pairs = product(combinations(_NUMBERS, 2), together, (1, -1), (1, -1))
+    return [
+        *({name: sign * by} for name in _NUMBERS for by in alone for sign in (1, -1)),
+        *({one: up * by, other: side * by} for (one, other), by, up, side in pairs),
+    ]
+
+
+_NEAR, _WIDER = _changes((1, 4), (1,)), _changes((1, 2, 4, 8), (1, 2, 4))
 
 
 @dataclass(frozen=True)
@@ -57,16 +52,18 @@ class _Tried:
 
     Attributes:
         instead: in order of trial, the fastest counts that fit in place of each tried `Counts`; None if none fit.
+        refined: counts whose neighbours were tried, with the changes that lead to them.
     """
 
     def __init__(self, search: Search, room: Room) -> None:
-        self._search, self._room = search, room
+        self._search, self.room = search, room
         self.instead: dict[Counts, Counts | None] = {}
+        self.refined: set[tuple[Counts, bool, bool]] = set()
 
     def add(self, some: Iterable[Counts]) -> list[Counts]:
         given = list(some)
         new = [counts for counts in dict.fromkeys(given) if counts not in self.instead]
-        fitting = self._search.fitting(new, self._room)
+        fitting = self._search.fitting(new, self.room)
         self._search.simulate(chain.from_iterable(fitting))
         for counts, options in zip(new, fitting, strict=True):
             self.instead[counts] = min(options, key=lambda fits: self._search.phases(fits).step, default=None)
@@ -80,9 +77,8 @@ class _Tried:
         fitting = filter(None, self.instead.values())
         return min(fitting, key=lambda fits: self._search.phases(fits).step, default=None)
 
-    def ranked(self, cost: Callable[[Phases], float]) -> list[Counts]:
-        costs = {counts: cost(self._search.phases(fits)) for counts, fits in self.instead.items() if fits}
-        return sorted(costs, key=lambda counts: costs[counts])
+    def ranked(self) -> list[Counts]:
+        return sorted((counts for counts, fits in self.instead.items() if fits), key=self.step)
 
 
 class Search:
@@ -161,39 +157,37 @@ class Search:
         """The counts of `best`.
 
         1. If everything fits in VRAM, everything is in VRAM.
-        2. Else a coarse grid covers the numbers of recomputed, offloaded and streamed blocks and of states in VRAM.
-        3. The two best are refined: one number, or two against each other, changes by 1, 2 or 4 while the step gets
+        2. Else a coarse grid covers the numbers of recomputed, offloaded and streamed blocks, each with several
+        choices of who steps. The rest of VRAM is filled with states.
+        3. The best of each such choice are refined: numbers change, and states fill VRAM again, while the step gets
         faster.
-        4. In the two best and in the most promising of step 2, the GPU steps its share of the layers with states in
-        RAM. The three best are refined in the same way.
-        5. If blocks gain by keeping matmuls and attention, such blocks are added to the coarse grid, and the best are
+        4. If blocks gain by keeping matmuls and attention, such blocks are added to the coarse grid, and the best are
         refined with their number.
+        5. The two best are refined with wider changes.
         """
         recomputed = self._num_blocks if self._all_recomputed else 0
         (everything,) = self.fitting([Counts(recomputed, 0, 0, len(self._layers))], Room(vram, ram, 0))
         if everything:
             return everything[0]
-        room = Room(vram, ram, disk)
-        tried = _Tried(self, room)
-        tried.add(self._coarse(room, self._levels(), _grid(self._num_streamed)))
-        promising = tried.ranked(self._promise)
-        for counts in tried.ranked(_step)[:2]:
-            self._refine(counts, tried)
-        starts = [*tried.ranked(_step)[:2], *promising]
-        others = dict.fromkeys(counts._replace(states_in_vram=0, states_on_disk=0) for counts in starts)
-        shared = tried.add(islice((other for counts in others for other in self._shared(counts, room)), MAX_SHARED))
-        for counts in sorted(shared, key=tried.step)[:3]:
+        tried = _Tried(self, Room(vram, ram, disk))
+        tried.add(self._coarse(tried.room, self._levels(), _grid(self._num_streamed)))
+        of_steppers: dict[tuple[bool, InVram], Counts] = {}
+        for counts in tried.ranked():
+            kind = counts.gpu_steps > 0 or counts.gradients_in_vram == "all", counts.gradients_in_vram
+            of_steppers.setdefault(kind, counts)
+        for counts in [*of_steppers.values()][:STARTS]:
             self._refine(counts, tried)
         if self._tries_cheap:
-            streamed = sorted({0, *(counts.streamed for counts in tried.ranked(_step)[:2])})
-            grid = sorted(tried.add(self._coarse(room, self._cheap_levels(), streamed)), key=tried.step)[:2]
-            shared = tried.add(islice((other for counts in grid for other in self._shared(counts, room)), MAX_SHARED))
-            for counts in dict.fromkeys([*tried.ranked(_step)[:1], *grid[:1], *sorted(shared, key=tried.step)[:1]]):
+            streamed = sorted({0, *(counts.streamed for counts in tried.ranked()[:2])})
+            grid = tried.add(self._coarse(tried.room, self._cheap_levels(), streamed))
+            for counts in [*tried.ranked()[:1], *sorted(grid, key=tried.step)[:1]]:
                 self._refine(counts, tried, cheap=True)
+        for counts in tried.ranked()[:2]:
+            self._refine(counts, tried, cheap=counts.cheap > 0, wider=True)
         if (fastest := tried.fastest()) is not None:
             return fastest
-        self._too_small.add(room)
-        return self._leanest(room)
+        self._too_small.add(tried.room)
+        return self._leanest(tried.room)
 
     def adapted(self, counts: Counts, vram: int, ram: int, disk: int = 0) -> Counts | None:
         """The fastest within these bytes that refining finds from `counts`, the best of a search whose blocks take less
@@ -213,7 +207,7 @@ class Search:
         tried = _Tried(self, room)
         most = self._most_states(leaner, room)
         tried.add([counts, *(each._replace(states_in_vram=n) for each, n in zip(leaner, most, strict=True) if n >= 0)])
-        for start in tried.ranked(_step)[:2]:
+        for start in tried.ranked()[:2]:
             self._refine(start, tried, cheap=counts.cheap > 0)
         return tried.fastest()
 
@@ -227,27 +221,11 @@ class Search:
         self.counts(vram, ram, disk)
         return not self._short_of_ram.isdisjoint({Room(vram, ram, 0), Room(vram, ram, disk)})
 
-    def _promise(self, seconds: Phases) -> float:
-        """Estimate of a step's seconds after the GPU takes over its share of the CPU steps."""
-        return max(seconds.backward + seconds.busy_forward, seconds.step - self.model.gpu_share() * seconds.busy_cpu)
-
-    def _shared(self, counts: Counts, room: Room) -> Iterator[Counts]:
-        """`counts` with the GPU stepping its share of the layers, with and without their gradients in VRAM.
-
-        The rest of VRAM is filled with states.
-        """
-        share, number = self.model.gpu_share(), len(self._layers)
-        for in_vram in dict.fromkeys((counts.gradients_in_vram, _at_least_gpu(counts))):
-            shared = counts._replace(gpu_steps=max(1, round(share * number)), gradients_in_vram=in_vram)
-            (most,) = self._most_states([shared], room)
-            if most >= 0:
-                yield shared._replace(states_in_vram=most, gpu_steps=max(1, round(share * (number - most))))
-
     def _levels(self) -> list[tuple[int, int, int]]:
         """Numbers of recomputed, offloaded and cheap blocks."""
         numbers = _grid(self._num_blocks)
         recomputed = [(number, 0, 0) for number in (numbers[-1:] if self._all_recomputed else numbers)]
-        return [*recomputed, *((self._num_blocks, number, 0) for number in numbers[1:])]
+        return [*recomputed, *((self._num_blocks, number, 0) for number in numbers[1::2])]
 
     def _cheap_levels(self) -> list[tuple[int, int, int]]:
         numbers = _grid(self._num_blocks)[2::2]
@@ -255,17 +233,33 @@ class Search:
         return [*((0, 0, number) for number in numbers), *mixed]
 
     def _coarse(self, room: Room, levels: Sequence[tuple[int, int, int]], streamed: Sequence[int]) -> Iterator[Counts]:
-        options: list[InVram] = ["all", "none"] if self._accumulation > 1 else ["none"]
+        """Placements with these numbers that fit VRAM: without GPU steps, or with the GPU's share of the layers."""
+        share, number = self.model.gpu_share(), len(self._layers)
+        steps, modes = max(1, round(share * number)), self._gradients_in_vram()
         corners = [
-            Counts(again, offloaded, number, 0, gradients_in_vram=in_vram, cheap=cheap)
+            Counts(again, offloaded, number_streamed, 0, gpu_steps=gpu_steps, gradients_in_vram=in_vram, cheap=cheap)
             for again, offloaded, cheap in levels
-            for in_vram in options
-            for number in streamed
+            for number_streamed in streamed
+            for in_vram in modes
+            for gpu_steps in ((steps,) if in_vram == "gpu" else (0, steps))
         ]
+        fewer = []
         for counts, most in zip(corners, self._most_states(corners, room), strict=True):
-            states = [number for number in _grid(len(self._layers)) if number < most]
-            for number in [*states, most][-GRID // 2 :] if most >= 0 else ():
-                yield counts._replace(states_in_vram=number)
+            if most >= 0:
+                by_gpu = max(1, round(share * (number - most))) if counts.gpu_steps else 0
+                yield counts._replace(states_in_vram=most, gpu_steps=by_gpu)
+            elif counts.gradients_in_vram == "gpu":
+                fewer.append(counts._replace(gpu_steps=max(1, round(0.75 * steps))))
+        yield from self._filled(fewer, room)
+
+    def _gradients_in_vram(self) -> tuple[InVram, ...]:
+        return ("none", "gpu", "all") if self._accumulation > 1 else ("none", "gpu")
+
+    def _filled(self, some: Iterable[Counts], room: Room) -> list[Counts]:
+        """`some` with as many states in VRAM as fit, without counts that do not fit."""
+        empty = list(dict.fromkeys(counts._replace(states_in_vram=0) for counts in some))
+        most = self._most_states(empty, room)
+        return [counts._replace(states_in_vram=n) for counts, n in zip(empty, most, strict=True) if n >= 0]
 
     def _most_states(self, some: Sequence[Counts], room: Room) -> list[int]:
         """For each of `some`, which have no states in VRAM: how many layers' states fit in the rest of VRAM; -1 if the
@@ -273,45 +267,69 @@ class Search:
         """
 
         def left(counts: Counts, number: int) -> int:
-            return room.vram - self.needs(counts._replace(states_in_vram=number)).vram
+            return room.vram - self._needs[counts._replace(states_in_vram=number)].vram
 
         self.learn(some)
-        mores = self._spread.more_vram(some)
-        estimates = [int((more.cumsum() <= left(counts, 0)).sum()) for counts, more in zip(some, mores, strict=True)]
-        self.learn(
-            counts._replace(states_in_vram=number + by)
-            for counts, number in zip(some, estimates, strict=True)
-            for by in (0, 1)
-        )
-        found = []
-        for counts, number, more in zip(some, estimates, mores, strict=True):  # shared buffers change too
-            while number < len(more) and left(counts, number + 1) >= 0:
-                number += 1
-            while number and left(counts, number) < 0:
-                number -= 1
-            found.append(number if left(counts, 0) >= 0 else -1)
-        return found
+        unsure = [counts for counts in dict.fromkeys(some) if left(counts, 0) >= 0]
+        mores = dict(zip(unsure, self._spread.more_vram(unsure), strict=True)) if unsure else {}
+        found = {counts: int((more.cumsum() <= left(counts, 0)).sum()) for counts, more in mores.items()}
+        while unsure:  # shared buffers change too
+            near = [(counts, found[counts] + by) for counts in unsure for by in (0, 1)]
+            self.learn(counts._replace(states_in_vram=number) for counts, number in near)
+            changed = []
+            for counts in unsure:
+                number = found[counts]
+                if left(counts, number) < 0:
+                    found[counts] -= 1
+                elif number < len(mores[counts]) and left(counts, number + 1) >= 0:
+                    found[counts] += 1
+                if found[counts] != number:
+                    changed.append(counts)
+            unsure = changed
+        return [found.get(counts, -1) for counts in some]
 
-    def _refine(self, counts: Counts, tried: _Tried, *, cheap: bool = False) -> None:
+    def _refine(self, counts: Counts, tried: _Tried, *, cheap: bool = False, wider: bool = False) -> None:
+        while (counts, cheap, wider) not in tried.refined:
+            tried.refined.add((counts, cheap, wider))
+            near = tried.add(self._near(counts, tried.room, cheap=cheap, wider=wider))
+            best = min(near, key=tried.step, default=counts)
+            if tried.step(best) >= (1 - _LEAST_GAIN) * tried.step(counts):
+                return
+            counts = best
 
-        def best_near() -> Counts:
-            return min(tried.add(self._near(counts, cheap=cheap)), key=tried.step, default=counts)
-
-        while tried.step(nearby := best_near()) < tried.step(counts):
-            counts = nearby
-
-    def _near(self, counts: Counts, *, cheap: bool) -> Iterator[Counts]:
+    def _near(self, counts: Counts, room: Room, *, cheap: bool, wider: bool) -> Iterator[Counts]:
         num_blocks, num_layers = self._num_blocks, len(self._layers)
-        most = dict.fromkeys(("recomputed", "offloaded", "cheap"), num_blocks) | {"streamed": self._num_streamed}
-        most |= dict.fromkeys(("states_in_vram", "gpu_steps"), num_layers)
+        most = dict.fromkeys(_NUMBERS, num_blocks) | {"streamed": self._num_streamed, "gpu_steps": num_layers}
         least = {"recomputed": num_blocks} if self._all_recomputed else {}
-        changes = _WITH_GPU if counts.gpu_steps else _CHANGES
-        for change in [*changes, *_OF_CHEAP] if cheap else changes:
+        others = [self._by_others(counts)]
+        if wider:
+            more = min(counts.recomputed + 4, num_blocks - counts.cheap)
+            leaner = counts._replace(recomputed=more, streamed=min(counts.streamed + 4, self._num_streamed))
+            others.append(self._by_others(leaner))
+        changed = list(chain.from_iterable(others))
+        for change in _WIDER if wider else _NEAR:
+            if "cheap" in change and not cheap:
+                continue
             values = {name: getattr(counts, name) + by for name, by in change.items()}
             near = _with(counts, values)
             within = all(least.get(name, 0) <= value <= most[name] for name, value in values.items())
             if within and near.offloaded <= near.recomputed <= num_blocks - near.cheap:
-                yield near
+                changed.append(near)
+        yield from self._filled(changed, room)
+        for by in (-4, -2, -1, 1, 2, 4):
+            states = counts.states_in_vram + by
+            if 0 <= states <= num_layers:
+                yield counts._replace(states_in_vram=states)
+                if counts.gpu_steps and 0 <= counts.gpu_steps - by <= num_layers:
+                    yield counts._replace(states_in_vram=states, gpu_steps=counts.gpu_steps - by)
+
+    def _by_others(self, counts: Counts) -> Iterator[Counts]:
+        """`counts` with other numbers of GPU steps, and with other layers that keep gradients in VRAM."""
+        share = max(1, round(self.model.gpu_share() * len(self._layers)))
+        for in_vram in self._gradients_in_vram():
+            for gpu_steps in dict.fromkeys((0, max(1, share // 2), share, counts.gpu_steps)):
+                if gpu_steps or in_vram != "gpu":
+                    yield counts._replace(gpu_steps=gpu_steps, gradients_in_vram=in_vram)
 
     def fitting(self, some: Sequence[Counts], room: Room) -> list[list[Counts]]:
         """For each of `some`: the counts alone if they fit, and an empty list if they lack VRAM.
@@ -393,7 +411,3 @@ def _at_least_gpu(counts: Counts) -> InVram:
 def _with(counts: Counts, values: dict[str, int]) -> Counts:
     changes: dict[str, Any] = dict(values)
     return counts._replace(**changes)
-
-
-def _step(seconds: Phases) -> float:
-    return seconds.step

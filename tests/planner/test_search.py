@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -125,6 +126,57 @@ def test_more_vram_is_never_slower_for_llama(llama_8b: Model) -> None:
     assert all(after <= 1.01 * before for before, after in itertools.pairwise(steps))
 
 
+BY_QUARTERS = {
+    ("t5-3b", 1, 512, 128): (1, 4),
+    ("t5-3b", 8, 512, 128): (1, 4),
+    ("t5-3b", 32, 512, 128): (1,),
+    ("t5-large", 8, 512, 128): (1,),
+    ("llama-3.2-1b", 2, 1024, 0): (1, 4),
+    ("llama-3.2-1b", 8, 1024, 0): (1,),
+    ("llama-3.2-3b", 4, 1024, 0): (1,),
+    ("llama-3.1-8b", 1, 1024, 0): (1, 4),
+    ("llama-3.1-8b", 32, 1024, 0): (1,),
+    ("qwen2.5-0.5b", 16, 1024, 0): (1,),
+    ("qwen2.5-7b", 1, 1024, 0): (1, 4),
+    ("qwen3-4b", 4, 1024, 0): (1,),
+}
+"""Model, rows, tokens and targets, and numbers of micro-batches."""
+
+
+def slower_by(budgets: Sequence[float], plan_of: Callable[[float], Plan]) -> list[float]:
+    """By what fraction each budget's step is slower than the fastest of the smaller ones; without plans that do not fit
+    and plans with everything in VRAM, where the GPU steps all layers though some CPU steps could be hidden.
+    """
+    found, fastest = [], float("inf")
+    for budget in budgets:
+        made = plan_of(budget)
+        if made.fits and made.seconds and {where.states for where in made.placements} != {"vram"}:
+            found.append(max(0.0, made.seconds.step / fastest - 1))
+            fastest = min(fastest, made.seconds.step)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("work", "accumulation"), [(work, each) for work, of in BY_QUARTERS.items() for each in of])
+def test_a_larger_budget_is_never_slower(work: tuple[str, int, int, int], accumulation: int) -> None:
+    """The search is greedy, so a budget may be some percent slower than a smaller one, but few are."""
+    name, *shape = work
+    model = layers_and_work(name, "bf16", *shape)
+    options = {"gradient_accumulation": accumulation}
+    vram = slower_by(
+        [3 + quarter / 4 for quarter in range(68)],
+        lambda budget: plan(model, vram=int(budget * GIB), ram="400GiB", **options),
+    )
+    size = sum(layer.num_parameters for layer in model[0])
+    ram = slower_by(
+        [10 + quarter / 4 for quarter in range(32)],
+        lambda budget: plan(model, vram="12GiB", ram=int(budget * size) + 4 * GIB, **options),
+    )
+    assert len(vram) >= 20
+    assert max(*vram, *ram) <= 0.04
+    assert sum((*vram, *ram)) <= 0.01 * len((*vram, *ram))
+
+
 def test_a_70b_model_is_planned() -> None:
     made = plan(llama(1, 2048, **LLAMA_70B), vram="80GiB", ram="1200GiB")
     assert made.fits
@@ -173,7 +225,7 @@ def test_both_processors_step_where_both_are_fast(small_batch: Model) -> None:
         assert made.seconds.busy["CPU step"] == pytest.approx(made.seconds.update_phase, rel=0.15)
         assert 5 < on_gpu_from_ram(made) < sum(where.states == "ram" for where in made.placements) / 2
         of_the_cores_alone.append(made.seconds.step / with_all_from_ram_on_cpu(made))
-    assert of_the_cores_alone == [pytest.approx(0.974, abs=0.01), pytest.approx(0.792, abs=0.01)]
+    assert of_the_cores_alone == [pytest.approx(0.974, abs=0.01), pytest.approx(0.845, abs=0.01)]
 
 
 def test_the_gpu_steps_most_where_cores_are_few(small_batch: Model) -> None:
