@@ -20,6 +20,8 @@ from offloadkit.checkpoint.origin import ORIGIN, Origin
 from offloadkit.checkpoint.values import read_json, write_json
 from offloadkit.distributed import world
 from offloadkit.errors import ModelError
+from offloadkit.hf.images import ImageRows
+from offloadkit.hf.speech import SpeechRows
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -29,16 +31,15 @@ _ORDER_FILE = "order.json"
 
 
 def by_length(rows: Any, size: int, args: TrainingArguments) -> LengthGroupedSampler | None:
-    """HuggingFace's order by length, in groups of `size`, of rows that know their `lengths`; None for other rows and
-    orders. (The Trainer would read every row, and decode its images or sound, to learn its length.)
+    """HuggingFace's order by length, in groups of `size`, of rows with images or sound; None for other rows and orders.
+    (The Trainer would read and decode every row to learn its length.)
     """
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
-    lengths = getattr(rows, "lengths", None)
-    if lengths is None or args.train_sampling_strategy != "group_by_length":
+    if not isinstance(rows, ImageRows | SpeechRows) or args.train_sampling_strategy != "group_by_length":
         return None
     seed = args.seed if args.data_seed is None else args.data_seed
-    return LengthGroupedSampler(size, lengths=list(lengths), generator=torch.Generator().manual_seed(seed))
+    return LengthGroupedSampler(size, lengths=rows.lengths, generator=torch.Generator().manual_seed(seed))
 
 
 class OrderOfSeed(Sampler[int]):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, T5ForConditionalGeneration
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import offloadkit
@@ -104,6 +104,16 @@ def options(**more: Any) -> dict[str, Any]:
 def trainer(kind: Any, folder: Path, collate: Any, model: Any, rows: Any, **more: Any) -> Any:
     args = arguments(folder, **options(**more))
     return kind(model=model, args=args, train_dataset=rows, data_collator=collate, processing_class=ByT5Tokenizer())
+
+
+def test_what_else_a_users_rows_call_lengths_orders_nothing(tmp_path: Path) -> None:
+    class Clips(list[Any]):
+        lengths = (0.5,)
+
+    rows = Clips({"input_ids": [4] * length, "labels": [4]} for length in range(1, 9))
+    made = trainer(OffloadSeq2SeqTrainer, tmp_path, None, T5ForConditionalGeneration(T5), rows)
+    for sampler in (made._get_train_sampler(), made._get_eval_sampler(rows)):
+        assert sorted(sampler) == list(range(8))
 
 
 @pytest.fixture
