@@ -119,7 +119,8 @@ def test_a_run_that_was_planned_with_wrong_rates_moves_once_and_no_number_change
         real = getattr(rate_watch, name)
         monkeypatch.setattr(rate_watch, name, lambda *args, name=name, real=real: (calls.append(name), real(*args))[1])
     said = (
-        rf"{why} at .* GB/s, but .* were planned after step .*: the plan has moved in .* \(.*the GPU steps 1[01] -> [34]\)"
+        rf"{why} at .* GB/s, but .* were planned after step .*: "
+        r"the plan has moved in .* \(.*the GPU steps 1[01] -> [34]\)"
     )
     with pytest.warns(RuntimeWarning, match=said) as warned:
         engine, weights = trained(LONG, telemetry := Measured())
