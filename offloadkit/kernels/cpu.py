@@ -192,6 +192,15 @@ def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segmen
         raise MemoryError(os.strerror(error))
 
 
+def _check_flat_pair(one: Tensor, other: Tensor, names: str) -> None:
+    if one.dim() != 1 or one.shape != other.shape:
+        raise ValueError(f"flat arrays of one length are needed, not {one.shape} and {other.shape}")
+    if not (one.is_contiguous() and other.is_contiguous()):
+        raise ValueError(f"{names} must be contiguous")
+    _check_on_cpu(one)
+    _check_on_cpu(other)
+
+
 def accumulate(accumulator: Tensor, gradient: Tensor, *, add: bool) -> None:
     """accumulator += fp32(gradient), or accumulator = fp32(gradient) if not `add`.
 
@@ -203,12 +212,7 @@ def accumulate(accumulator: Tensor, gradient: Tensor, *, add: bool) -> None:
             f"the accumulator must be fp32 and the gradient bf16, fp16 or fp32, "
             f"not {accumulator.dtype} and {gradient.dtype}"
         )
-    if accumulator.dim() != 1 or accumulator.shape != gradient.shape:
-        raise ValueError(f"flat arrays of one length are needed, not {accumulator.shape} and {gradient.shape}")
-    if not (accumulator.is_contiguous() and gradient.is_contiguous()):
-        raise ValueError("accumulator and gradient must be contiguous")
-    _check_on_cpu(accumulator)
-    _check_on_cpu(gradient)
+    _check_flat_pair(accumulator, gradient, "accumulator and gradient")
     library, kind = c_library(), _KINDS[gradient.dtype]
     if library is not None:
         library.accumulate(kind, add, accumulator.data_ptr(), gradient.data_ptr(), accumulator.numel())
@@ -252,12 +256,7 @@ def round_into(values: Tensor, rounded: Tensor, key: int, *, first: int, moment:
     """
     if (values.dtype, rounded.dtype) != (torch.float32, torch.bfloat16):
         raise TypeError(f"fp32 and bf16 are needed, not {values.dtype} and {rounded.dtype}")
-    if values.dim() != 1 or values.shape != rounded.shape:
-        raise ValueError(f"flat arrays of one length are needed, not {values.shape} and {rounded.shape}")
-    if not (values.is_contiguous() and rounded.is_contiguous()):
-        raise ValueError("moments must be contiguous")
-    _check_on_cpu(values)
-    _check_on_cpu(rounded)
+    _check_flat_pair(values, rounded, "moments")
     kernel = getattr(c_library(), "round", None)
     if kernel is not None:
         kernel(values.data_ptr(), rounded.data_ptr(), values.numel(), key, first, 16 * moment)

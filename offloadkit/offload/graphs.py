@@ -152,11 +152,7 @@ class BlockGraphs:
         self._num_shortages = self._num_first_runs = 0
         self.hooks_of_saved_tensors: Any = None
 
-    def arrange(
-        self,
-        weights: Mapping[nn.Module, Sequence[LayerWeights]],
-        take: Take,
-    ) -> None:
+    def arrange(self, weights: Mapping[nn.Module, Sequence[LayerWeights]], take: Take) -> None:
         """The layers of each block, after they were placed or moved. Drops all graphs."""
         self.weights, self.take = dict(weights), take
         for block in self._blocks:

@@ -27,6 +27,7 @@ from offloadkit.hf.speech import SpeechRows
 from tests import images, speech
 from tests.hf import tiny
 from tests.images import FAMILIES, picture, rows
+from tests.runs import check_resumed, losses
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +46,6 @@ OPTIONS: dict[str, Any] = {
     "monitor": False,
     "use_cpu": True,
 }
-
-
-def losses(result: Any) -> list[float]:
-    return [entry["loss"] for entry in result.history if "loss" in entry]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -156,13 +153,7 @@ def test_a_folder_trains_from_the_command_line_and_its_processor_is_saved(folder
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(folder: Path, tmp_path: Path) -> None:
-    how: dict[str, Any] = OPTIONS | {"save_steps": 2, "lr_scheduler_type": "constant"}
-    whole = offloadkit.finetune(folder, rows(), output_dir=tmp_path / "whole", max_steps=4, **how)
-    offloadkit.finetune(folder, rows(), output_dir=tmp_path / "parts", max_steps=2, **how)
-    again = offloadkit.finetune(folder, rows(), output_dir=tmp_path / "parts", max_steps=4, resume=True, **how)
-    assert losses(again)[-2:] == losses(whole)[-2:]
-    theirs = weights(whole.model_dir)
-    assert all(torch.equal(value, theirs[name]) for name, value in weights(again.model_dir).items())
+    check_resumed(folder, rows(), tmp_path, weights, OPTIONS)
 
 
 @pytest.mark.slow

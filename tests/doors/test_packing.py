@@ -30,6 +30,7 @@ from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.packing import PackedRows, PackedStream, best_fit
 from tests.hf.tiny import WORDS, llama_config, t5_config, word_tokenizer
 from tests.hf.training import arguments
+from tests.runs import losses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,10 +52,6 @@ def finetune(output: Path, data: Any = TEXTS, **more: Any) -> offloadkit.Finetun
     options: dict[str, Any] = {"model": llama(), "tokenizer": word_tokenizer(), "batch_size": 2, "packing": True}
     options |= {"monitor": False, "use_cpu": True, "logging_steps": 1, "learning_rate": 1e-2}
     return offloadkit.finetune(train_dataset=data, output_dir=output, **options | more)
-
-
-def losses(result: offloadkit.FinetuneResult) -> list[float]:
-    return [entry["loss"] for entry in result.history if "loss" in entry]
 
 
 def weights(result: offloadkit.FinetuneResult) -> list[torch.Tensor]:

@@ -29,6 +29,7 @@ from offloadkit.doors.cli import app
 from offloadkit.errors import ConfigError, DataError, ModelError
 from offloadkit.hf.columns import BY_NAME
 from offloadkit.hf.speech import prepare_speech
+from tests.runs import check_resumed, losses
 from tests.speech import RATE, START, model, processor, rows
 
 
@@ -41,10 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OPTIONS: dict[str, Any] = {"batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "monitor": False}
-
-
-def losses(result: Any) -> list[float]:
-    return [entry["loss"] for entry in result.history if "loss" in entry]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -98,13 +95,7 @@ def test_a_whisper_learns_as_by_transformers_trainer(folder: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(folder: Path, tmp_path: Path) -> None:
-    how: dict[str, Any] = OPTIONS | {"save_steps": 2, "lr_scheduler_type": "constant"}
-    whole = offloadkit.finetune(folder, rows(), output_dir=tmp_path / "whole", max_steps=4, **how)
-    offloadkit.finetune(folder, rows(), output_dir=tmp_path / "parts", max_steps=2, **how)
-    again = offloadkit.finetune(folder, rows(), output_dir=tmp_path / "parts", max_steps=4, resume=True, **how)
-    assert losses(again)[-2:] == losses(whole)[-2:]
-    theirs = weights(whole.model_dir)
-    assert all(torch.equal(value, theirs[name]) for name, value in weights(again.model_dir).items())
+    check_resumed(folder, rows(), tmp_path, weights, OPTIONS)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import offloadkit
 from offloadkit.errors import ConfigError, DataError
 from offloadkit.hf.streams import TokenizedStream
 from tests.hf.tiny import llama_config
+from tests.runs import losses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,10 +50,6 @@ def finetune(data: Any, output: Path, **more: Any) -> offloadkit.FinetuneResult:
     options: dict[str, Any] = {"model": model(), "tokenizer": "byte", "max_steps": 4, "batch_size": 4}
     options |= {"max_input_length": 64, "monitor": False, "use_cpu": True, "logging_steps": 1, "learning_rate": 1e-2}
     return offloadkit.finetune(train_dataset=data, output_dir=output, **options | more)
-
-
-def losses(result: offloadkit.FinetuneResult) -> list[float]:
-    return [entry["loss"] for entry in result.history if "loss" in entry]
 
 
 @pytest.mark.slow

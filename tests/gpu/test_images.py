@@ -11,6 +11,7 @@ import torch
 import offloadkit
 from offloadkit import OffloadConfig, Placement
 from tests.images import FAMILIES, rows
+from tests.runs import losses
 
 pytestmark = pytest.mark.gpu
 
@@ -22,10 +23,6 @@ OPTIONS: dict[str, Any] = {
 def run(name: str, folder: Path, **options: Any) -> offloadkit.FinetuneResult:
     model, processor = FAMILIES[name]()
     return offloadkit.finetune(model, rows(), tokenizer=processor, output_dir=folder, **(OPTIONS | options))
-
-
-def losses(result: Any) -> list[float]:
-    return [entry["loss"] for entry in result.history if "loss" in entry]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
