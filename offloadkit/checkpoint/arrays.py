@@ -80,7 +80,7 @@ def write_arrays(
     """Write arrays of any device into a safetensors file, atomically.
 
     Args:
-        encodings: encodings by name; arrays without one are written as they are.
+        encodings: encodings by name; an array without an encoding is written in its own dtype.
 
     Raises:
         ModelError: safetensors does not support an array's dtype.

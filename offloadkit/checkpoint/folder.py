@@ -384,7 +384,7 @@ def origin_of(checkpoint: Path) -> Origin:
 
 
 def contents_of(checkpoint: Path) -> Contents:
-    """What the checkpoint holds. Raises `ModelError` if the manifest cannot be read."""
+    """The contents that the manifest names. Raises `ModelError` if the manifest cannot be read."""
     return _read_manifest(checkpoint).contents
 
 
