@@ -1086,8 +1086,7 @@ class _Entry:
                 self._warm_up(tensors)
                 has_run = True
             self._forward = graphs.capture(self._work_of_forward, self)
-            if not any(self._differentiable):
-                raise _EagerlyError("its outputs require no gradient")
+            self._check_differentiable()
             # Backward too, so that an error shows before the graph is used. Later it is captured again if it gets
             # gradients of other outputs or with other strides.
             self._captured_backward(*self._ones(self._forward.graph.results))
@@ -1120,10 +1119,15 @@ class _Entry:
             run, outputs = self._compute(inputs)
             if versions != [each._version for each in inputs]:
                 raise _EagerlyError("it writes an argument")
+            self._check_differentiable()
             gradients, handed_on = self._ones(outputs)
             places = self._places(gradients)
             self._hold_gradients(places, gradients, handed_on)
             self._gradients(run, gradients, places)
+
+    def _check_differentiable(self) -> None:
+        if not any(self._differentiable):
+            raise _EagerlyError("its outputs require no gradient")
 
     def _fail(self, error: Exception) -> None:
         self.reason = _why_not(error)

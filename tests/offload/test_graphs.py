@@ -64,6 +64,23 @@ def test_graphs_train_the_bits_of_eager_blocks(
     )
 
 
+def test_a_frozen_encoder_trains_the_bits_of_eager_blocks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where a second length of rows is captured without a first run."""
+    caplog.set_level(logging.INFO)
+
+    def run() -> Trained:
+        model, placement = t5(), Placement(weights="ram", activations="checkpoint")
+        model.encoder.requires_grad_(False)
+        return train(model, batches("t5", 6), placement)
+
+    found = run()
+    assert "encoder.block.1 runs eagerly: its outputs require no gradient" in caplog.text
+    assert "cannot be captured" not in caplog.text
+    assert_equals_eager(found, run, monkeypatch)
+
+
 # ---- guards
 
 
