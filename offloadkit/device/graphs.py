@@ -239,6 +239,9 @@ class CudaPool(_Draws):
         graph: Any = torch.cuda.CUDAGraph()
         _clear_workspaces()  # so that cuBLAS takes its workspace from this pool
         before, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
+        replays = torch.cuda.current_stream(self._device)
+        # A capture begins with writes to the seed and offset on the GPU that all graphs of the generator read.
+        self._stream.wait_stream(replays)
         try:
             with torch.cuda.stream(self._stream), collector_off():
                 if not self._graphs:
@@ -248,6 +251,7 @@ class CudaPool(_Draws):
                 results = [None if each is None else without_owning(each) for each in owned]
                 del owned
         finally:
+            replays.wait_stream(self._stream)
             self.num_bytes += torch.cuda.memory_reserved(self._device) - before
             _clear_workspaces()
         self._graphs.add(graph)

@@ -13,7 +13,7 @@ from offloadkit.device.graphs import CudaPool
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.offload.graphs import _Entry, _FirstRun
+from offloadkit.offload.graphs import BlockGraphs, _Entry, _FirstRun
 from tests.graphs import PLACEMENTS, assert_equals_eager, batches, llama, t5, train, train_by
 
 SIZES = {
@@ -41,6 +41,59 @@ def test_graphs_train_the_bits_of_eager_blocks(
 
     found = run()
     assert found[2] >= 2 * 3 * 2  # forward and backward, three blocks, two lengths
+    assert_equals_eager(found, run, monkeypatch)
+
+
+_sleep: Any = torch.cuda._sleep
+LATE = 100_000_000
+"""Cycles of the GPU, some 60 ms: longer than Python takes to capture a block."""
+
+
+@pytest.mark.parametrize("late", ["replays", "captures"])
+def test_a_capture_leaves_the_random_numbers_of_replays_alone(late: str) -> None:
+    """torch writes the seed and offset that all graphs read at the start of a capture, on the capture's stream."""
+    pool, drawn = CudaPool(torch.device("cuda", 0)), torch.zeros(1 << 16, device="cuda")
+    graph = pool.capture(lambda: (drawn.uniform_(),))
+
+    def draw() -> torch.Tensor:
+        torch.manual_seed(3)
+        torch.rand(8, device="cuda")  # so that the offset is not that of a capture
+        torch.cuda.synchronize()
+        if late == "captures":
+            with torch.cuda.stream(pool._stream):
+                _sleep(LATE)
+            pool.capture(lambda: (drawn.neg(),))
+            graph.replay()
+        else:
+            _sleep(LATE)
+            graph.replay()
+            pool.capture(lambda: (drawn.neg(),))
+        return drawn.cpu()
+
+    torch.manual_seed(3)
+    torch.rand(8, device="cuda")
+    graph.replay()
+    expected = drawn.cpu()
+    assert torch.equal(draw(), expected)
+
+
+def test_graphs_train_the_bits_of_eager_blocks_on_a_busy_gpu(
+    deterministic: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are captured while the GPU is far behind Python."""
+    data = batches("t5", 4, "cuda", length=96)
+    own = BlockGraphs.replay
+
+    def replay(graphs: BlockGraphs, captured: Any) -> Any:
+        _sleep(LATE // 4)
+        return own(graphs, captured)
+
+    def run() -> Any:
+        return train(t5(**SIZES["t5"]), data, Placement(weights="ram"), device="cuda", working_dtype="bf16")
+
+    monkeypatch.setattr(BlockGraphs, "replay", replay)
+    found = run()
+    assert found[2] > 0
     assert_equals_eager(found, run, monkeypatch)
 
 
