@@ -304,6 +304,8 @@ class CudaPool(_Draws):
 
     def free(self) -> None:
         self._eager_bytes = self._outside_bytes = 0
+        # Before expandable segments leave VRAM, torch waits for the stream of their allocation alone.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         torch.cuda.empty_cache()
 
 

@@ -36,10 +36,16 @@ class Stream:
 
 
 class Gpu:
-    """The streams, and the offset of random numbers that all graphs of torch's generator read (before torch 2.13)."""
+    """The streams, and the offset of random numbers that all graphs of torch's generator read (before torch 2.13).
 
-    def __init__(self) -> None:
+    Attributes:
+        read: the offsets that replays have read.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
         self.offset, self.next_offset = -1, 8
+        self.read = list[int]()
         self.current = Stream()
         self.streams = [self.current]
 
@@ -56,17 +62,23 @@ class Gpu:
     def set_offset(self, offset: int) -> None:
         self.current.do(lambda: setattr(self, "offset", offset))
 
-    def run(self, draw: random.Random) -> None:
+    def run(self) -> None:
         """Do all work."""
         while may_work := [stream for stream in self.streams if stream.may_work()]:
-            draw.choice(may_work).go_on()
+            self._draw.choice(may_work).go_on()
+
+    def empty_cache(self) -> None:
+        """As torch does before it unmaps a segment, wait for the stream in which graphs have allocated memory."""
+        _, captures = self.streams
+        while captures.num_done < len(captures.work):
+            self._draw.choice([stream for stream in self.streams if stream.may_work()]).go_on()
 
 
 class Graph:
     """A graph that notes the offset of its random numbers when it runs."""
 
-    def __init__(self, gpu: Gpu, read: list[int]) -> None:
-        self.gpu, self.read = gpu, read
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
 
     def capture_begin(self, **_: Any) -> None:
         self.gpu.set_offset(0)
@@ -77,27 +89,40 @@ class Graph:
     def replay(self) -> None:
         self.gpu.set_offset(self.gpu.next_offset)
         self.gpu.next_offset += 4
-        self.gpu.current.do(lambda: self.read.append(self.gpu.offset))
+        self.gpu.current.do(lambda: self.gpu.read.append(self.gpu.offset))
 
 
-def test_a_capture_leaves_the_random_numbers_of_replays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python captures blocks long before the GPU has run the blocks before, or even the start of this capture."""
+@pytest.fixture(params=range(20))
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu(request.param)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    for seed in range(20):
-        gpu, read = Gpu(), list[int]()
-        for name, value in {
-            "Stream": gpu.new_stream,
-            "CUDAGraph": lambda gpu=gpu, read=read: Graph(gpu, read),
-            "stream": gpu.stream,
-            "current_stream": lambda device, gpu=gpu: gpu.current,
-            "graph_pool_handle": lambda: (0, 1),
-            "default_generators": [SimpleNamespace()],
-            "memory_reserved": lambda device: 0,
-            "memory_allocated": lambda device: 0,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        pool = CudaPool(torch.device("cuda", 0))
-        for _ in range(3):
-            pool.capture(tuple).replay()
-        gpu.run(random.Random(seed))
-        assert read == [8, 12, 16]
+    for name, value in {
+        "Stream": gpu.new_stream,
+        "CUDAGraph": lambda: Graph(gpu),
+        "stream": gpu.stream,
+        "current_stream": lambda device: gpu.current,
+        "graph_pool_handle": lambda: (0, 1),
+        "default_generators": [SimpleNamespace()],
+        "memory_reserved": lambda device: 0,
+        "memory_allocated": lambda device: 0,
+        "empty_cache": gpu.empty_cache,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return gpu
+
+
+def test_a_capture_leaves_the_random_numbers_of_replays_alone(gpu: Gpu) -> None:
+    """Python captures blocks long before the GPU has run the blocks before, or even the start of this capture."""
+    pool = CudaPool(torch.device("cuda", 0))
+    for _ in range(3):
+        pool.capture(tuple).replay()
+    gpu.run()
+    assert gpu.read == [8, 12, 16]
+
+
+def test_memory_of_graphs_leaves_vram_after_their_replays(gpu: Gpu) -> None:
+    """An evaluation drops graphs while the GPU still runs the backward of the step before."""
+    pool = CudaPool(torch.device("cuda", 0))
+    pool.capture(tuple).replay()
+    pool.free()
+    assert gpu.read == [8]
