@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -163,8 +164,11 @@ def _timed_or_nothing(kind: _Kind, device: torch.device) -> dict[str, float]:
         return {}
     random = HostRandom()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-            seconds = timed(kind, device)
+        with warnings.catch_warnings(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            # The first backward of a process may find autograd's thread without a CUDA context; torch makes one.
+            warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
+            with torch.enable_grad():
+                seconds = timed(kind, device)
     except Exception:  # any block: it may need other parts of its model, or more VRAM
         return {}
     finally:
