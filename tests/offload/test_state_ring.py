@@ -24,6 +24,7 @@ from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload import state_ring, states, update
+from offloadkit.offload.graphs import BlockGraphs
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.state_ring import StateRing
 from offloadkit.offload.update import StepBalancer
@@ -310,13 +311,15 @@ def test_random_delays_on_threads_and_streams_change_no_number(
         def later(*args: Any, **options: Any) -> Any:
             pause()
             stream = next((arg for arg in args if isinstance(arg, CopyStream)), None)
-            if stream is not None and device == "cuda" and draw.random() < 0.1:
-                stream.run(lambda: torch.cuda._sleep(int(draw.random() * 500_000)))
+            if device == "cuda" and draw.random() < 0.1:
+                cycles = int(draw.random() * 500_000)
+                torch.cuda._sleep(cycles) if stream is None else stream.run(lambda: torch.cuda._sleep(cycles))
             return real(*args, **options)
 
         return later
 
-    for owner, name in ((CopyStream, "copy"), (CopyStream, "copy_all"), (update.LayerState, "step"), (Waits, "delay")):
+    copies, compute = [(CopyStream, "copy"), (CopyStream, "copy_all")], [(Waits, "delay"), (BlockGraphs, "replay")]
+    for owner, name in (*copies, (update.LayerState, "step"), *compute):
         monkeypatch.setattr(owner, name, late(getattr(owner, name)))
     monkeypatch.setattr(StepBalancer, "correct", at_random(1))
     assert_equal(expected, trained(device, steps, plan, depth=depth, **options), plan.placements)
