@@ -366,7 +366,9 @@ class OffloadedInputs:
         The compute stream waits for these copies, because it may reuse the memory. Without this limit, Python running
         far ahead of the device would keep the VRAM of many inputs.
         """
-        self.copying = [(memory, event) for memory, event in self.copying if not event.done()]
+        for at in reversed(range(len(self.copying))):  # in place: a finalizer on any thread may add to the list
+            if self.copying[at][1].done():
+                del self.copying[at]
         while len(self.copying) > num_left:
             _, event = self.copying.pop(0)
             self._waits.delay(event)

@@ -230,6 +230,23 @@ def test_an_input_fetched_ahead_and_not_used_is_kept_until_it_is_there() -> None
     engine.close()
 
 
+def test_an_input_released_on_another_thread_is_kept_until_its_copy_is_done() -> None:
+    """The garbage collector runs on the stepping thread, while this thread looks for copies that are done."""
+    engine = OffloadEngine(TinyLM(), OffloadConfig(placement=Placement(activations="offload")), device="cpu")
+    inputs, released = engine.placed.offloaded_inputs, (torch.zeros(1), Event())
+
+    class Collects(Event):
+        def done(self) -> bool:
+            inputs.copying.append(released)
+            return True
+
+    inputs.copying = [(torch.zeros(1), Collects())]
+    inputs._free_vram(1)
+    assert len(inputs.copying) == 1
+    assert inputs.copying[0] is released
+    engine.close()
+
+
 def test_buckets_are_those_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """T5's two last norms are one layer, which waits through the whole backward of the decoder. No copy finishes soon.
     Besides the buckets, autograd holds one layer's gradients."""
