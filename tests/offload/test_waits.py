@@ -26,9 +26,11 @@ from offloadkit.device.host_memory import SharedSlab
 from offloadkit.engine import engine as engine_module
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import EngineStateError, RepeatWindowError
+from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.kernels import cpu
-from offloadkit.offload import states, update
+from offloadkit.offload import graphs, states, update
+from offloadkit.offload.graphs import BlockGraphs
 from offloadkit.offload.update import StepBalancer
 from offloadkit.planner import layout, placed, possible, tier_bytes
 from tests.distributed.mirrored import MirroredRanks
@@ -54,6 +56,23 @@ def everywhere(accumulation: int) -> None:
     """All placements at once, and layers that change the processor."""
     options: dict[str, Any] = {"working_dtype": "bf16", "gradient_accumulation": accumulation}
     trained("cpu", 3, mixed(OffloadConfig(**options), EVERYWHERE, DEPTH), depth=DEPTH, **options)
+
+
+def graphed(accumulation: int) -> None:
+    """All placements at once, and blocks as graphs although a mode watches torch's operations."""
+    num_replays, replay = 0, BlockGraphs.replay
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_replays
+        num_replays += 1
+        return replay(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(facts_graphs, "device_types", {"cpu"})
+        patch.setattr(graphs, "_check_surroundings", lambda device: None)
+        patch.setattr(BlockGraphs, "replay", counted)
+        everywhere(accumulation)
+    assert num_replays > 2 * DEPTH
 
 
 def matrices() -> None:
@@ -430,6 +449,8 @@ def several_ranks_with_matrices() -> None:
 RUNS: dict[str, Callable[[], None]] = {
     "everywhere": lambda: everywhere(1),
     "accumulating": lambda: everywhere(2),
+    "graphs": lambda: graphed(1),
+    "graphs, accumulating": lambda: graphed(2),
     "matrices": matrices,
     "moved": lambda: moved(1),
     "moved, accumulating": lambda: moved(2),
@@ -458,6 +479,8 @@ RUNS: dict[str, Callable[[], None]] = {
     "several ranks, full": a_full_rank,
 }
 SLOW = (
+    "graphs",
+    "graphs, accumulating",
     "moved, accumulating",
     "branches on disk",
     "disk",
