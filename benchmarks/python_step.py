@@ -1,11 +1,13 @@
-"""CPU milliseconds of the main thread in a step of a T5 whose blocks run as graphs, without a GPU.
+"""CPU milliseconds of the threads that launch forward, backward and `step()` of a T5 whose blocks run as graphs.
 
-    python -m benchmarks.python_step                 # this checkout; two minutes on two cores
+    python -m benchmarks.python_step                 # this checkout, without a GPU; two minutes on two cores
     python -m benchmarks.python_step /tmp/old .      # several checkouts, with kernels built, in alternating turns
     python -m benchmarks.python_step --functions     # the functions that take the time
+    python -m benchmarks.python_step --device cuda   # the same on a GPU
 
-A replay does nothing, and widths are tiny: what remains is Python, and small operations of torch on the CPU. Cases have
-as many blocks as T5-base and T5-3B. CUDA's calls, and other threads that wait for its locks, are not in these figures.
+Cases have as many blocks as T5-base and T5-3B, and tiny widths. On the CPU a replay does nothing: what remains is
+Python, and small operations of torch. On a GPU, CUDA's calls are in the figures, but kernels are so short that no call
+waits for room in a queue, which takes CPU time too. Backward has its own thread there.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import os
 import pstats
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -38,24 +42,25 @@ def main() -> None:
     )
     parser.add_argument("checkouts", nargs="*", type=Path, default=[Path()])
     parser.add_argument("--functions", action="store_true", help="profile this checkout instead")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.serve)
+        serve(options.serve, options.device)
     elif options.functions:
         for case in CASES:
             print(case, flush=True)
-            serve(case, profiled=True)
+            serve(case, options.device, profiled=True)
     else:
         for case in CASES:
-            compare(case, options.checkouts)
+            compare(case, options.checkouts, options.device)
 
 
-def compare(case: str, checkouts: list[Path]) -> None:
+def compare(case: str, checkouts: list[Path], device: str) -> None:
     processes = []
     for tree in checkouts:
         environment = os.environ | {"PYTHONPATH": str(tree.resolve()), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", __file__, "--serve", case]
+        command = [sys.executable, "-P", __file__, "--serve", case, "--device", device]
         processes.append(
             subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
@@ -75,7 +80,7 @@ def compare(case: str, checkouts: list[Path]) -> None:
         print(f"{case}: {tree}: {total:.1f} ms, least {least:.1f} ({phases})", flush=True)
 
 
-def serve(case: str, *, profiled: bool = False) -> None:
+def serve(case: str, device: str, *, profiled: bool = False) -> None:
     """Answer each line of stdin with [forward, backward, step] of some steps, or profile some steps."""
     import torch
     from transformers import T5Config, T5ForConditionalGeneration
@@ -85,7 +90,7 @@ def serve(case: str, *, profiled: bool = False) -> None:
     from offloadkit.facts import graphs
     from offloadkit.facts.config import OffloadConfig, Placement
 
-    graphs.device_types.add("cpu")
+    graphs.device_types.add(device)
     num_blocks, where = CASES[case]
     placement: Any = Placement(**where)  # type: ignore[arg-type]
     sizes: dict[str, Any] = {
@@ -97,32 +102,43 @@ def serve(case: str, *, profiled: bool = False) -> None:
         "decoder_start_token_id": 0,
     }
     shape: Any = T5Config(num_layers=num_blocks, num_decoder_layers=num_blocks, dropout_rate=0.1, **sizes)
-    ids = torch.randint(3, 60, (2, 12))
+    ids = torch.randint(3, 60, (2, 12), device=device)
     mask = torch.ones_like(ids)
     mask[0, -2:] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids[:, :6].contiguous()}
     config = OffloadConfig(placement=placement, working_dtype="bf16", max_grad_norm=1.0)
-    with OffloadEngine(T5ForConditionalGeneration(shape).train(), config, device="cpu") as engine:
+    with OffloadEngine(T5ForConditionalGeneration(shape).train(), config, device=device) as engine:
+        threads = {threading.get_ident()}
 
-        def step() -> list[float]:
-            times = [time.thread_time()]
+        def seconds() -> float:
+            return sum(time.clock_gettime(time.pthread_getcpuclockid(each)) for each in threads)
+
+        def step(in_backward: Callable[[], None] | None = None) -> list[float]:
+            times = [seconds()]
             loss = engine(**batch).loss
-            times.append(time.thread_time())
+            times.append(seconds())
+            if in_backward is not None:
+                loss.register_hook(lambda _: in_backward())
             engine.backward(loss)
-            times.append(time.thread_time())
+            times.append(seconds())
             engine.step()
-            times.append(time.thread_time())
+            times.append(seconds())
             return [1e3 * (end - begin) for begin, end in pairwise(times)]
 
         for _ in range(SETTLING):
-            step()
+            step(lambda: threads.add(threading.get_ident()))
         engine.synchronize()
         _Function.replay = lambda self: None  # type: ignore[method-assign]
         if profiled:
+            of_backward = cProfile.Profile(time.thread_time)
+            step(of_backward.enable if len(threads) > 1 else None)
             with cProfile.Profile(time.thread_time) as profile:
                 for _ in range(PROFILED):
                     step()
-            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+            stats = pstats.Stats(profile)
+            if len(threads) > 1:
+                stats.add(of_backward)
+            stats.sort_stats("tottime").print_stats(40)
             return
         step()
         for _ in sys.stdin:
