@@ -68,7 +68,8 @@ class Buckets:
 
         The compute stream waits if the last step or a copy to RAM may still read the layer's own bucket.
         """
-        layer.weights.check_waited([layer.layer.views[index] for index in views & layer.known])
+        if layer.weights.pending is not None:
+            layer.weights.check_waited([layer.layer.views[index] for index in views & layer.known])
         layer.weights.wait()  # wait: the last update before new gradients
         if layer.own_buffer is not None and layer.sent is not None:
             self._waits.delay(layer.sent)  # wait: the last copy before new gradients

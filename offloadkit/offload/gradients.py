@@ -130,10 +130,10 @@ class Gradients:
             if isinstance(parameter, Watched):
                 parameter.grad = None
                 raise _without_the_engine(view)
-            layer, index = layer_of[view]
             gradient = parameter.grad
-            if gradient is None:  # `TiedUses` has handed over the gradient of every use, or another hook has dropped it
+            if gradient is None:  # `take` and `TiedUses` have handed it over, or another hook has dropped it
                 return
+            layer, index = layer_of[view]
             if layer.at_end_only or layer.stage is not Stage.FILLING:
                 parameter.grad = None
                 self.receive(view, gradient)

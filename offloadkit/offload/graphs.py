@@ -96,6 +96,9 @@ class _At(NamedTuple):
     place: int
 
 
+_at = cache(_At)
+
+
 class _Input(NamedTuple):
     """An output that is the input in this place."""
 
@@ -275,7 +278,8 @@ class BlockGraphs:
 
     def drop(self, entries: Iterable[_Entry]) -> None:
         """Free the memory of entries, now or at the end of the backward that needs it, even if a loss is kept."""
-        needed = {call.entry for block in self._blocks for call in block.live}
+        live = [each() for block in self._blocks for each in [*block.live]]
+        needed = {call.entry for call in live if call is not None}
         entries, self._dropped = {*entries, *self._dropped}, []
         for entry in entries:
             entry.is_dropped = True
@@ -357,9 +361,9 @@ class BlockGraphs:
         self._is_out_of_order |= not may
         return may and not self.pool.is_broken
 
-    def keeps(self, call: _Call) -> None:
+    def keeps(self, call: weakref.ref[_Call]) -> None:
         """The call's activations wait for backward."""
-        self._waiting.append(weakref.ref(call))
+        self._waiting.append(call)
 
     def replay(self, captured: _Captured) -> Results:
         """The results of a replay, which are gone after the next one."""
@@ -433,8 +437,9 @@ class _Static:
         self._version = 0
 
     def copy(self, tensor: torch.Tensor) -> None:
+        """Called without gradients."""
         self.present = None
-        into, source = self.memory, tensor.detach() if torch.is_grad_enabled() else tensor
+        into, source = self.memory, tensor
         for dim in self._expanded:
             into, source = into.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
         into.copy_(source)
@@ -461,6 +466,9 @@ class _Key(NamedTuple):
     """Of the parameters that do not move."""
     recomputes: bool
     flags: tuple[Any, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.metas)  # the rest differs rarely, and takes several times as long
 
     def num_bytes(self) -> int:
         """Of the first argument."""
@@ -496,7 +504,7 @@ class _Block:
         self._num_changes = 0
         self._repeats = self.ran_eagerly = self.adds = False
         self.num_calls = 0
-        self.live: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self.live: set[weakref.ref[_Call]] = set()
         self._facts: _Facts | None = None
         self._entries: dict[_Key, _Entry | _FirstRun] = {}
         self.eager_bytes = 0
@@ -884,14 +892,15 @@ def _flatten(value: Any, tensors: list[torch.Tensor], newest: Callable[[torch.Te
     kind = type(value)
     if kind in _CONSTANTS:
         return kind, value
-    if isinstance(value, torch.Tensor):
+    if kind is torch.Tensor or kind is nn.Parameter:
         value = newest(value)
         for index, other in enumerate(tensors):
             if other is value:
-                return _At(index)
-        _check_tensor(value)
+                return _at(index)
+        if value.layout != torch.strided or value.is_quantized or value.is_inference():
+            raise _EagerlyError("it gets or returns a sparse, quantised or inference tensor")
         tensors.append(value)
-        return _At(len(tensors) - 1)
+        return _at(len(tensors) - 1)
     if kind is tuple or kind is list:
         inner = [(type(each), each) if type(each) in _CONSTANTS else _flatten(each, tensors, newest) for each in value]
         return kind, tuple(inner)
@@ -903,13 +912,6 @@ def _flatten(value: Any, tensors: list[torch.Tensor], newest: Callable[[torch.Te
 
 
 _CONSTANTS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
-
-
-def _check_tensor(tensor: torch.Tensor) -> None:
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
-        raise _EagerlyError(f"it gets or returns a {type(tensor).__name__}")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_inference():
-        raise _EagerlyError("it gets or returns a sparse, quantised or inference tensor")
 
 
 def _unflatten(spec: Any, tensors: Sequence[Any], inputs: Sequence[Any] = ()) -> Any:
@@ -986,7 +988,7 @@ class _Call:
     def end(self) -> None:
         """Its backward was the last one."""
         self.is_live = False
-        self.entry.block.live.discard(self)
+        self.entry.block.live.discard(weakref.ref(self))
 
 
 class _Entry:
@@ -1070,6 +1072,7 @@ class _Entry:
             return "blocks ran in another order than before"
         return None
 
+    @torch.no_grad()
     def capture(self, tensors: Sequence[torch.Tensor], *, has_run: bool) -> None:
         """Capture the forward. Without success, `reason` says why. `has_run`: the block has run eagerly with these
         lengths.
@@ -1159,12 +1162,10 @@ class _Entry:
                 static.copy(tensor)
             else:
                 static.hold(tensor)
-        if self._weights:
-            with torch.no_grad():
-                for layer, flat in self._copied:
-                    layer.copy_to(flat)
-                for copy, parameter in self._copied_alone:
-                    copy.copy_(parameter)
+        for layer, flat in self._copied:
+            layer.copy_to(flat)
+        for copy, parameter in self._copied_alone:
+            copy.copy_(parameter)
 
     def _inputs(self) -> list[torch.Tensor]:
         return [static.memory for static in [*self._own, *self._shared]]
@@ -1209,10 +1210,10 @@ class _Entry:
         seen = [layer.num_updates for layer in self._all_layers]
         graphs.num_graphed += 1
         call = _Call(self, graphs.pool.random_state(), seen, [each._version for each in self.saved.values()])
-        block.live.add(call)
-        self._newest = weakref.ref(call)
+        self._newest = newest = weakref.ref(call, block.live.discard)
+        block.live.add(newest)
         if not self.recomputes:
-            graphs.keeps(call)
+            graphs.keeps(newest)
         found = _apply(call, len(tensors), *tensors, *self.trained)
         outputs, passed_on = found[: len(self._differentiable)], found[len(self._differentiable) :]
         inputs = list(tensors)
@@ -1285,13 +1286,13 @@ class _Entry:
         """Give the engine the gradients of layers that this backward completes, without a copy and without autograd's
         work for each parameter. Returns their indices.
         """
-        block, taken = self.block, list[int]()
+        block, taken = self.block, set[int]()
         if block.adds or any(isinstance(each, Watched) for each in self.trained[:1]):  # the latter in autograd.grad
             return taken
         for layer, indices in self._layers:
             gradients = [each for index in indices if (each := results[index]) is not None]
             if len(gradients) == len(indices) and not layer.used_outside and block.graphs.take(layer, gradients):
-                taken += indices
+                taken.update(indices)
         return taken
 
     def _captured_backward(

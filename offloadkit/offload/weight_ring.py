@@ -73,7 +73,8 @@ class StreamedWeights(LayerWeights):
         self.written: Event | None = None
         self.block: StreamedBlock
         self._views: dict[int, list[torch.Tensor]] = {}
-        self._flats: dict[int, torch.Tensor] = {}
+        self._flats: dict[int, tuple[torch.Tensor, list[int]]] = {}
+        """By address: the layer's part of a ring buffer, and the addresses of its views."""
         self._fetched_versions: list[int] = []
         self._read_outside: set[ParameterView] = set()
         nan = torch.full((), torch.nan, dtype=layer.dtype, device=device)
@@ -129,15 +130,16 @@ class StreamedWeights(LayerWeights):
         address = memory.data_ptr()
         if address not in self._views:
             with torch.inference_mode(False):  # autograd refuses tensors made in inference mode
-                flat = self._flats[address] = memory.view(self.layer.dtype)
-                self._views[address] = self.tensors(flat)
+                flat = memory.view(self.layer.dtype)
+                views = self._views[address] = self.tensors(flat)
+            self._flats[address] = flat, list(map(torch.Tensor.data_ptr, views))
         if self.bound is not self._views[address]:
             self.bind(self._views[address])
 
     def copy_to(self, flat: torch.Tensor) -> None:
         addresses = list(map(torch.Tensor.data_ptr, self._parameters))
-        source = self._flats.get(addresses[0])
-        if source is not None and addresses == list(map(torch.Tensor.data_ptr, self._views[addresses[0]])):
+        source, known = self._flats.get(addresses[0], (flat, []))
+        if addresses == known:
             flat.copy_(source)
         else:  # code of the model has exchanged `.data`
             super().copy_to(flat)
@@ -269,6 +271,7 @@ class StreamedBlock:
         recomputed: a recomputation in this backward may still hold views of the block's buffer.
         lost: the buffer went to another block while such views existed.
         guarded: touching a parameter of the block uses the block.
+        buffer: holds the block, or None.
         num_updates: number of updates of each layer.
     """
 
@@ -276,6 +279,7 @@ class StreamedBlock:
         self.layers: Sequence[StreamedWeights] = layers
         self.ring = ring
         self.recomputed = self.lost = self.guarded = False
+        self.buffer: _Buffer | None = None
         self.num_updates = [0] * len(layers)
         for layer in layers:
             layer.block = self
@@ -314,10 +318,11 @@ class StreamedBlock:
 
     def ready(self) -> bool:
         """Whether the newest weights are in RAM."""
-        return all(
-            layer.pending is None or (layer.pending.recorded.is_set() and layer.is_stepped_by_others())
-            for layer in self.layers
-        )
+        for layer in self.layers:
+            pending = layer.pending
+            if pending is not None and not (pending.recorded.is_set() and layer.is_stepped_by_others()):
+                return False
+        return True
 
 
 @dataclass(eq=False)
@@ -400,8 +405,7 @@ class WeightRing:
             self._release_guarded(block)
         if current is not None and current.block is block:
             return
-        own = self._own.get(block)
-        if own is not None and own.block is block:
+        if (own := block.buffer) is not None and block in self._own:
             for layer, memory in own.parts(block):
                 layer.bind_to_vram(memory)
             return
@@ -409,7 +413,7 @@ class WeightRing:
             layer.wait()
         if current is not None:
             self._release(current, block)
-        buffer = self._buffer_of(block) or self.fetch(block)
+        buffer = block.buffer or self.fetch(block)
         assert buffer.arrived is not None
         self._waits.delay(buffer.arrived)
         self._num_uses += 1
@@ -417,7 +421,7 @@ class WeightRing:
         for layer, memory in buffer.parts(block):
             layer.bind_to_vram(memory)
         following = self._successor.get((self.in_backward, block))
-        if following is not None and following.ready() and not self.holds(following):
+        if following is not None and following.buffer is None and following.ready():
             self.fetch(following)
 
     def computes_with(self, block: StreamedBlock) -> bool:
@@ -425,12 +429,11 @@ class WeightRing:
         return self._current is not None and self._current.block is block
 
     def holds(self, block: StreamedBlock) -> bool:
-        current = self._current
-        return (current is not None and current.block is block) or self._buffer_of(block) is not None
+        return block.buffer is not None
 
     def evict(self, block: StreamedBlock) -> None:
         """Bind the block's parameters to RAM, and free its buffer."""
-        buffer = self._buffer_of(block)
+        buffer = block.buffer
         if buffer is not None:
             if buffer is self._current:
                 buffer.released, self._current = record_compute(self.device), None
@@ -438,7 +441,7 @@ class WeightRing:
                 buffer.released = record_compute(self.device)
             for layer in block.layers:
                 layer.leaves_vram()
-            buffer.block = None
+            buffer.block = block.buffer = None
         for layer in block.layers:
             layer.bind_to_ram()
 
@@ -591,7 +594,7 @@ class WeightRing:
                 self.h2d.wait(layer.written)
             timed = self.in_forward or self.in_backward
             buffer.arrived = self.h2d.copy_all([(memory, layer.flat_bytes)], layer.layer.name, timed=timed)
-        buffer.block = block
+        buffer.block, block.buffer = block, buffer
         for layer in block.layers:
             layer.copied = buffer.arrived
             layer.fetched()
@@ -604,12 +607,9 @@ class WeightRing:
         return min(shared, key=lambda buffer: (buffer.block is not None, buffer.last_use))
 
     def _empty(self, buffer: _Buffer) -> None:
-        if buffer.block is not None:
-            buffer.block.lost |= buffer.reads_on and buffer.block.is_viewed()
-            for layer in buffer.block.layers:
+        if (block := buffer.block) is not None:
+            block.lost |= buffer.reads_on and block.is_viewed()
+            for layer in block.layers:
                 layer.leaves_vram()
                 layer.unbind()
-            buffer.block = None
-
-    def _buffer_of(self, block: StreamedBlock) -> _Buffer | None:
-        return next((buffer for buffer in self._buffers if buffer.block is block), None)
+            buffer.block = block.buffer = None

@@ -107,8 +107,8 @@ class LayerWeights:
     def bind(self, tensors: list[torch.Tensor]) -> None:
         """Make each parameter share the memory of its tensor, one per view."""
         with unwatched():
-            for parameter, tensor in zip(self._parameters, tensors, strict=True):
-                set_data(parameter, tensor)
+            for _ in map(set_data, self._parameters, tensors):
+                pass
         self.bound = tensors
 
     def start(self) -> None:
@@ -213,10 +213,12 @@ class LayerWeights:
         self.num_updates += 1
 
     def check_waited(self, views: Sequence[ParameterView]) -> None:
-        """Raise `EngineStateError` if `views` have new gradients, but forward never waited for their last update, so it
-        may have read weights while they were stepped.
+        """Called with the views that have new gradients while an update is pending.
+
+        Raises `EngineStateError` if there are any: forward never waited for their last update, so it may have read
+        weights while they were stepped.
         """
-        if views and self.pending is not None:
+        if views:
             raise EngineStateError(
                 f"forward read {views[0].name!r} while it was being stepped: in earlier steps its module ran, but in "
                 "this step the parameter was used directly (F.linear(x, module.weight)). Call the module in every "
