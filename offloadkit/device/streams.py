@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -82,6 +83,23 @@ class CudaEvent(Event):
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
+_NUM_OF_POOL = 32
+"""torch hands out this many streams of a priority in turn."""
+_own_streams: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()
+
+
+def own_stream(device: torch.device, *, urgent: bool = False) -> torch.cuda.Stream:
+    """A CUDA stream that no living stream of this function is, as far as torch has enough: work that another thread
+    queues on a stream becomes a part of a graph that is captured on it.
+    """
+    for _ in range(_NUM_OF_POOL):
+        found: torch.cuda.Stream = _cuda.Stream(device, -1 if urgent else 0)
+        if found not in _own_streams:
+            break
+    _own_streams.add(found)
+    return found
+
+
 class _CudaStream(Stream):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -148,7 +166,7 @@ class _Cuda:
         self._known: dict[Any, _CudaStream] = {}
 
     def stream(self, device: torch.device, urgent: bool) -> Stream:
-        return _CudaStream(_cuda.Stream(device, -1 if urgent else 0))
+        return _CudaStream(own_stream(device, urgent=urgent))
 
     def compute(self, device: torch.device) -> Stream:
         number = _c._cuda_getDevice() if device.index is None else device.index

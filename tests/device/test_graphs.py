@@ -49,7 +49,7 @@ class Gpu:
         self.current = Stream()
         self.streams = [self.current]
 
-    def new_stream(self, device: torch.device) -> Stream:
+    def new_stream(self, device: torch.device, priority: int) -> Stream:
         self.streams.append(Stream())
         return self.streams[-1]
 

@@ -1,12 +1,15 @@
-"""Copy streams select the current stream by torch's C functions, as `torch.cuda.stream` does."""
+"""Copy streams select the current stream by torch's C functions, as `torch.cuda.stream` does. No two are the same."""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from offloadkit.device import streams
 
@@ -44,3 +47,22 @@ def test_work_on_a_stream_leaves_device_and_streams_as_they_were(
         streams._CudaStream(own).run(work)
     assert found == [(1, (3, 1, 1))]
     assert (cuda.device, cuda.current) == (device, [(0, 0, 1), (7, 1, 1)])
+
+
+def test_a_stream_is_no_other_living_one_although_torch_hands_out_few_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after many moves, each with new streams."""
+    numbers = cycle(range(32))
+
+    @dataclass(frozen=True)
+    class OfTorch:
+        device: torch.device
+        priority: int
+        number: int = field(default_factory=lambda: next(numbers))
+
+    monkeypatch.setattr(streams, "_cuda", SimpleNamespace(Stream=OfTorch))
+    device = torch.device("cuda", 0)
+    kept = [streams.own_stream(device) for _ in range(8)]
+    for _ in range(40):
+        passing = [streams.own_stream(device) for _ in range(3)]
+        assert len({*kept, *passing}) == 11
+    assert len([streams.own_stream(device) for _ in range(40)]) == 40  # there are no more
