@@ -393,7 +393,8 @@ class OffloadedInputs:
             view = min(fitting, key=lambda each: each.slab.num_bytes)
             self.free.remove(view)
             return view
-        unused = [view for view in self.free if view.returned is None or view.returned.done()]
+        copies = ((view, (view.arrived, view.returned)) for view in self.free)
+        unused = [view for view, ends in copies if all(end is None or end.done() for end in ends)]
         if unused:
             self.free.remove(max(unused, key=lambda each: each.slab.num_bytes))
         del unused

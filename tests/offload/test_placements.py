@@ -230,6 +230,19 @@ def test_an_input_fetched_ahead_and_not_used_is_kept_until_it_is_there() -> None
     engine.close()
 
 
+def test_ram_of_inputs_is_kept_until_copies_into_it_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss is dropped, and the next batch is larger. No copy is ever done."""
+    monkeypatch.setattr(Event, "done", lambda event: False)
+    with OffloadEngine(TinyLM(), OffloadConfig(placement=Placement(activations="offload")), device="cpu") as engine:
+        inputs = engine.placed.offloaded_inputs
+        engine(tokens(1)[0])
+        gc.collect()
+        buffers = [weakref.ref(view.slab) for view in inputs.free]
+        assert len(buffers) == 4
+        engine(tokens(1, shape=(8, 64))[0])
+        assert all(buffer() is not None for buffer in buffers)
+
+
 def test_an_input_released_on_another_thread_is_kept_until_its_copy_is_done() -> None:
     """The garbage collector runs on the stepping thread, while this thread looks for copies that are done."""
     engine = OffloadEngine(TinyLM(), OffloadConfig(placement=Placement(activations="offload")), device="cpu")
