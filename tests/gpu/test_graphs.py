@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -13,7 +13,7 @@ from offloadkit.device.graphs import CudaPool
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.offload.graphs import BlockGraphs, _Entry, _FirstRun
+from offloadkit.offload.graphs import _Entry, _FirstRun
 from tests.graphs import PLACEMENTS, assert_equals_eager, batches, llama, t5, train, train_by
 
 SIZES = {
@@ -53,45 +53,48 @@ LATE = 100_000_000
 def test_a_capture_leaves_the_random_numbers_of_replays_alone(late: str) -> None:
     """torch writes the seed and offset that all graphs read at the start of a capture, on the capture's stream."""
     pool, drawn = CudaPool(torch.device("cuda", 0)), torch.zeros(1 << 16, device="cuda")
-    graph = pool.capture(lambda: (drawn.uniform_(),))
 
-    def draw() -> torch.Tensor:
+    def draw() -> tuple[torch.Tensor]:
+        _sleep(LATE)  # after the replay has written the offset
+        return (drawn.uniform_(),)
+
+    graph = pool.capture(draw)
+
+    def drawn_by(work: Callable[[], None]) -> torch.Tensor:
         torch.manual_seed(3)
         torch.rand(8, device="cuda")  # so that the offset is not that of a capture
         torch.cuda.synchronize()
-        if late == "captures":
-            with torch.cuda.stream(pool._stream):
-                _sleep(LATE)
-            pool.capture(lambda: (drawn.neg(),))
+        work()
+        torch.cuda.synchronize()
+        return drawn.clone()
+
+    def with_a_capture() -> None:
+        if late == "replays":
             graph.replay()
         else:
-            _sleep(LATE)
+            with torch.cuda.stream(pool._stream):
+                _sleep(LATE // 2)
+        pool.capture(lambda: (drawn.neg(),))
+        if late == "captures":
             graph.replay()
-            pool.capture(lambda: (drawn.neg(),))
-        return drawn.cpu()
 
-    torch.manual_seed(3)
-    torch.rand(8, device="cuda")
-    graph.replay()
-    expected = drawn.cpu()
-    assert torch.equal(draw(), expected)
+    assert torch.equal(drawn_by(with_a_capture), drawn_by(graph.replay))
 
 
 def test_graphs_train_the_bits_of_eager_blocks_on_a_busy_gpu(
     deterministic: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks are captured while the GPU is far behind Python."""
-    data = batches("t5", 4, "cuda", length=96)
-    own = BlockGraphs.replay
+    data, own = batches("t5", 4, "cuda", length=96), _Entry._work_of_forward
 
-    def replay(graphs: BlockGraphs, captured: Any) -> Any:
+    def late(entry: _Entry) -> list[torch.Tensor]:
         _sleep(LATE // 4)
-        return own(graphs, captured)
+        return own(entry)
 
     def run() -> Any:
         return train(t5(**SIZES["t5"]), data, Placement(weights="ram"), device="cuda", working_dtype="bf16")
 
-    monkeypatch.setattr(BlockGraphs, "replay", replay)
+    monkeypatch.setattr(_Entry, "_work_of_forward", late)
     found = run()
     assert found[2] > 0
     assert_equals_eager(found, run, monkeypatch)
