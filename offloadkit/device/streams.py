@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -66,10 +66,21 @@ class Stream:
 
 
 class CudaEvent(Event):
+    """torch's event of an object that is dropped is recorded again: its end would give the interpreter's lock away."""
+
+    _spares: ClassVar[dict[tuple[int, bool], list[Any]]] = {}
+
     def __init__(self, stream: torch.cuda.Stream, timing: bool) -> None:
         base = _c._CudaEventBase
-        self.event: Any = base.__new__(_cuda.Event, enable_timing=timing)
+        self._own_spares = self._spares.setdefault((stream.device_index, timing), [])
+        try:
+            self.event: Any = self._own_spares.pop()
+        except IndexError:
+            self.event = base.__new__(_cuda.Event, enable_timing=timing)
         base.record(self.event, stream)
+
+    def __del__(self) -> None:
+        self._own_spares.append(self.event)
 
     def done(self) -> bool:
         return bool(self.event.query())
@@ -217,7 +228,8 @@ class BusyTime:
         return self._spans
 
     def _fold(self) -> None:
-        while self._pairs and self._pairs[0][1].done():
+        all_done = self.done()
+        while self._pairs and (all_done or self._pairs[0][1].done()):
             began, ended = self._pairs.pop(0)
             assert self.first is not None
             self._spans.append((began.seconds_since(self.first), ended.seconds_since(began)))
@@ -334,15 +346,18 @@ class Waits:
         if began is not None:
             self._add("wait", began, record_compute(self._device, timing=True))
 
-    def delay(self, event: Event, what: str = "bus_wait") -> None:
-        """Make the compute stream wait for `event`; the calling thread does not wait."""
+    def delay(self, event: Event, what: str = "bus_wait", began: Event | None = None) -> None:
+        """Make the compute stream wait for `event`; the calling thread does not wait.
+
+        began: the end of the compute stream's work so far, recorded with timing; None: it is recorded now.
+        """
         if event.done():
             return
         compute = backends[self._device.type].compute(self._device)
         if self.phase is None:
             compute.wait(event)
             return
-        began = compute.record(timing=True)
+        began = began or compute.record(timing=True)
         compute.wait(event)
         self._add(what, began, compute.record(timing=True))
 

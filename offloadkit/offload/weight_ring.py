@@ -411,11 +411,10 @@ class WeightRing:
             return
         for layer in block.layers:
             layer.wait()
-        if current is not None:
-            self._release(current, block)
+        left = None if current is None else self._release(current, block)
         buffer = block.buffer or self.fetch(block)
         assert buffer.arrived is not None
-        self._waits.delay(buffer.arrived)
+        self._waits.delay(buffer.arrived, began=left)
         self._num_uses += 1
         buffer.last_use, buffer.released, buffer.reads_on, self._current = self._num_uses, None, False, buffer
         for layer, memory in buffer.parts(block):
@@ -571,7 +570,8 @@ class WeightRing:
         start = (self._current.start + saved.offset) // saved.dtype.itemsize
         return self._as_dtype[saved.dtype].as_strided(saved.shape, saved.stride, start)
 
-    def _release(self, buffer: _Buffer, successor: StreamedBlock) -> None:
+    def _release(self, buffer: _Buffer, successor: StreamedBlock) -> Event:
+        """Returns the end of the compute stream's work so far."""
         assert buffer.block is not None
         left = buffer.block
         self._successor[self.in_backward, left] = successor
@@ -579,9 +579,10 @@ class WeightRing:
         if self.fill_with_nan:
             self._empty(buffer)
             buffer.memory.view(torch.float32).fill_(torch.nan)
-        buffer.released = record_compute(self.device)
+        buffer.released = record_compute(self.device, timing=True)
         if self.in_backward:
             self._guard(left)
+        return buffer.released
 
     def fetch(self, block: StreamedBlock) -> _Buffer:
         """Copy a block into its own buffer, else into an empty one of the ring, or into the least recently used one."""
