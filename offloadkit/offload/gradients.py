@@ -152,15 +152,15 @@ class Gradients:
         Returns:
             False if autograd must have them, because a parameter may have another gradient, or the user hooks on it.
         """
-        layer, parameters = self._of_weights.get(weights), [view.parameter for view in weights.layer.views]
+        layer = self._of_weights.get(weights)
         if layer is None or layer.at_end_only or layer.received or layer.stage is not Stage.FILLING:
             return False
-        for each in parameters:
+        for each in weights.parameters:
             if each.grad is not None or not each.requires_grad or has_hooks(each):
                 return False
         weights.check_held(weights.layer.views[0])  # they leave VRAM together
-        layer.received.update(range(len(parameters)))
-        self._gather(layer, range(len(parameters)), gradients)
+        layer.received.update(range(len(gradients)))
+        self._gather(layer, range(len(gradients)), gradients)
         self._finish(layer)
         return True
 

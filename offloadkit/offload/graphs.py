@@ -1252,7 +1252,7 @@ class _Entry:
         block.adds |= len(block.live) > 1 or block.ran_eagerly
         for layer, num_updates in zip(self._all_layers, call.seen, strict=True):
             layer.check_seen(num_updates)
-            layer.use()
+            layer.use(by_copy=bool(self._weights))
         self._hold_shared(inputs)
         num = len(self._differentiable)
         given, handed_on = gradients[:num], gradients[num:]

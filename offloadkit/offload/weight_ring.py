@@ -137,7 +137,7 @@ class StreamedWeights(LayerWeights):
             self.bind(self._views[address])
 
     def copy_to(self, flat: torch.Tensor) -> None:
-        addresses = list(map(torch.Tensor.data_ptr, self._parameters))
+        addresses = list(map(torch.Tensor.data_ptr, self.parameters))
         source, known = self._flats.get(addresses[0], (flat, []))
         if addresses == known:
             flat.copy_(source)
@@ -165,8 +165,8 @@ class StreamedWeights(LayerWeights):
         counts = [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in self.bound]
         return max(counts) > _own_users()
 
-    def use(self) -> None:
-        self.block.use()
+    def use(self, *, by_copy: bool = False) -> None:
+        self.block.use(by_copy=by_copy)
 
     def _wait_for_ranks(self) -> None:
         if not self.is_stepped_by_others():
@@ -284,8 +284,8 @@ class StreamedBlock:
         for layer in layers:
             layer.block = self
 
-    def use(self) -> None:
-        """Have the block in VRAM for the compute stream.
+    def use(self, *, by_copy: bool = False) -> None:
+        """Have the block in VRAM for the compute stream. `by_copy`: as for `LayerWeights.use`.
 
         Raises:
             EngineStateError: the model was not called through the engine, so autograd would save views of the buffer.
@@ -301,7 +301,8 @@ class StreamedBlock:
                 "the model was called directly, with gradients, while the engine keeps its weights in RAM: "
                 "call the engine, loss = engine(**batch).loss, or use torch.no_grad()"
             )
-        self.recomputed = self.ring.in_backward
+        if not by_copy:
+            self.recomputed = self.ring.in_backward
         self.ring.use(self)
 
     def is_viewed(self) -> bool:

@@ -61,6 +61,7 @@ class LayerWeights:
     Attributes:
         flat: 1-D, `layer.numel` elements: the weights between steps.
         own: the part of `flat` that this rank steps; `flat` itself at world size 1.
+        parameters: of the layer's views.
         pending: an update that forward has not waited for yet.
         num_updates: number of changes, by updates or by the user.
         stepped_on_gpu: the GPU steps the layer. Otherwise the CPU steps it, and the weights are copied to the device.
@@ -81,7 +82,7 @@ class LayerWeights:
     ) -> None:
         """`bring`: several ranks only: fetches the parts of a pending update that other ranks step."""
         self.layer, self.flat, self.device, self._bring = layer, flat, device, bring
-        self._parameters = [view.parameter for view in layer.views]
+        self.parameters = [view.parameter for view in layer.views]
         shard = layer.shard
         self.own = flat if shard is layer else flat[shard.begin : shard.begin + shard.numel]
         self.pending: PendingUpdate | None = None
@@ -107,7 +108,7 @@ class LayerWeights:
     def bind(self, tensors: list[torch.Tensor]) -> None:
         """Make each parameter share the memory of its tensor, one per view."""
         with unwatched():
-            for _ in map(set_data, self._parameters, tensors):
+            for _ in map(set_data, self.parameters, tensors):
                 pass
         self.bound = tensors
 
@@ -142,7 +143,7 @@ class LayerWeights:
 
     def _present_versions(self) -> list[int]:
         with unwatched():
-            return list(map(_version, self._parameters))
+            return list(map(_version, self.parameters))
 
     def home(self, view: ParameterView) -> torch.Tensor:
         """The part of `flat` of one parameter, in its shape."""
@@ -176,7 +177,8 @@ class LayerWeights:
     def _wait_for_ranks(self) -> None:
         """Block until other ranks have stepped their parts. Weights in VRAM are gathered instead."""
 
-    def use(self) -> None:
+    def use(self, *, by_copy: bool = False) -> None:
+        """Have the newest weights in VRAM. `by_copy`: a computation reads a copy of them, and keeps no views."""
         self.wait()
 
     def settle(self) -> None:
@@ -257,7 +259,7 @@ class LayerWeights:
         with unwatched():
             at_home = self.bound is self._home  # bound tensors may have left `flat` if other tensors shared its memory
             addresses = self._addresses if at_home else list(map(torch.Tensor.data_ptr, self.bound))
-            if list(map(torch.Tensor.data_ptr, self._parameters)) != addresses:
+            if list(map(torch.Tensor.data_ptr, self.parameters)) != addresses:
                 views = zip(self.layer.views, addresses, strict=True)
                 raise moved_or_cast(next(view for view, address in views if view.parameter.data_ptr() != address))
         before, self._versions = self._versions, self._present_versions()
