@@ -192,9 +192,10 @@ class StepThread:
         self.balancer.correct([state for state, _, _ in update.layers])
         for state, _, _ in sorted(update.layers, key=lambda item: not item[0].exchanges_matrices):  # in stepping order
             state.prefetch()
+        for sent in {state.gradient.sent for state, _, _ in update.layers}:  # one event at the end of a window
+            assert sent is not None
+            sent.synchronize()
         for state, _, _ in update.layers:
-            assert state.gradient.sent is not None
-            state.gradient.sent.synchronize()
             state.finish_reading()  # no rank steps before all ranks have the norm
         self._add_all_sums([state.gradient for state, _, _ in update.layers if state.gradient.all_sums])
         arrived = time.perf_counter()
