@@ -20,6 +20,7 @@ from offloadkit.offload.layers import UntrainedParameters
 from offloadkit.offload.model import PlacedModel
 from offloadkit.offload.profiling import Profile
 from offloadkit.offload.records import StepRecords, num_tokens
+from offloadkit.offload.shortage import forget_graph
 from offloadkit.offload.states import LayerState
 from offloadkit.offload.update import StepThread, Update
 from offloadkit.optim.loss_scale import LossScale
@@ -61,6 +62,8 @@ class TrainingLoop:
         self.num_updates = self.num_backwards = 0
         self.has_graph = self.in_last = False
         self._stepped = self._overflow_known = True
+        self._first_node = 0
+        """Sequence number of the first node of the graph since the last backward."""
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("use_cache") and self.placed.caching:
@@ -75,6 +78,8 @@ class TrainingLoop:
                 RuntimeWarning,
                 stacklevel=3,
             )
+        if not self.has_graph:
+            self._first_node = torch._C._autograd._get_sequence_nr()
         with self.records.forward(num_tokens(self._module, kwargs)), self.placed.in_forward():
             try:
                 output = self._module(*args, **kwargs)
@@ -128,11 +133,17 @@ class TrainingLoop:
             except BaseException as error:
                 if self._ranks.size == 1 or not isinstance(error, torch.OutOfMemoryError):
                     self.drop_gradients()  # several ranks: the replanner drops them when all ranks know of the OOM
+                if isinstance(error, torch.OutOfMemoryError):
+                    self.forget_graph(given)
                 with suppress(RuntimeError):  # a view of a larger tensor
                     given.detach_()  # the caller may keep the loss, and with it the graph's memory
                 if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                     self.untrained.check()  # may explain why backward failed
                 raise
+
+    def forget_graph(self, loss: torch.Tensor) -> None:
+        """Detach the loss and all other tensors of its graph since the last backward, because no backward follows."""
+        forget_graph(loss, self._first_node)
 
     def added(self) -> None:
         """Count a micro-batch whose gradients are gathered."""

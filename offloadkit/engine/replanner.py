@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -42,6 +41,7 @@ from offloadkit.offload.rate_watch import RateWatch
 from offloadkit.offload.shortage import (
     RamWatch,
     explained_shortage,
+    forget_frames,
     full_gpu,
     move_summary,
     room,
@@ -163,7 +163,7 @@ class Replanner:
         except OutOfVramError as error:
             if error.is_final or self.is_lost:  # a nested context could not recover
                 raise
-            traceback.clear_frames(error.__traceback__)  # releases the activations of the failed window
+            forget_frames(error)  # releases the activations of the failed window
             if alone:
                 raise self._leave_vram(error, "the GPU's memory was full") from error.__cause__
             full = self._void_window(error, has_joined=self._loop.num_backwards > num_backwards)
@@ -275,7 +275,7 @@ class Replanner:
                 said = not isinstance(full.__cause__, torch.OutOfMemoryError)  # a nested call has explained the error
                 if said or self.is_lost or isinstance(full, RepeatWindowError):
                     raise
-                traceback.clear_frames(full.__traceback__)  # releases the activations of the failed run
+                forget_frames(full)  # releases the activations of the failed run
                 placed.end_modules()
                 error = full
             except BaseException:
@@ -347,7 +347,7 @@ class Replanner:
     def _check_whole(self, loss: torch.Tensor | None = None) -> None:
         """A collective: check whether a rank is out of memory and waits in `_who_is_full`.
 
-        `loss` is detached if so, because no backward follows.
+        The graph of `loss` is forgotten if so, because no backward follows.
 
         Raises:
             OutOfVramError: a rank is; a `RepeatWindowError` if all ranks have moved to a leaner plan.
@@ -355,8 +355,7 @@ class Replanner:
         full = self._who_is_full(am_full=False)
         if full.any():
             if loss is not None:
-                with suppress(RuntimeError):  # a view of a larger tensor
-                    loss.detach_()
+                self._loop.forget_graph(loss)
             raise self._repeat_together(full)
 
     def _void_window(self, error: OutOfVramError, *, has_joined: bool) -> NDArray[np.bool_]:

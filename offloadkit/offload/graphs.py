@@ -276,6 +276,15 @@ class BlockGraphs:
         if self._dropped:
             self.drop(())
 
+    def forget_calls(self) -> bool:
+        """No backward follows the forwards so far. Returns whether there are graphs, or were until these forwards."""
+        has_memory = bool(self._dropped or self.num_graphs())
+        for call in [each() for block in self._blocks for each in [*block.live]]:
+            if call is not None:
+                call.end()
+        self.end_of_backward()
+        return has_memory
+
     def drop(self, entries: Iterable[_Entry]) -> None:
         """Free the memory of entries, now or at the end of the backward that needs it, even if a loss is kept."""
         live = [each() for block in self._blocks for each in [*block.live]]

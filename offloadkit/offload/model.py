@@ -313,8 +313,8 @@ class PlacedModel:
         return self.graphs is not None and self.graphs.gave_up
 
     def give_up_graphs(self) -> bool:
-        """Use no graphs any more, if there are some; returns whether."""
-        if self.graphs is None or not self.graphs.num_graphs():
+        """Use no graphs any more, if there are some, or were in this window; returns whether. No backward follows."""
+        if self.graphs is None or not self.graphs.forget_calls():
             return False
         self.graphs.give_up("the GPU was full")
         return True

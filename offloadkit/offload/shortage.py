@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,6 +121,52 @@ def explained_shortage(
         traceback.clear_frames(error.__traceback__)  # a kept error would keep the activations in VRAM
         drop_gradients()
         raise OutOfVramError(explained) from error
+
+
+def forget_frames(error: OutOfVramError) -> None:
+    """Free what the frames of the error and of its cause hold; a note keeps the lines of the cause.
+
+    Clearing the frames is not enough: their functions keep the variables of closures, such as the arguments of a module
+    with hooks.
+    """
+    traceback.clear_frames(error.__traceback__)
+    cause = error.__cause__
+    if cause is not None and cause.__traceback__ is not None:
+        cause.add_note(f"It was raised here:\n{''.join(traceback.format_tb(cause.__traceback__))}")
+        traceback.clear_frames(cause.__traceback__)
+        at: TracebackType | None = cause.__traceback__
+        while at is not None:
+            following, at.tb_next = at.tb_next, None  # running context managers keep the first frame
+            at = following
+        cause.__traceback__ = None
+
+
+def forget_graph(loss: torch.Tensor, first: int) -> None:
+    """Detach `loss` and all other tensors of its graph, such as the model's outputs, because no backward will follow:
+    a caller that keeps one of them would keep the graph's activations.
+
+    Args:
+        first: sequence number of the graph's first node. Older nodes belong to the caller.
+    """
+    nodes, waiting = set[Any](), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes and node._sequence_nr() >= first:
+            nodes.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    node = None
+    kept = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.grad_fn in nodes]
+    for each in (loss, *kept):
+        with suppress(RuntimeError):  # a view of a larger tensor
+            each.detach_()
+    nodes.clear()
+    _end_interrupted_backward(loss.device)
+
+
+def _end_interrupted_backward(device: torch.device) -> None:
+    """Autograd's queue keeps nodes of a backward that raised until the next backward takes them out."""
+    with suppress(torch.OutOfMemoryError):
+        torch.zeros((), device=device, requires_grad=True).neg().backward()  # type: ignore[no-untyped-call]
 
 
 def leaner_budget(plan: Plan, device: torch.device) -> int:

@@ -17,6 +17,8 @@ from offloadkit.planner.plan import Plan
 from offloadkit.planner.seconds import IN_VRAM
 
 _SMALLER = 7 / 8
+_LEAST_BUDGET = 1 << 16
+"""Bytes; a config refuses less."""
 
 _Rung = Callable[[Placement], Placement]
 
@@ -39,16 +41,15 @@ def leaner(plan: Plan, short: Literal["vram", "ram"], budgets: Mapping[str, int]
 
 
 def _searched(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan | None:
-    least = {tier: budgets[tier] for tier in ("vram", "ram")}
-    while least[short] > 1:
+    least = {tier: max(_LEAST_BUDGET, budgets[tier]) for tier in ("vram", "ram")}
+    while True:
         other = replanned(plan, **budget_options(plan, least))
         is_leaner = other.total_bytes(short) < plan.total_bytes(short)
         if is_leaner and other.lacking().keys() <= {short}:
             return other
-        if not other.fits:
+        if not other.fits or least[short] == _LEAST_BUDGET:
             return None
-        least[short] = int(_SMALLER * least[short])
-    return None
+        least[short] = max(_LEAST_BUDGET, int(_SMALLER * least[short]))
 
 
 def _down_the_rungs(plan: Plan, short: str, budgets: Mapping[str, int]) -> Plan | None:

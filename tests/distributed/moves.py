@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offloadkit.checkpoint.values import random_states, set_random_states
 from offloadkit.device import host_memory
@@ -28,9 +29,9 @@ from offloadkit.facts.fitted import LOADED_LATER_BYTES, NCCL_BYTES
 from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.telemetry import StepRecord, Telemetry
 from offloadkit.offload import rate_watch, shortage, states
+from offloadkit.offload.gradient_buffers import Buckets
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.update import StepBalancer
-from offloadkit.offload.weights import LayerWeights
 from offloadkit.planner import Plan, layout
 from offloadkit.planner import placed as placed_at
 from offloadkit.planner.layout import possible
@@ -87,7 +88,7 @@ def moving(
 
     Returns:
         "weights", the reasons of the "moves", the final "placements", the number of "steps" recorded and of
-        micro-batches "begun", and the "error" that ended training.
+        micro-batches "begun", the "error" that ended training, and for each move whether activations were "alive".
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     made = model(rank, dropout=0.2)
@@ -109,23 +110,31 @@ def moving(
 
     on = hardware.indexed(torch.device(device))
     batches, error = tokens(steps * micro_batches * size, str(on)), ""
-    check_waited = LayerWeights.check_waited
+    seen, alive = list[StorageWeakRef](), list[bool]()
+    own_open = Buckets.open
 
-    def opens(self: LayerWeights, views: Any) -> None:
-        """Called before a layer gets a bucket."""
-        if where == "exchange" and self is engine.placed.gradients.layers[1].weights and is_full():
+    def opens(self: Buckets, layer: Any, views: Any) -> None:
+        if where == "exchange" and layer is engine.placed.gradients.layers[1] and is_full():
             fail(batches[0])
-        check_waited(self, views)
+        own_open(self, layer, views)
 
     plan = planned(made, options, begins)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        patch.setattr(LayerWeights, "check_waited", opens)
+        patch.setattr(Buckets, "open", opens)
         patch.setattr(facts_graphs, "device_types", {device} if rank in graphed else set())
         if to is not None:
             patch.setattr(shortage, "leaner", lambda plan, *_: placed_at(plan, [to] * len(plan.layers)))
         engine = OffloadEngine(made, options, device=on, plan=plan)
         made.blocks[0].register_forward_hook(in_forward)
+        made.norm.register_forward_hook(lambda norm, args, _: seen.append(StorageWeakRef(args[0].untyped_storage())))
+        move = engine.replanner.move
+
+        def moves(plan: Plan, why: str) -> None:
+            alive.append(any(not each.expired() for each in seen))
+            move(plan, why)
+
+        patch.setattr(engine.replanner, "move", moves)
         try:
             torch.manual_seed(rank)
             step = 0
@@ -135,7 +144,8 @@ def moving(
                     for k in range(micro_batches):
                         state["begun"] += 1
                         state["armed"] = True
-                        engine.backward(engine(batches[(step * micro_batches + k) * size + rank]))
+                        loss = engine(batches[(step * micro_batches + k) * size + rank])
+                        engine.backward(1 * loss)  # which leaves `loss` to the engine
                         if (rank, step) in scarce:
                             engine.ram_watch.poll.warning = NO_ROOM
                         engine.step()
@@ -158,6 +168,7 @@ def moving(
             "steps": len(engine.telemetry.records),
             "begun": state["begun"] + 1,
             "error": error,
+            "alive": alive,
             "is_open": open_still,
         }
 

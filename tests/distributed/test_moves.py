@@ -84,6 +84,7 @@ def test_where_one_rank_is_full_all_repeat_the_window_by_a_leaner_plan(
     assert_alike(found, lean(**options))
     assert found[0]["moves"]
     assert all(why.startswith("the memory of rank ") for why in found[0]["moves"])
+    assert [run["alive"] for run in found] == [[False] * len(found[0]["moves"])] * 2
     assert {*found[0]["placements"]} != {RESIDENT}
 
 

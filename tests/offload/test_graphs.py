@@ -685,6 +685,30 @@ def test_the_plan_follows_a_run_that_gave_up_its_graphs() -> None:
         assert not engine.plan.is_graphed
 
 
+def test_a_full_gpu_frees_graphs_that_were_dropped_before_their_backward() -> None:
+    """The window is repeated without graphs, whose memory eager blocks had beside them, and the plan does not move."""
+
+    def full(_: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    data = batches("llama", 1)
+    with OffloadEngine(llama(), OffloadConfig(working_dtype="fp32"), example=data[0], device="cpu") as engine:
+        for _ in range(2):
+            engine.backward(engine(**data[0]).loss)
+            engine.step()
+        graphs = engine.placed.graphs
+        assert graphs is not None
+        output = engine(**data[0])
+        graphs.run_first("new lengths do not fit")
+        dropped = list(graphs._dropped)
+        assert (len(dropped), graphs.num_graphs()) == (2, 0)
+        output.loss.register_hook(full)
+        with pytest.raises(RepeatWindowError, match="CUDA graphs of blocks are not used any more"):
+            engine.backward(output.loss)
+        assert (engine.telemetry.moves, graphs._dropped) == ([], [])
+        assert not any(entry.num_graphs() for entry in dropped)
+
+
 @pytest.mark.parametrize("moves", [True, False])
 def test_a_plan_with_eager_blocks_drops_the_graphs(moves: bool) -> None:
     """Without a move too: of several ranks that give up graphs, one may have none, and would capture them later."""

@@ -75,3 +75,14 @@ def test_a_plan_that_knows_its_machine_is_searched_again() -> None:
         budgets.append(plan.budgets["vram"])
     assert len(budgets) > 1
     assert {(each.weights, each.states) for each in plan.placements} == {("ram", "ram")}
+
+
+def test_the_leanest_plan_is_found_where_nothing_fits_what_is_left() -> None:
+    """A GPU that has lost as much as the plan takes leaves a budget of one byte."""
+    layers = [shape(f"block.{index}", 2**24) for index in range(4)]
+    work = MicroBatch(tuple(stage(layer.name, kept=2**26) for layer in layers), 640)
+    plan = make_plan(layers, OffloadConfig(), work=work, hardware=H200)
+    found = leaner(plan, "vram", {"vram": 1, "ram": 8 * plan.total_bytes("ram")})
+    assert found is not None
+    assert {(each.weights, each.states) for each in found.placements} == {("ram", "ram")}
+    assert leaner(found, "vram", {"vram": 1, "ram": 8 * plan.total_bytes("ram")}) is None
