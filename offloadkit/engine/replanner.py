@@ -5,6 +5,7 @@ A move changes no number. Several ranks move together or not at all.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import warnings
@@ -400,6 +401,7 @@ class Replanner:
     def _leave_vram(self, error: OutOfVramError, why: str) -> OutOfVramError:
         error.is_final = True
         full = full_gpu(self.plan, self._device)
+        gc.collect()  # activations of the failed window may be in reference cycles
         had_graphs = np.array([int(self._loop.placed.give_up_graphs())])
         if self._ranks.agree(had_graphs).any():
             self._plan_eager_blocks()

@@ -57,6 +57,8 @@ class Hungry(nn.Module):
             x = block(x)
             self.seen.append(StorageWeakRef(x.untyped_storage()))
         x = self.norm(x * (1 + random.random() + np.random.random()))  # also draws from Python's and numpy's generators
+        cycle: list[Any] = [x]
+        cycle.append(cycle)
         loss = self.head(x).float().pow(2).mean()
         if self.num_calls in self.full_at and self.in_backward:
             x.register_hook(fail)
@@ -154,7 +156,9 @@ def test_the_error_ends_training_when_no_leaner_plan_is_left() -> None:
 def test_nothing_of_the_failed_window_is_alive_while_layers_move(
     in_backward: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller keeps the model's outputs. A module with hooks fails, whose arguments are in a closure of torch's."""
+    """The caller keeps the model's outputs, activations are in a cycle, and the module that fails has hooks: a closure of
+    torch's has its arguments.
+    """
     model = Hungry(*[2][:in_backward], in_backward=in_backward)
     model.norm = nn.LayerNorm(9)  # BatchNorm has no fp16 on the CPU
     model.head.register_forward_hook(lambda *_: fail(x) if model.num_calls == 2 and not in_backward else None)
