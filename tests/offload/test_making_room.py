@@ -156,8 +156,8 @@ def test_the_error_ends_training_when_no_leaner_plan_is_left() -> None:
 def test_nothing_of_the_failed_window_is_alive_while_layers_move(
     in_backward: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller keeps the model's outputs, activations are in a cycle, and the module that fails has hooks: a closure of
-    torch's has its arguments.
+    """The caller keeps the model's outputs, activations are in a cycle, and the module that fails has hooks: a closure
+    of torch's has its arguments.
     """
     model = Hungry(*[2][:in_backward], in_backward=in_backward)
     model.norm = nn.LayerNorm(9)  # BatchNorm has no fp16 on the CPU
