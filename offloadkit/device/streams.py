@@ -117,10 +117,12 @@ class _CudaStream(Stream):
         self._id: tuple[int, int, int] = stream.stream_id, stream.device_index, stream.device_type
 
     def copy(self, pairs: Pairs) -> None:
+        """Copy by one call, because each call of torch gives the interpreter's lock to a thread that waits for it."""
+        if not pairs:
+            return
         before = self._select()
         try:
-            for into, source in pairs:
-                into.copy_(source, non_blocking=True)
+            torch._foreach_copy_([into for into, _ in pairs], [source for _, source in pairs], non_blocking=True)
         finally:
             self._deselect(*before)
 

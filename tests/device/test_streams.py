@@ -49,6 +49,25 @@ def test_work_on_a_stream_leaves_device_and_streams_as_they_were(
     assert (cuda.device, cuda.current) == (device, [(0, 0, 1), (7, 1, 1)])
 
 
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_copies_on_a_stream_are_one_call_of_torch(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch_with_two_devices(0)
+    monkeypatch.setattr(streams, "_c", cuda)
+    found, copy = [], torch._foreach_copy_
+
+    def noted(into: Any, source: Any, *, non_blocking: bool) -> None:
+        found.append((cuda.current[1], non_blocking))
+        copy(into, source, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", noted)
+    dtypes = (torch.bfloat16, torch.uint8, torch.float32)[:number]
+    pairs = [(torch.zeros(size, dtype=dtype), torch.full((size,), 7, dtype=dtype)) for size, dtype in enumerate(dtypes)]
+    streams._CudaStream(SimpleNamespace(stream_id=3, device_index=1, device_type=1)).copy(pairs)  # type: ignore[arg-type]
+    assert all(torch.equal(into, source) for into, source in pairs)
+    assert found == [((3, 1, 1), True)] * (number > 0)
+    assert (cuda.device, cuda.current) == (0, [(0, 0, 1), (7, 1, 1)])
+
+
 def test_a_stream_is_no_other_living_one_although_torch_hands_out_few_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after many moves, each with new streams."""
     numbers = cycle(range(32))
