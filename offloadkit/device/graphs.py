@@ -188,7 +188,7 @@ class CudaPool(_Draws):
     def __init__(self, device: torch.device) -> None:
         untyped: Any = torch.cuda
         self._device, self._generator = device, untyped.default_generators[device.index]
-        self._stream, self._handle = own_stream(device), untyped.graph_pool_handle()
+        self._stream, self._handle = own_stream(self, device), untyped.graph_pool_handle()
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._eager_bytes = self._outside_bytes = self._bytes_before = self.num_bytes = 0
         self._is_outside = False

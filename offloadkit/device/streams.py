@@ -96,18 +96,20 @@ class CudaEvent(Event):
 
 _NUM_OF_POOL = 32
 """torch hands out this many streams of a priority in turn."""
-_own_streams: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()
+_owners: weakref.WeakValueDictionary[tuple[int, int], object] = weakref.WeakValueDictionary()
+"""By device and number of a stream. torch's streams themselves do not clear weak references to them (torch 2.11)."""
 
 
-def own_stream(device: torch.device, *, urgent: bool = False) -> torch.cuda.Stream:
-    """A CUDA stream that no living stream of this function is, as far as torch has enough: work that another thread
-    queues on a stream becomes a part of a graph that is captured on it.
+def own_stream(owner: object, device: torch.device, *, urgent: bool = False) -> torch.cuda.Stream:
+    """A CUDA stream that has no other living owner, as far as torch has enough: work that another thread queues on a
+    stream becomes a part of a graph that is captured on it.
     """
     for _ in range(_NUM_OF_POOL):
         found: torch.cuda.Stream = _cuda.Stream(device, -1 if urgent else 0)
-        if found not in _own_streams:
+        key = found.device_index, found.stream_id
+        if key not in _owners:
             break
-    _own_streams.add(found)
+    _owners[key] = owner
     return found
 
 
@@ -156,6 +158,11 @@ class _CudaStream(Stream):
             self._stream.synchronize()
 
 
+class _OwnStream(_CudaStream):
+    def __init__(self, device: torch.device, urgent: bool) -> None:
+        super().__init__(own_stream(self, device, urgent=urgent))
+
+
 class Backend(Protocol):
     def stream(self, device: torch.device, urgent: bool) -> Stream:
         """Create a stream; an `urgent` stream has the higher CUDA priority."""
@@ -179,7 +186,7 @@ class _Cuda:
         self._known: dict[Any, _CudaStream] = {}
 
     def stream(self, device: torch.device, urgent: bool) -> Stream:
-        return _CudaStream(own_stream(device, urgent=urgent))
+        return _OwnStream(device, urgent)
 
     def compute(self, device: torch.device) -> Stream:
         number = _c._cuda_getDevice() if device.index is None else device.index

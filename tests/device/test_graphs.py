@@ -18,6 +18,7 @@ class Stream:
     """Work that has not run yet, and whether it may begin."""
 
     def __init__(self) -> None:
+        self.device_index, self.stream_id = 0, id(self)
         self.work, self.num_done = list[tuple[Callable[[], bool], Callable[[], object]]](), 0
 
     def do(self, work: Callable[[], object]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
@@ -72,48 +72,14 @@ def test_a_stream_is_no_other_living_one_although_torch_hands_out_few_in_turn(mo
     """As after many moves, each with new streams."""
     numbers = cycle(range(32))
 
-    @dataclass(frozen=True)
-    class OfTorch:
-        device: torch.device
-        priority: int
-        number: int = field(default_factory=lambda: next(numbers))
+    def of_torch(device: torch.device, priority: int) -> SimpleNamespace:
+        return SimpleNamespace(device_index=device.index, stream_id=next(numbers), device_type=1)
 
-    monkeypatch.setattr(streams, "_cuda", SimpleNamespace(Stream=OfTorch))
-    device = torch.device("cuda", 0)
-    kept = [streams.own_stream(device) for _ in range(8)]
+    monkeypatch.setattr(streams, "_cuda", SimpleNamespace(Stream=of_torch))
+    monkeypatch.setattr(streams, "_owners", weakref.WeakValueDictionary())
+    device, make = torch.device("cuda", 0), streams.backends["cuda"].stream
+    kept = [make(device, False) for _ in range(8)]
     for _ in range(40):
-        passing = [streams.own_stream(device) for _ in range(3)]
-        assert len({*kept, *passing}) == 11
-    assert len([streams.own_stream(device) for _ in range(40)]) == 40  # there are no more
-
-
-def test_only_events_of_dropped_objects_are_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event is recorded again on its device alone, and with timing only if it was made for it."""
-
-    class OfTorch:
-        def __new__(cls, enable_timing: bool) -> OfTorch:
-            made = object.__new__(cls)
-            made.enable_timing, made.streams = enable_timing, []  # type: ignore[attr-defined]
-            return made
-
-        def record(self: Any, stream: Any) -> None:
-            assert all(each.device_index == stream.device_index for each in self.streams)
-            self.streams.append(stream)
-
-    monkeypatch.setattr(streams, "_c", SimpleNamespace(_CudaEventBase=OfTorch))
-    monkeypatch.setattr(streams, "_cuda", SimpleNamespace(Event=OfTorch))
-    monkeypatch.setattr(streams.CudaEvent, "_spares", {})
-    first, other, third = (SimpleNamespace(device_index=index) for index in (0, 1, 0))
-
-    def events() -> list[streams.CudaEvent]:
-        on: list[Any] = [first, first, other, third]
-        return [streams.CudaEvent(stream, timing) for stream, timing in zip(on, (True, False, True, True), strict=True)]
-
-    kept, passing = events(), events()
-    of_kept, of_passing = ({id(each.event) for each in some} for some in (kept, passing))
-    del passing
-    again = events()
-    assert {id(each.event) for each in again} == of_passing
-    assert not of_passing & of_kept
-    assert [each.event.streams[-1].device_index for each in again] == [0, 0, 1, 0]
-    assert [each.event.enable_timing for each in again] == [True, False, True, True]
+        passing = [make(device, False) for _ in range(3)]
+        assert len({each._id for each in [*kept, *passing]}) == 11
+    assert len([make(device, False) for _ in range(40)]) == 40  # there are no more

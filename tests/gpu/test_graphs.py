@@ -52,7 +52,8 @@ LATE = 100_000_000
 @pytest.mark.parametrize("late", ["replays", "captures"])
 def test_a_capture_leaves_the_random_numbers_of_replays_alone(late: str) -> None:
     """torch writes the seed and offset that all graphs read at the start of a capture, on the capture's stream."""
-    pool, drawn = CudaPool(torch.device("cuda", 0)), torch.zeros(1 << 16, device="cuda")
+    drawn = torch.zeros(1 << 16, device="cuda")
+    pool = CudaPool(drawn.device)
 
     def draw() -> tuple[torch.Tensor]:
         _sleep(LATE)  # after the replay has written the offset
