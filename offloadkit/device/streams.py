@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
@@ -336,7 +337,7 @@ class Waits:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.phase: str | None = None
-        self._busy: dict[str, BusyTime] = {}
+        self._busy = defaultdict[str, BusyTime](BusyTime)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -371,8 +372,8 @@ class Waits:
         self._add(what, began, compute.record(timing=True))
 
     def take(self) -> dict[str, BusyTime]:
-        busy, self._busy = self._busy, {}
+        busy, self._busy = self._busy, defaultdict(BusyTime)
         return busy
 
     def _add(self, what: str, began: Event, ended: Event) -> None:
-        self._busy.setdefault(f"{self.phase}_{what}", BusyTime()).add(began, ended)
+        self._busy[f"{self.phase}_{what}"].add(began, ended)

@@ -394,10 +394,12 @@ class LayerState:
         `passed`: as for `StateRing.step`.
         """
         segments = self._segments(views, options)
-        self.weights.stepped_on_gpu = self.on_gpu
+        was_on_gpu, self.weights.stepped_on_gpu = self.weights.stepped_on_gpu, self.on_gpu
         if self._stepped is not None:
             self._stepped.begin()
         if self.on_gpu:
+            if self.uploaded is not None and not was_on_gpu:  # the GPU's steps are on one stream
+                stream.wait(self.uploaded)  # wait: an upload before a step on the GPU
             self._step_on_gpu(segments, grad_scale, stream, passed)
             return
         self._refresh_copy()
@@ -436,8 +438,6 @@ class LayerState:
         stream: CopyStream,
         passed: Callable[[int], None] | None,
     ) -> None:
-        if self.uploaded is not None:
-            stream.wait(self.uploaded)  # wait: an upload before a step on the GPU
         passing, streamed = self._passing, self._streamed
         if passing is None:
             gradient = self.gradient.kept
