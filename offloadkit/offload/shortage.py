@@ -155,7 +155,7 @@ def forget_graph(loss: torch.Tensor, first: int) -> None:
             nodes.add(node)
             waiting += [following for following, _ in node.next_functions]
     node = None
-    kept = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.grad_fn in nodes]
+    kept = [each for each in gc.get_objects() if type(each) is torch.Tensor and _node_of(each) in nodes]
     for each in (loss, *kept):
         with suppress(RuntimeError):  # a view of a larger tensor
             each.detach_()
@@ -163,9 +163,16 @@ def forget_graph(loss: torch.Tensor, first: int) -> None:
     _end_interrupted_backward(loss.device)
 
 
+def _node_of(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # a view that autograd refuses, because its base was written
+        return None
+
+
 def _end_interrupted_backward(device: torch.device) -> None:
     """Autograd's queue keeps nodes of a backward that raised until the next backward takes them out."""
-    with suppress(torch.OutOfMemoryError):
+    with suppress(torch.OutOfMemoryError), torch.enable_grad():
         torch.zeros((), device=device, requires_grad=True).neg().backward()  # type: ignore[no-untyped-call]
 
 

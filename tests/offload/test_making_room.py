@@ -189,6 +189,21 @@ def test_nothing_of_the_failed_window_is_alive_while_layers_move(
     assert alive == [False]
 
 
+def test_a_full_gpu_is_recovered_from_whatever_tensors_the_program_has() -> None:
+    """Autograd raises if it is asked for the node of such a view. The program turns gradients off for backward."""
+    base = torch.zeros(4, requires_grad=True) * 1
+    part, _ = base.split(2)
+    base.mul_(2)
+    with pytest.raises(RuntimeError, match="is a view"):
+        part.grad_fn  # noqa: B018
+    with OffloadEngine(Hungry(1, in_backward=True), OffloadConfig(), device="cpu") as engine:
+        loss = engine(rows(1)[0])["loss"]
+        with torch.no_grad(), pytest.warns(RuntimeWarning), pytest.raises(RepeatWindowError):
+            engine.backward(loss)
+        engine.backward(engine(rows(1)[0])["loss"])
+        engine.step()
+
+
 class Evaluated(Hungry):
     """Raises an OOM error in evaluation while any block has its weights in VRAM."""
 
