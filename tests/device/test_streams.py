@@ -83,3 +83,35 @@ def test_a_stream_is_no_other_living_one_although_torch_hands_out_few_in_turn(mo
         passing = [make(device, False) for _ in range(3)]
         assert len({each._id for each in [*kept, *passing]}) == 11
     assert len([make(device, False) for _ in range(40)]) == 40  # there are no more
+
+
+def test_only_events_of_dropped_objects_are_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event is recorded again on its device alone, and with timing only if it was made for it."""
+
+    class OfTorch:
+        def __new__(cls, enable_timing: bool) -> OfTorch:
+            made = object.__new__(cls)
+            made.enable_timing, made.streams = enable_timing, []  # type: ignore[attr-defined]
+            return made
+
+        def record(self: Any, stream: Any) -> None:
+            assert all(each.device_index == stream.device_index for each in self.streams)
+            self.streams.append(stream)
+
+    monkeypatch.setattr(streams, "_c", SimpleNamespace(_CudaEventBase=OfTorch))
+    monkeypatch.setattr(streams, "_cuda", SimpleNamespace(Event=OfTorch))
+    monkeypatch.setattr(streams.CudaEvent, "_spares", {})
+    first, other, third = (SimpleNamespace(device_index=index) for index in (0, 1, 0))
+
+    def events() -> list[streams.CudaEvent]:
+        on: list[Any] = [first, first, other, third]
+        return [streams.CudaEvent(stream, timing) for stream, timing in zip(on, (True, False, True, True), strict=True)]
+
+    kept, passing = events(), events()
+    of_kept, of_passing = ({id(each.event) for each in some} for some in (kept, passing))
+    del passing
+    again = events()
+    assert {id(each.event) for each in again} == of_passing
+    assert not of_passing & of_kept
+    assert [each.event.streams[-1].device_index for each in again] == [0, 0, 1, 0]
+    assert [each.event.enable_timing for each in again] == [True, False, True, True]
