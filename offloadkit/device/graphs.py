@@ -93,6 +93,9 @@ class Pool(Protocol):
             scale: the work is larger than the eager work by this factor.
         """
 
+    def dropped(self) -> None:
+        """Called when graphs are dropped, by the thread that queued their last replays."""
+
     def free(self) -> None:
         """Free the memory of dropped graphs."""
 
@@ -154,6 +157,9 @@ class RunAgain(_Draws):
 
     def _set_random(self, state: Any) -> None:
         torch.default_generator.set_state(state)
+
+    def dropped(self) -> None:
+        pass
 
     def free(self) -> None:
         self.newest = None
@@ -303,10 +309,13 @@ class CudaPool(_Draws):
     def _scaled(self, peak_bytes: int, scale: float) -> int:
         return peak_bytes + int((scale - 1) * max(0, peak_bytes - self._bytes_before))
 
-    def free(self) -> None:
-        self._eager_bytes = self._outside_bytes = 0
+    def dropped(self) -> None:
         # Before expandable segments leave VRAM, torch waits for the stream of their allocation alone.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def free(self) -> None:
+        self._eager_bytes = self._outside_bytes = 0
+        self.dropped()
         torch.cuda.empty_cache()
 
 

@@ -1146,6 +1146,8 @@ class _Entry:
         self._forget()
 
     def _forget(self) -> None:
+        if self.num_graphs():
+            self.block.graphs.pool.dropped()
         self._run = self._forward = None
         self._backwards.clear()
 

@@ -685,6 +685,28 @@ def test_the_plan_follows_a_run_that_gave_up_its_graphs() -> None:
         assert not engine.plan.is_graphed
 
 
+def test_graphs_that_are_dropped_before_their_backward_keep_their_memory_until_it_has_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU the pool then waits for their last replays, before any memory of the pool leaves VRAM."""
+    events: list[str] = []
+    replay = BlockGraphs.replay
+    monkeypatch.setattr(BlockGraphs, "replay", lambda *args: (events.append("replay"), replay(*args))[1])
+    monkeypatch.setattr(RunAgain, "dropped", lambda pool: events.append("dropped"))
+    data = batches("llama", 1)
+    with OffloadEngine(llama(), OffloadConfig(working_dtype="fp32"), example=data[0], device="cpu") as engine:
+        for _ in range(2):
+            engine.backward(engine(**data[0]).loss)
+            engine.step()
+        graphs = engine.placed.graphs
+        assert graphs is not None
+        loss = engine(**data[0]).loss
+        graphs.run_first("new lengths do not fit")
+        events.clear()
+        engine.backward(loss)
+        assert events == ["replay"] * 2 + ["dropped"] * 2
+
+
 def test_a_full_gpu_frees_graphs_that_were_dropped_before_their_backward() -> None:
     """The window is repeated without graphs, whose memory eager blocks had beside them, and the plan does not move."""
 
