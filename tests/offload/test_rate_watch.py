@@ -128,7 +128,7 @@ def test_a_run_that_was_planned_with_wrong_rates_moves_once_and_no_number_change
     (move,) = telemetry.moves
     assert STEPS < move.step <= STEPS + 4
     assert why in move.why
-    assert calls.count("faster") <= 2  # DRAM slowed the CPU step by 1.252: its own rate was corrected, then seen again
+    assert calls.count("faster") == 1
     assert calls.count("compared_rates") > 1, "the watch must compare rates again after the move"
     before = make_plan(engine.plan.layers, CONFIG, work=engine.plan.basis.work, hardware=machine)
     assert engine.plan.seconds is not None
