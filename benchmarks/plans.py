@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from benchmarks.table import Row
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.fitted import FEW_CTAS
 from offloadkit.facts.hardware import Hardware
-from offloadkit.optim.table import DTYPES
 from offloadkit.planner import LayerShape, MicroBatch, make_plan
 from offloadkit.planner.search import Counts, Search
 
@@ -113,16 +111,13 @@ def hardware_of(rates: dict[str, Any]) -> Hardware:
 def inputs_of(row: Row) -> tuple[list[LayerShape], MicroBatch, Hardware, bool]:
     """Layers, work and machine of a measured row, and whether its blocks were compiled."""
     compiled = row["engine"].endswith("-compiled")
-    if row["engine"] == "any":
-        layers, work = _of_any_model(row["case"])
-    else:
-        layers, work = layers_and_work(
-            *(row[name] for name in ("model", "dtype", "batch_size", "input_length", "target_length")),
-            norms=row["commit"] not in NORMS_OF_SEVERAL_OPERATIONS and not compiled,
-            attention=row["commit"] not in EAGER_ATTENTION,
-            decoders=row["date"] >= DECODER_KERNELS and not compiled,
-            loss=row["date"] >= LOSS_KERNELS,
-        )
+    layers, work = layers_and_work(
+        *(row[name] for name in ("model", "dtype", "batch_size", "input_length", "target_length")),
+        norms=row["commit"] not in NORMS_OF_SEVERAL_OPERATIONS and not compiled,
+        attention=row["commit"] not in EAGER_ATTENTION,
+        decoders=row["date"] >= DECODER_KERNELS and not compiled,
+        loss=row["date"] >= LOSS_KERNELS,
+    )
     case = RANK_CASES.get(row["case"])
     layers = [
         replace(layer, kind=replace(layer.kind, precision=row["precision"]), exchanges_sums=True).shared_by(
@@ -173,38 +168,6 @@ def as_placed(row: Row) -> tuple[Search, Counts]:
         if Counter(map(str, search.placements(found))) == number:
             return search, found
     raise ValueError(f"no placements are these: {number}")
-
-
-@functools.cache
-def _of_any_model(name: str) -> tuple[list[LayerShape], MicroBatch]:
-    """Layers and traced micro-batch of a case of `sub_models`, as `OffloadEngine(example=batch)` plans it on a GPU."""
-    from benchmarks import sub_models
-    from offloadkit.doors.planning import machine_with
-    from offloadkit.engine.outline import largest_work, outlined, without_memory
-
-    case, cpu = CASES[name], torch.device("cpu")
-    config = OffloadConfig(working_dtype=case.dtype)
-    with TemporaryDirectory() as folder:
-        config_of(case.model).save_pretrained(folder)
-        of_case = case.work(ENGINES["any"], folder, "")
-        model = without_memory(sub_models.lazy_model_of(of_case, case.dtype, cpu))
-        batch = sub_models.batch_of(of_case, DTYPES[case.dtype], cpu)
-    outline = outlined(model, config, machine_with("H200", config), assumed=True)
-    work = largest_work(outline, batch, 0)
-    assert work is not None
-    return [layer.shape() for layer in outline.layers], work
-
-
-MOVED = 8
-"""Largest number of layers that `balanced` moves."""
-
-
-def balanced(search: Search, counts: Counts) -> Counts:
-    """The placements to which `StepBalancer` moves a run that began with `counts`: those of the fastest step."""
-    if not counts.gpu_steps:
-        return counts
-    numbers = range(max(1, counts.gpu_steps - MOVED), counts.gpu_steps + MOVED + 1)
-    return min((counts._replace(gpu_steps=number) for number in numbers), key=lambda each: search.phases(each).step)
 
 
 @functools.cache

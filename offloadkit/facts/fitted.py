@@ -72,12 +72,6 @@ CPU_EFFICIENCY: dict[Precision, float] = {"exact": 0.97, "compact": 0.91, "tiny"
 
 It is smaller for a precision that is bound by arithmetic.
 """
-H2D_WAITS = 1.0
-"""Slowdown (fraction) of copies to VRAM beside a CPU step that takes all of the DRAM's bandwidth; for a part of it, the
-square of the part counts. In a traced step of Qwen2.5-VL-3B on an H200 (row qwen2.5-vl-3b-24 of 4f9f52a) the CPU step
-took 0.75 of it. H2D had 55 GB/s alone, 36 beside the CPU step, 50 beside D2H and 30 beside both, which give 0.9 and
-1.2. D2H had 51 GB/s beside H2D and 48 beside both.
-"""
 ADD_EFFICIENCY = 0.75
 """Rate of adding gradients in RAM while more gradients arrive, as a fraction of the CPU step's rate. Steps."""
 NORM_EFFICIENCY = 0.48

@@ -24,7 +24,7 @@ struct plan_machine {
     double h2d, d2h, both, cpu_and_bus, launch_seconds, disk_read, disk_write, cpu_rate;
     /* and the constants of seconds.py and layout.py */
     double chunk_launches, disk_overlap, recomputed_forward, recomputed_backward, streamed_forward, streamed_backward,
-        cheap_forward, cheap_backward, layer_launches, thread_slows, slowed_beside_cpu, h2d_waits;
+        cheap_forward, cheap_backward, layer_launches, thread_slows, slowed_beside_cpu;
     double num_weight_buffers, num_gradient_buckets, num_staging, num_step_buffers;
     double shares_cores; /* whether Python and the CPU's step share the cores */
     double accumulation;
@@ -130,11 +130,6 @@ static inline double plan_mean_rate(double num_bytes, double rate, double togeth
     return num_bytes != 0.0 ? num_bytes / (together + (num_bytes - together * rate * share) / rate) : rate;
 }
 
-/* seconds._mean_slowdown */
-static inline double plan_mean_slowdown(double slower, double own, double other) {
-    return smaller(slower, 1.0 + (slower - 1.0) * other / own);
-}
-
 static inline struct plan_bus plan_beside_link(const struct plan_machine *m, struct plan_bus bus, double num_bytes,
                                                double h2d_bytes, double d2h_bytes) {
     if (m->link_is_bus == 0.0) return bus;
@@ -146,12 +141,10 @@ static inline struct plan_bus plan_beside_link(const struct plan_machine *m, str
 static struct plan_bus plan_bus_in_update(const struct plan_model *model, const struct candidate *of, int updates) {
     const struct plan_machine *m = model->machine;
     struct plan_bus bus = {m->h2d, m->d2h, 1.0};
-    int streams = 0, steps = 0;
-    for (int64_t at = 0; at < model->num_layers; at++) {
-        streams |= !states_in_vram(of->codes[at]) && (of->codes[at] & ON_GPU);
-        steps |= steps_on_cpu(of->codes[at]);
-    }
-    if (!updates || !(streams || steps || m->link_is_bus != 0.0)) return bus;
+    int any = 0;
+    for (int64_t at = 0; at < model->num_layers; at++)
+        any |= !states_in_vram(of->codes[at]) && (of->codes[at] & ON_GPU);
+    if (!updates || !(any || m->link_is_bus != 0.0)) return bus;
     double h2d_bytes = 0.0, d2h_bytes = 0.0, cpu_seconds = 0.0, linked = 0.0;
     for (int64_t stage = 0, at = 0; stage < model->num_stages; stage++) {
         int offloads = 0;
@@ -176,23 +169,19 @@ static struct plan_bus plan_bus_in_update(const struct plan_model *model, const 
         }
         if (offloads) d2h_bytes += model->stages[stage].input_bytes;
     }
-    double cores_slower = 1.0, bus_slower = 1.0, h2d_slower = 1.0;
-    if (streams) {
+    if (any) {
         double share = smaller(1.0, m->both / (m->h2d + m->d2h));
         double together = smaller(h2d_bytes / (m->h2d * share), d2h_bytes / (m->d2h * share));
-        bus.h2d = plan_mean_rate(h2d_bytes, m->h2d, together, share);
-        bus.d2h = plan_mean_rate(d2h_bytes, m->d2h, together, share);
-        double bus_seconds = larger(h2d_bytes / bus.h2d, d2h_bytes / bus.d2h);
+        double h2d = plan_mean_rate(h2d_bytes, m->h2d, together, share);
+        double d2h = plan_mean_rate(d2h_bytes, m->d2h, together, share);
+        double bus_seconds = larger(h2d_bytes / h2d, d2h_bytes / d2h), cores_slower = 1.0, bus_slower = 1.0;
         if (cpu_seconds != 0.0 && bus_seconds != 0.0) {
             double slower = larger(1.0, (m->cpu_rate + (h2d_bytes + d2h_bytes) / bus_seconds) / m->cpu_and_bus);
-            cores_slower = plan_mean_slowdown(slower, cpu_seconds, bus_seconds);
-            bus_slower = plan_mean_slowdown(slower, bus_seconds, cpu_seconds);
+            cores_slower = smaller(slower, 1.0 + (slower - 1.0) * bus_seconds / cpu_seconds);
+            bus_slower = smaller(slower, 1.0 + (slower - 1.0) * cpu_seconds / bus_seconds);
         }
+        bus = (struct plan_bus){h2d / bus_slower, d2h / bus_slower, cores_slower};
     }
-    double h2d_seconds = h2d_bytes / bus.h2d, load = m->cpu_rate / m->cpu_and_bus;
-    if (cpu_seconds != 0.0 && h2d_seconds != 0.0)
-        h2d_slower = plan_mean_slowdown(1.0 + m->h2d_waits * load * load, h2d_seconds, cpu_seconds);
-    bus = (struct plan_bus){bus.h2d / larger(bus_slower, h2d_slower), bus.d2h / bus_slower, cores_slower};
     return plan_beside_link(m, bus, linked * m->link, h2d_bytes, d2h_bytes);
 }
 

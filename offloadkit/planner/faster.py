@@ -186,9 +186,9 @@ def _with_copies_and_steps(machine: Hardware, factors: Mapping[str, float]) -> H
     at_once = (changed.cpu_adamw_bytes_per_second + changed.both_bytes_per_second) / (
         machine.cpu_adamw_bytes_per_second + machine.both_bytes_per_second
     )
-    together = min(1.0, at_once) * changed.cpu_and_bus_bytes_per_second
+    changed = _times(changed, min(1.0, at_once), ["cpu_and_bus_bytes_per_second"])
     alone = changed.cpu_adamw_bytes_per_second, changed.both_bytes_per_second
-    return replace(changed, cpu_and_bus_bytes_per_second=min(max(together, *alone), sum(alone)))
+    return replace(changed, cpu_and_bus_bytes_per_second=max(changed.cpu_and_bus_bytes_per_second, *alone))
 
 
 def _one_way(machine: Hardware) -> float:

@@ -36,7 +36,7 @@ class QuickSeconds:
         constants = (
             *(fitted.CHUNK_LAUNCHES, fitted.DISK_OVERLAP, *fitted.RECOMPUTED_LAUNCHES, *fitted.STREAMED_LAUNCHES),
             *fitted.CHEAP_LAUNCHES,
-            *(fitted.LAYER_LAUNCHES, fitted.THREAD_SLOWS, model.slowed_beside_cpu, fitted.H2D_WAITS),
+            *(fitted.LAYER_LAUNCHES, fitted.THREAD_SLOWS, model.slowed_beside_cpu),
             *(NUM_WEIGHT_BUFFERS, NUM_GRADIENT_BUCKETS, NUM_STAGING, NUM_STEP_BUFFERS),
             *(hardware.num_cores <= FEW_CORES, accumulation, model.agreeing),
             *(hardware.link_is_bus, model.link, model.num_trained, model.link_in_backward),

@@ -236,22 +236,20 @@ class Search:
         """Placements with these numbers that fit VRAM: without GPU steps, or with the GPU's share of the layers."""
         share, number = self.model.gpu_share(), len(self._layers)
         steps, modes = max(1, round(share * number)), self._gradients_in_vram()
-        times = (1, 2, 3) if self._accumulation > 1 else (1,)  # the CPU also adds gradients of the layers that it steps
-        with_gradients = [min(each * steps, number) for each in times]
         corners = [
             Counts(again, offloaded, number_streamed, 0, gpu_steps=gpu_steps, gradients_in_vram=in_vram, cheap=cheap)
             for again, offloaded, cheap in levels
             for number_streamed in streamed
             for in_vram in modes
-            for gpu_steps in (with_gradients if in_vram == "gpu" else (0, steps))
+            for gpu_steps in ((steps,) if in_vram == "gpu" else (0, steps))
         ]
         fewer = []
         for counts, most in zip(corners, self._most_states(corners, room), strict=True):
             if most >= 0:
-                by_gpu = max(1, round(counts.gpu_steps * (number - most) / number)) if counts.gpu_steps else 0
+                by_gpu = max(1, round(share * (number - most))) if counts.gpu_steps else 0
                 yield counts._replace(states_in_vram=most, gpu_steps=by_gpu)
             elif counts.gradients_in_vram == "gpu":
-                fewer += [counts._replace(gpu_steps=max(1, round(part * steps))) for part in (0.75, 0.5)]
+                fewer.append(counts._replace(gpu_steps=max(1, round(0.75 * steps))))
         yield from self._filled(fewer, room)
 
     def _gradients_in_vram(self) -> tuple[InVram, ...]:

@@ -38,7 +38,6 @@ from offloadkit.facts.fitted import (
     FEW_EXCHANGE_EFFICIENCY,
     FORWARD_LAUNCHES,
     GRAPHED_LAUNCHES,
-    H2D_WAITS,
     KERNEL_SECONDS,
     LAYER_LAUNCHES,
     MATRIX_SECONDS,
@@ -236,7 +235,7 @@ class StepModel:
         """
         weights = sum(layer.stepped_bytes for layer in self.layers)
         states = sum(layer.state_bytes for layer in self.layers)
-        h2d = both_ways(states, states, self._hardware)[0] / h2d_slowdown(1.0, self.cpu_rate, 1.0, self._hardware)
+        h2d, _ = both_ways(states, states, self._hardware)
         cpu = max(0.0, sum(layer.cpu_step for layer in self.layers) - weights / h2d)
         return cpu / (cpu + states / h2d) if cpu else 0.0
 
@@ -386,13 +385,12 @@ class StepModel:
         return ring.step(h2d_bytes / bus.h2d, d2h_bytes / bus.d2h, layer.gpu_step, layer.num_chunks)
 
     def _bus_in_update(self, placements: Sequence[Placement], updates: bool) -> _Bus:
-        """The bus during forward. Beside the CPU step, copies to VRAM wait for the DRAM. Streamed states share the bus
-        with the other copies, and DRAM with the CPU step, which slows both.
+        """The bus during forward. Streamed states share it with the other copies, and DRAM with the CPU step, which
+        slows both.
         """
         machine = self._hardware
         streams = any(where.step == "gpu" and where.states == "ram" for where in placements)
-        steps = any(where.step == "cpu" for where in placements)
-        if not updates or not (streams or steps or machine.link_is_bus):
+        if not updates or not (streams or machine.link_is_bus):
             return _Bus(machine.h2d_bytes_per_second, machine.d2h_bytes_per_second)
         h2d_bytes = d2h_bytes = cpu_seconds = linked = 0.0
         for unit in self.stages:
@@ -410,13 +408,12 @@ class StepModel:
                     linked += layer.gather
             if any(placements[layer.index].activations == "offload" for layer in unit.layers):
                 d2h_bytes += unit.input_bytes
-        h2d, d2h, cores, slows = machine.h2d_bytes_per_second, machine.d2h_bytes_per_second, 1.0, 1.0
+        bus = _Bus(machine.h2d_bytes_per_second, machine.d2h_bytes_per_second)
         if streams:
             h2d, d2h = both_ways(h2d_bytes, d2h_bytes, machine)
             bus_seconds = max(h2d_bytes / h2d, d2h_bytes / d2h)
             cores, slows = dram_slowdowns(cpu_seconds, self.cpu_rate, bus_seconds, h2d_bytes + d2h_bytes, machine)
-        waits = h2d_slowdown(cpu_seconds, self.cpu_rate, h2d_bytes / h2d, machine)
-        bus = _Bus(h2d / max(slows, waits), d2h / slows, cores)
+            bus = _Bus(h2d / slows, d2h / slows, cores)
         return self._beside_link(bus, linked * self.link, h2d_bytes, d2h_bytes)
 
     def _backward(self, placements: Sequence[Placement], *, is_last: bool) -> Queues:
@@ -759,23 +756,10 @@ def dram_slowdowns(
         return 1.0, 1.0
     slower = max(1.0, (rate + num_bytes / bus_seconds) / hardware.cpu_and_bus_bytes_per_second)
 
-    return _mean_slowdown(slower, cpu_seconds, bus_seconds), _mean_slowdown(slower, bus_seconds, cpu_seconds)
+    def mean(own: float, other: float) -> float:
+        return min(slower, 1 + (slower - 1) * other / own)
 
-
-def h2d_slowdown(cpu_seconds: float, rate: float, h2d_seconds: float, hardware: Hardware) -> float:
-    """Slowdown factor of copies to VRAM, which take `h2d_seconds` alone, beside a CPU step of `cpu_seconds` and `rate`
-    bytes per second: their reads wait behind the step's. Copies from VRAM are not slower, because nothing waits for
-    their writes.
-    """
-    if not cpu_seconds or not h2d_seconds:
-        return 1.0
-    load = rate / hardware.cpu_and_bus_bytes_per_second
-    return _mean_slowdown(1.0 + H2D_WAITS * load * load, h2d_seconds, cpu_seconds)
-
-
-def _mean_slowdown(slower: float, own: float, other: float) -> float:
-    """Mean slowdown of work of `own` seconds that is `slower` during `other` seconds."""
-    return min(slower, 1 + (slower - 1) * other / own)
+    return mean(cpu_seconds, bus_seconds), mean(bus_seconds, cpu_seconds)
 
 
 class Queues:

@@ -143,7 +143,7 @@ def test_python_takes_a_share_of_the_gpus_time() -> None:
     assert share(10**14) < GAINS_BY_GRAPHS
 
 
-@pytest.mark.parametrize("budget", [0.5, 0.65, 2])
+@pytest.mark.parametrize("budget", [0.5, 0.7, 2])
 def test_graphs_take_no_vram_that_gains_more_elsewhere(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python takes 0.85 of the GPU's time."""
     layers = [shape("first", 2**24, in_block=False), *(shape(f"block.{index}", 2**26) for index in range(12))]

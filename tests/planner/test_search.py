@@ -216,19 +216,16 @@ def with_all_from_ram_on_cpu(made: Plan) -> float:
     return StepModel(made.layers, made.basis.work, made.basis.hardware, 1).seconds(placements).step  # type: ignore[arg-type]
 
 
-SERVES_BOTH = replace(H200, cpu_and_bus_bytes_per_second=280e9)
-
-
-def test_both_processors_step_where_dram_serves_both(small_batch: Model) -> None:
-    """The H200's DRAM moves 9 % more for cores and bus than for the cores alone: copies would only wait."""
-    alone, both = (plan(small_batch, machine, vram=(16 << 30) + LOADED_LATER_BYTES) for machine in (H200, SERVES_BOTH))
-    for made in (alone, both):
+def test_both_processors_step_where_both_are_fast(small_batch: Model) -> None:
+    """The gain depends on DRAM, which serves both: here it moves 9 % more for both than for the cores alone."""
+    of_the_cores_alone = []
+    for dram in (H200.cpu_and_bus_bytes_per_second, 280e9):
+        made = plan(small_batch, replace(H200, cpu_and_bus_bytes_per_second=dram), vram=(16 << 30) + LOADED_LATER_BYTES)
         assert made.seconds
         assert made.seconds.busy["CPU step"] == pytest.approx(made.seconds.update_phase, rel=0.15)
-    assert on_gpu_from_ram(alone) == 0
-    assert 4 < on_gpu_from_ram(both) < sum(where.states == "ram" for where in both.placements) / 2
-    assert both.seconds
-    assert both.seconds.step / with_all_from_ram_on_cpu(both) == pytest.approx(0.904, abs=0.01)
+        assert 5 < on_gpu_from_ram(made) < sum(where.states == "ram" for where in made.placements) / 2
+        of_the_cores_alone.append(made.seconds.step / with_all_from_ram_on_cpu(made))
+    assert of_the_cores_alone == [pytest.approx(0.974, abs=0.01), pytest.approx(0.845, abs=0.01)]
 
 
 def test_the_gpu_steps_most_where_cores_are_few(small_batch: Model) -> None:
@@ -239,8 +236,7 @@ def test_the_gpu_steps_most_where_cores_are_few(small_batch: Model) -> None:
 
 
 def test_layers_that_the_gpu_steps_are_spread_over_forward(small_batch: Model) -> None:
-    made = plan(small_batch, SERVES_BOTH, vram="16GiB")
-    steppers = [where.step for where in made.placements if where.states == "ram"]
+    steppers = [where.step for where in plan(small_batch, vram="16GiB").placements if where.states == "ram"]
     runs = [len(list(run)) for step, run in itertools.groupby(steppers) if step == "cpu"]
     assert max(runs) - min(runs[1:-1]) <= 1
 

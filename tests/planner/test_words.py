@@ -137,7 +137,7 @@ def test_what_limits_together_is_named_together() -> None:
     roomy = replace(H200, cpu_and_bus_bytes_per_second=300e9)
     first = plan(roomy, vram="12GiB", ram="120GiB").explain().splitlines()[0]
     assert has_facts(first, "RAM's bandwidth", "limit")
-    assert has_facts(first, "bus (RAM -> GPU)", "limit")
+    assert has_facts(first, "bus in both directions", "limit")
 
 
 def test_more_vram_lets_the_gpu_step_more() -> None:
