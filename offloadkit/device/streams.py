@@ -102,8 +102,8 @@ _owners: weakref.WeakValueDictionary[tuple[int, int], object] = weakref.WeakValu
 
 
 def own_stream(owner: object, device: torch.device, *, urgent: bool = False) -> torch.cuda.Stream:
-    """A CUDA stream that has no other living owner, as far as torch has enough: work that another thread queues on a
-    stream becomes a part of a graph that is captured on it.
+    """A CUDA stream that has no other living owner here, as far as torch has enough: work that another thread queues on
+    a stream becomes a part of a graph that is captured on it. NCCL's streams and the program's are unknown.
     """
     for _ in range(_NUM_OF_POOL):
         found: torch.cuda.Stream = _cuda.Stream(device, -1 if urgent else 0)
