@@ -411,9 +411,10 @@ class OffloadedInputs:
         self._free_vram(0)
         saved = packed.view
         here = self._fetch(saved)
-        at = self.in_ram.index(saved)
+        in_ram = [*self.in_ram]  # another thread's garbage collection may release inputs meanwhile
+        at = in_ram.index(saved)
         if at > 0:
-            self._fetch(self.in_ram[at - 1])
+            self._fetch(in_ram[at - 1])
         assert saved.returned is not None
         self._waits.delay(saved.returned)
         saved.device = None

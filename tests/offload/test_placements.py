@@ -260,6 +260,22 @@ def test_an_input_released_on_another_thread_is_kept_until_its_copy_is_done() ->
     engine.close()
 
 
+def test_inputs_released_on_another_thread_do_not_disturb_the_prefetch() -> None:
+    engine = OffloadEngine(TinyLM(), OffloadConfig(placement=Placement(activations="offload")), device="cpu")
+    inputs = engine.placed.offloaded_inputs
+
+    class Collected(list[Any]):
+        def index(self, *args: Any) -> int:
+            found = super().index(*args)
+            del self[:2]
+            return found
+
+    _, kept = engine(tokens(1, "cpu")[0]), engine(tokens(1, "cpu")[0])  # the first one's inputs are garbage
+    inputs.in_ram = Collected(inputs.in_ram)
+    engine.backward(kept)
+    engine.close()
+
+
 def test_buckets_are_those_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """T5's two last norms are one layer, which waits through the whole backward of the decoder. No copy finishes soon.
     Besides the buckets, autograd holds one layer's gradients."""
