@@ -131,13 +131,14 @@ def serve(case: str, device: str, *, profiled: bool = False) -> None:
         engine.synchronize()
         _Function.replay = lambda self: None  # type: ignore[method-assign]
         if profiled:
+            one_by_one = len(threads) > 1 and sys.version_info < (3, 12)  # since then one profile has all threads
             of_backward = cProfile.Profile(time.thread_time)
-            step(of_backward.enable if len(threads) > 1 else None)
+            step(of_backward.enable if one_by_one else None)
             with cProfile.Profile(time.thread_time) as profile:
                 for _ in range(PROFILED):
                     step()
             stats = pstats.Stats(profile)
-            if len(threads) > 1:
+            if one_by_one:
                 stats.add(of_backward)
             stats.sort_stats("tottime").print_stats(40)
             return
