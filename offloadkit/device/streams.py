@@ -238,8 +238,7 @@ class BusyTime:
         return self._spans
 
     def _fold(self) -> None:
-        all_done = self.done()
-        while self._pairs and (all_done or self._pairs[0][1].done()):
+        while self._pairs and self._pairs[0][1].done():
             began, ended = self._pairs.pop(0)
             assert self.first is not None
             self._spans.append((began.seconds_since(self.first), ended.seconds_since(began)))
