@@ -123,16 +123,12 @@ def measured(engine: str, options: argparse.Namespace) -> Row:
 
 
 def _model(config: Any) -> Any:
-    """In RAM; its weights are drawn on the GPU, which takes a second instead of half a minute."""
     import torch
-    from transformers import LlamaForCausalLM
 
+    from benchmarks.preferences import drawn
     from offloadkit.facts import hardware
 
-    torch.manual_seed(0)
-    with hardware.default_device():
-        model = LlamaForCausalLM(config)
-    return model.cpu()
+    return drawn(config, torch.float32, hardware.default_device())
 
 
 def _tokenizer() -> Any:

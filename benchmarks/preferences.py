@@ -249,9 +249,14 @@ def _model(tiny: bool, device: torch.device) -> LlamaForCausalLM:
         bos_token_id=1,
         eos_token_id=2,
     )
+    return drawn(config, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+
+
+def drawn(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
+    """A model in RAM; its weights are drawn on `device`: a GPU takes a second where the CPU takes half a minute."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    torch.set_default_dtype(dtype)
     try:
         with device:
             model = LlamaForCausalLM(config)
