@@ -67,7 +67,7 @@ class Stream:
 
 
 class CudaEvent(Event):
-    """torch's event of an object that is dropped is recorded again: its end would give the interpreter's lock away."""
+    """A dropped object leaves torch's event for the next one: to destroy it would release the interpreter's lock."""
 
     _spares: ClassVar[dict[tuple[int, bool], list[Any]]] = {}
 
@@ -120,7 +120,7 @@ class _CudaStream(Stream):
         self._id: tuple[int, int, int] = stream.stream_id, stream.device_index, stream.device_type
 
     def copy(self, pairs: Pairs) -> None:
-        """Copy by one call, because each call of torch gives the interpreter's lock to a thread that waits for it."""
+        """Copy by one call, because each call of torch releases the interpreter's lock."""
         if not pairs:
             return
         before = self._select()

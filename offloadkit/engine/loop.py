@@ -131,13 +131,15 @@ class TrainingLoop:
                     loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
                     loss.backward()  # type: ignore[no-untyped-call]
             except BaseException as error:
-                if self._ranks.size == 1 or not isinstance(error, torch.OutOfMemoryError):
+                is_full = isinstance(error, torch.OutOfMemoryError)
+                if self._ranks.size == 1 or not is_full:
                     self.drop_gradients()  # several ranks: the replanner drops them when all ranks know of the OOM
-                if isinstance(error, torch.OutOfMemoryError):
+                if is_full:
                     self.forget_graph(given)
-                with suppress(RuntimeError):  # a view of a larger tensor
-                    given.detach_()  # the caller may keep the loss, and with it the graph's memory
-                if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                else:
+                    with suppress(RuntimeError):  # a view of a larger tensor
+                        given.detach_()  # the caller may keep the loss, and with it the graph's memory
+                if isinstance(error, RuntimeError) and not is_full:
                     self.untrained.check()  # may explain why backward failed
                 raise
 

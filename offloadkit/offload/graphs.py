@@ -279,16 +279,14 @@ class BlockGraphs:
     def forget_calls(self) -> bool:
         """No backward follows the forwards so far. Returns whether there are graphs, or were until these forwards."""
         has_memory = bool(self._dropped or self.num_graphs())
-        for call in [each() for block in self._blocks for each in [*block.live]]:
-            if call is not None:
-                call.end()
+        for call in self._live_calls():
+            call.end()
         self.end_of_backward()
         return has_memory
 
     def drop(self, entries: Iterable[_Entry]) -> None:
         """Free the memory of entries, now or at the end of the backward that needs it, even if a loss is kept."""
-        live = [each() for block in self._blocks for each in [*block.live]]
-        needed = {call.entry for call in live if call is not None}
+        needed = {call.entry for call in self._live_calls()}
         entries, self._dropped = {*entries, *self._dropped}, []
         for entry in entries:
             entry.is_dropped = True
@@ -296,6 +294,11 @@ class BlockGraphs:
                 self._dropped.append(entry)
             else:
                 entry.free()
+
+    def _live_calls(self) -> list[_Call]:
+        """Calls whose backward has not run."""
+        calls = [each() for block in self._blocks for each in [*block.live]]
+        return [call for call in calls if call is not None]
 
     def begin(self) -> None:
         """Called before the first capture.

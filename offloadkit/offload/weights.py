@@ -108,8 +108,8 @@ class LayerWeights:
     def bind(self, tensors: list[torch.Tensor]) -> None:
         """Make each parameter share the memory of its tensor, one per view."""
         with unwatched():
-            for _ in map(set_data, self.parameters, tensors):
-                pass
+            for parameter, tensor in zip(self.parameters, tensors, strict=True):
+                set_data(parameter, tensor)
         self.bound = tensors
 
     def start(self) -> None:

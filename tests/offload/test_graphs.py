@@ -685,6 +685,13 @@ def test_the_plan_follows_a_run_that_gave_up_its_graphs() -> None:
         assert not engine.plan.is_graphed
 
 
+def two_steps(engine: OffloadEngine, batch: dict[str, torch.Tensor]) -> None:
+    """Blocks are captured in the second step."""
+    for _ in range(2):
+        engine.backward(engine(**batch).loss)
+        engine.step()
+
+
 def test_graphs_that_are_dropped_before_their_backward_keep_their_memory_until_it_has_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -695,9 +702,7 @@ def test_graphs_that_are_dropped_before_their_backward_keep_their_memory_until_i
     monkeypatch.setattr(RunAgain, "dropped", lambda pool: events.append("dropped"))
     data = batches("llama", 1)
     with OffloadEngine(llama(), OffloadConfig(working_dtype="fp32"), example=data[0], device="cpu") as engine:
-        for _ in range(2):
-            engine.backward(engine(**data[0]).loss)
-            engine.step()
+        two_steps(engine, data[0])
         graphs = engine.placed.graphs
         assert graphs is not None
         loss = engine(**data[0]).loss
@@ -715,9 +720,7 @@ def test_a_full_gpu_frees_graphs_that_were_dropped_before_their_backward() -> No
 
     data = batches("llama", 1)
     with OffloadEngine(llama(), OffloadConfig(working_dtype="fp32"), example=data[0], device="cpu") as engine:
-        for _ in range(2):
-            engine.backward(engine(**data[0]).loss)
-            engine.step()
+        two_steps(engine, data[0])
         graphs = engine.placed.graphs
         assert graphs is not None
         output = engine(**data[0])
@@ -737,9 +740,7 @@ def test_a_plan_with_eager_blocks_drops_the_graphs(moves: bool) -> None:
     data = batches("llama", 1)
     config = OffloadConfig(working_dtype="fp32", placement=Placement())
     with OffloadEngine(llama(), config, example=data[0], device="cpu") as engine:
-        for _ in range(2):
-            engine.backward(engine(**data[0]).loss)
-            engine.step()
+        two_steps(engine, data[0])
         graphs = engine.placed.graphs
         assert graphs is not None
         assert graphs.num_graphs() == 4
@@ -748,9 +749,7 @@ def test_a_plan_with_eager_blocks_drops_the_graphs(moves: bool) -> None:
         else:
             engine.replanner._plan_eager_blocks()
         assert graphs.num_graphs() == 0
-        for _ in range(2):
-            engine.backward(engine(**data[0]).loss)
-            engine.step()
+        two_steps(engine, data[0])
         assert graphs.num_graphs() == 0
 
 
