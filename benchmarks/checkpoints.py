@@ -45,9 +45,7 @@ def main(arguments: list[str] | None = None) -> tuple[Figures, Figures]:
         return {}, {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         given = sys.argv[1:] if arguments is None else arguments
-        saved, resumed = (in_a_process([*given, f"--folder={folder}", f"--part={part}"]) for part in PARTS)
-    for what, figures in (("saved", saved), ("resumed", resumed)):
-        print(f"{what}: {line_of(figures)}", flush=True)
+        saved, resumed = (in_a_process(part, [*given, f"--folder={folder}"]) for part in PARTS)
     print(f"weights have {'equal' if saved['xxh3'] == resumed['xxh3'] else 'OTHER'} bits after resuming")
     return saved, resumed
 
@@ -64,13 +62,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def in_a_process(arguments: list[str]) -> Figures:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.checkpoints", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    print(*done.stdout.splitlines()[:-1], sep="\n", flush=True)
-    if done.returncode:
-        raise SystemExit(done.returncode)
-    figures: Figures = json.loads(done.stdout.splitlines()[-1])
+def in_a_process(part: str, arguments: list[str]) -> Figures:
+    """Print the lines of the part's process as they come, then its figures."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.checkpoints", *arguments, f"--part={part}"]
+    began, last = time.perf_counter(), ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(last, end="", flush=True)
+            last = line
+    if process.returncode:
+        print(last, end="", flush=True)
+        raise SystemExit(process.returncode)
+    figures: Figures = json.loads(last)
+    print(f"{part}: {line_of(figures)}; {time.perf_counter() - began:.0f} s in all", flush=True)
     return figures
 
 

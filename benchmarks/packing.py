@@ -1,7 +1,7 @@
 """Tokens/s of rows of 100 to 2,000 tokens: padded and packed by `finetune`, and packed by TRL.
 
     pip install trl
-    python -m benchmarks.packing                             # two minutes on an H100
+    python -m benchmarks.packing                             # a minute and a half on an H100
     python -m benchmarks.packing --engines packed --vram 24GiB
     python -m benchmarks.packing --tiny --out /tmp/rows.csv  # a try without a GPU
 
@@ -32,7 +32,7 @@ from benchmarks.table import Row
 
 ENGINES = ("padded", "packed", "TRL's packing")
 MODEL = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
-WHOLE: dict[str, Any] = {"model": MODEL | {"vocab_size": 128256}, "rows": 900, "lengths": (100, 2000), "most": 2048}
+WHOLE: dict[str, Any] = {"model": MODEL | {"vocab_size": 128256}, "rows": 600, "lengths": (100, 2000), "most": 2048}
 TINY_MODEL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY: dict[str, Any] = {"model": TINY_MODEL | {"vocab_size": 96}, "rows": 160, "lengths": (4, 60), "most": 64}
 WARM_UP = 10
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--vram", help="budget of finetune, such as 24GiB")
     parser.add_argument("--attention", default="sdpa", help="attn_implementation of TRL's run")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for trying it without a GPU")
-    parser.add_argument("--timeout", type=float, default=200.0, help="seconds for a process")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a process")
     parser.add_argument("--commit", help="commit to write down where git is missing")
     parser.add_argument("--out", type=Path, default=table.PATH, help="the table (default: benchmarks/results.csv)")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
@@ -59,8 +59,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     for engine in options.engines:
         row: Row = {"case": f"packing, {size}, rows of {least} to {most:,} tokens", "engine": engine, "commit": commit}
         rows.append(row | {"date": table.now()} | _in_a_process(engine, options))
+        table.append(rows[-1:], options.out)
         print(line_of(rows[-1]), flush=True)
-    table.append(rows, options.out)
     return rows
 
 

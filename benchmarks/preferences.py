@@ -1,11 +1,11 @@
 """DPO and GRPO of TRL on offloadkit's engine: seconds of a step, memory planned and measured, tokens/s of generation.
 
-    python -m benchmarks.preferences                       # less than four minutes on an H100; needs TRL
+    python -m benchmarks.preferences                       # four parts, each at most 110 s; needs TRL
     python -m benchmarks.preferences --parts grpo-12       # one part
     python -m benchmarks.preferences --tiny                # a try without a GPU
 
 The model is a Llama of 3.2 billion random bf16 weights. Each part runs in its own process, within `vram` GiB, and
-prints one line of JSON:
+prints one line of JSON. A part ends after 80 s of training, or after `--steps` updates:
 
 - `dpo-24`: DPO of 4 pairs of 1,024 tokens; the reference model's weights stream where they do not fit.
 - `dpo-24-before`: the same with the reference's log-probabilities computed before training.
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainerControl
 
 from offloadkit import OffloadConfig, OffloadTrainerMixin
 from offloadkit.facts import hardware
@@ -40,7 +40,9 @@ Row = dict[str, Any]
 PARTS = {"dpo-24": 24, "dpo-24-before": 24, "grpo-24": 24, "grpo-12": 12}
 """VRAM of each part, in GiB."""
 TIMEOUT = 110.0
-"""Seconds for a part."""
+"""Seconds for a part's process."""
+TRAINING = 80.0
+"""Seconds from the start of a part's process, after which no update begins."""
 _NUM_WORDS = 1000
 _NUM_STEPS = 7
 
@@ -52,20 +54,24 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--steps", type=int, default=_NUM_STEPS, help="updates of a part")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for trying it without a GPU")
     parser.add_argument("--out", type=Path, help="file for the lines of JSON")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.here:
-        print("ROW " + json.dumps(measure(options.parts[0], options.steps, tiny=options.tiny)), flush=True)
+    if options.until is not None:
+        row = measure(options.parts[0], options.steps, options.until, tiny=options.tiny)
+        print("ROW " + json.dumps(row), flush=True)
         return []
-    rows = [_in_process(part, options) for part in options.parts]
-    if options.out is not None:
-        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows: list[Row] = []
+    for part in options.parts:
+        rows.append(_in_process(part, options))
+        if options.out is not None:
+            options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows
 
 
 def _in_process(part: str, options: argparse.Namespace) -> Row:
-    command = [sys.executable, "-m", "benchmarks.preferences", "--here", "--parts", part, "--steps", str(options.steps)]
     began = time.monotonic()
+    command = [sys.executable, "-m", "benchmarks.preferences", "--parts", part, "--steps", str(options.steps)]
+    command += ["--until", str(began + TRAINING)]
     try:
         done = subprocess.run(
             [*command, *(["--tiny"] if options.tiny else [])],
@@ -77,29 +83,43 @@ def _in_process(part: str, options: argparse.Namespace) -> Row:
         found = next((line for line in done.stdout.splitlines() if line.startswith("ROW ")), None)
         said = done.stderr[-3000:]
     except subprocess.TimeoutExpired as error:
-        found, said = None, f"no result after {error.timeout:.0f} s"
+        printed = (error.stdout or b"") + (error.stderr or b"")
+        found, said = None, f"no result after {error.timeout:.0f} s: {printed[-3000:].decode(errors='replace')}"
     row: Row = {"part": part, "failed": said} if found is None else json.loads(found[4:])
     row["process_seconds"] = round(time.monotonic() - began, 1)
     print(json.dumps(row), flush=True)
     return row
 
 
-def measure(part: str, num_steps: int, *, tiny: bool) -> Row:
+class Until(TrainerCallback):
+    """Ends training at a time of `time.monotonic`."""
+
+    def __init__(self, end: float) -> None:
+        self._end = end
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        control.should_training_stop |= time.monotonic() >= self._end
+
+
+def measure(part: str, num_steps: int, until: float, *, tiny: bool) -> Row:
     """Train, in this process; returns seconds of settled steps and bytes, measured and planned."""
     device, telemetry = hardware.default_device(), Telemetry()
     offload = OffloadConfig(vram=f"{2 if tiny else PARTS[part]}GiB")
     make = _dpo if part.startswith("dpo") else _grpo
     with tempfile.TemporaryDirectory() as output:
         trainer, plain = make(part, num_steps, output, tiny, device, offload=offload, telemetry=telemetry)
+        trainer.add_callback(Until(until))
         trainer.train()
         engine = trainer.engine
         engine.synchronize()
         plan = engine.plan
-        records = list(telemetry.records)[num_steps // 2 :]  # the first update begins with little in VRAM
+        num_updates = trainer.state.global_step
+        records = list(telemetry.records)[num_updates // 2 :]  # the first update begins with little in VRAM
         phases = {phase.name: {"vram": phase.vram, "ram": phase.ram} for phase in plan.phases}
         row: Row = {
             "part": part,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            "updates": num_updates,
             "step_seconds": median(each.seconds["step"] for each in records if "step" in each.seconds),
             "planned_seconds": plan.seconds.step if plan.seconds else None,
             "plan": str(plan).splitlines(),
@@ -189,18 +209,18 @@ def _grpo(part: str, num_steps: int, output: str, tiny: bool, device: torch.devi
 
 
 def _plain_rate(model: Any, prompt: list[int], rows: int, length: int, device: torch.device) -> float:
-    """Tokens/s of `generate` with the whole model on the device; the second of two calls."""
+    """Tokens/s of `generate` with the whole model on the device, after a call that warms up."""
     model.to(device).eval()
     ids = torch.tensor([prompt] * rows, device=device)
     seconds = []
-    for _ in range(2):
+    for number in (length // 8, length):
         began = _now(device)
         with torch.no_grad():
             model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=length,
-                min_new_tokens=length,
+                max_new_tokens=number,
+                min_new_tokens=number,
                 do_sample=True,
             )
         seconds.append(_now(device) - began)
