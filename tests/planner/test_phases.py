@@ -106,6 +106,14 @@ def test_a_peak_is_named_if_it_is_not_what_was_planned(took: float, named: bool)
     assert said == [f"memory: closing took {took:g} GiB of RAM, 10 GiB were planned"] * named
 
 
+@pytest.mark.parametrize(
+    ("vram", "took", "named"), [(GIB, 2.1, False), (GIB, 2.3, True), (GIB, 0.4, True), (0, 2.1, True)]
+)
+def test_reading_on_a_gpu_may_begin_with_the_libraries_of_a_measured_step(vram: int, took: float, named: bool) -> None:
+    said = list(differing([Phase("reading", vram, GIB)], {"reading": {"ram": int(took * GIB)}}))
+    assert len(said) == named
+
+
 def test_a_larger_micro_batch_of_evaluation_counts() -> None:
     """If it takes more than training, the plan keeps less in VRAM, or explains why it does not fit."""
     held = 4 * GIB
