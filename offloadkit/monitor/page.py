@@ -140,12 +140,15 @@ def loss_chart(figures: Figures, ident: str, *, logarithmic: bool = False, heigh
     def y_of(loss: float) -> float:
         return bottom - ((math.log10(loss) if logarithmic else loss) - low) * down
 
+    def anchor(x: float) -> str:
+        return "middle" if x < right - 20 else "end"  # a number there would be cut off
+
     drawn = []
     for tick in log_ticks(low, high) if logarithmic else ticks(low, high, 4):
         drawn.append(f'<path d="M{left} {y_of(tick):.1f}H{right}" stroke="currentColor" opacity="0.15"/>')
         drawn.append(text(left - 6, y_of(tick) + 4, rounded(tick, 4), anchor="end"))
     drawn += [
-        text(x_of(tick), height - 20, f"{int(tick):,}", anchor="middle" if tick > first else "start")
+        text(x_of(tick), height - 20, f"{int(tick):,}", anchor="start" if tick <= first else anchor(x_of(tick)))
         for tick in ticks(first, last, 6)
         if tick == int(tick)
     ]

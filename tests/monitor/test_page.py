@@ -17,7 +17,7 @@ from rich.console import Console
 from offloadkit.monitor import words
 from offloadkit.monitor.figures import Figures, History, Memory, figures
 from offloadkit.monitor.notebook import last_view
-from offloadkit.monitor.page import STYLE, WIDTH, log_ticks, page, switches, ticks
+from offloadkit.monitor.page import STYLE, WIDTH, log_ticks, loss_chart, page, switches, ticks
 from offloadkit.monitor.picture import png
 from offloadkit.monitor.terminal import sparks, view
 from offloadkit.monitor.words import COLOURS, VERMILION, ink_on
@@ -87,6 +87,13 @@ def test_every_chart_has_a_role_a_title_and_a_description() -> None:
         assert chart.get("aria-labelledby") == f"{title.get('id')} {description.get('id')}"
         assert len(title.text or "") > 5
         assert len(description.text or "") > 20
+
+
+@pytest.mark.parametrize("last", [700, 1999, 2000, 2003, 100_000])
+def test_no_step_below_the_loss_chart_is_cut_off(last: int) -> None:
+    chart = loss_chart(shown(loss_curve=[(1, 2.0), (last, 1.0)], loss_trend=[], evaluations=[]), "a1")
+    for number, anchor in re.findall(r'<text x="([0-9.]+)" y="205.0" text-anchor="(\w+)">', chart):
+        assert float(number) + {"start": 40, "middle": 20, "end": 0}[anchor] <= WIDTH
 
 
 def test_two_monitors_share_no_id() -> None:
