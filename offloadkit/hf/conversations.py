@@ -81,7 +81,8 @@ def _place(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], a
         return opened, closed
     other = [*messages]
     has_parts = isinstance(messages[at]["content"], list)
-    other[at] = {**messages[at], "content": [{"type": "text", "text": _OTHER_TEXT}] if has_parts else _OTHER_TEXT}
+    content = [{"type": "text", "text": _OTHER_TEXT}] if has_parts else _OTHER_TEXT
+    other[at] = {"role": messages[at]["role"], "content": content}  # without calls of tools and thoughts, which differ
     asked = _rendered(tokenizer, other)
     if _OTHER_TEXT not in asked:
         return -1, -1

@@ -362,8 +362,8 @@ def type_of(part: Any) -> str:
 
 
 def messages_of(value: Any, column: str, row: int, *, with_images: bool = False) -> list[dict[str, Any]]:
-    """A conversation as role/content dicts. Raises `DataError` if it is empty, or a message lacks role or content, or
-    has an image and `with_images` is False.
+    """A conversation as role/content dicts; content is "" if a message has `tool_calls` alone. Raises `DataError` if it
+    is empty, or a message lacks role or content, or has an image and `with_images` is False.
     """
     messages = parsed(value)
     if not isinstance(messages, list) or not messages:
@@ -373,6 +373,8 @@ def messages_of(value: Any, column: str, row: int, *, with_images: bool = False)
         if isinstance(message, dict) and message.get("from") and message.get("role") is None:
             role = str(message["from"])
             message = {"role": _ROLES.get(role, role), "content": message.get("value")}
+        if isinstance(message, dict) and message.get("content") is None and message.get("tool_calls"):
+            message = {**message, "content": ""}
         if not isinstance(message, dict) or not message.get("role") or message.get("content") is None:
             raise DataError(f"row {row} has a message without role or content: {shown(message)}")
         if not with_images and any(type_of(part) == "image" for part in parts_of(message)):

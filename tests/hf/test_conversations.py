@@ -8,6 +8,7 @@ import pytest
 
 from offloadkit.errors import DataError
 from offloadkit.hf.conversations import conversation
+from offloadkit.hf.tokenize import messages_of
 from tests.hf.test_data import LLAMA, prepared
 from tests.hf.tiny import word_tokenizer
 
@@ -65,6 +66,16 @@ def test_a_conversation_that_ends_with_a_question_or_begins_with_an_answer() -> 
     assert learned(OPENED, CHAT[:3]) == ["the cat </s>"]
     assert learned(THINKING, CHAT[:3]) == ["the cat </s>"]
     assert learned(OPENED, CHAT[1:]) == ["the cat </s>", "good </s>"]
+
+
+@pytest.mark.parametrize("template", [OPENED, THINKING])
+def test_calls_of_tools_are_learned(template: str) -> None:
+    written = "{{ m['content'] }}{% for call in m['tool_calls'] or [] %}sat on {{ call['name'] }}{% endfor %}"
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "mat"}]}
+    messages = messages_of([CHAT[0], calls, {"role": "tree", "content": "ran"}, CHAT[3]], "messages", 0)
+    first, last = learned(template.replace("{{ m['content'] }}", written), messages)
+    assert first == "sat on mat </s>"
+    assert last.endswith("good </s>")
 
 
 def test_a_template_that_hides_an_answer_is_refused() -> None:
