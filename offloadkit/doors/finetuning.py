@@ -59,7 +59,7 @@ from offloadkit.hf.adapters import check_same_adapters, has_adapters
 from offloadkit.hf.columns import ColumnOptions
 from offloadkit.hf.data import PreparedData, longest_row, prepare_both, with_decoder_inputs
 from offloadkit.hf.evaluate import Sample, in_words, predict, share_correct
-from offloadkit.hf.images import GivenRows, check_without_images, prepare_images
+from offloadkit.hf.images import GivenRows, check_without_images, prepare_images, stream_has_images
 from offloadkit.hf.load import is_speech, sees_images
 from offloadkit.hf.longest import longest_of_sizes
 from offloadkit.hf.options import FinetuneOptions, documented_arguments
@@ -541,7 +541,11 @@ def _read_rows(setup: Setup) -> tuple[Setup, TrainingRows]:
     sets = options.train_dataset, options.eval_dataset
     may_have = zip(sets, ("train", "validation"), strict=True) if sees_images(config) else ()
     given = [_given(each, split, options) for each, split in may_have]
-    with_images = any(isinstance(each, GivenRows) and each.has_images() for each in given)
+    with_images = any(
+        stream_has_images(each, options.input_column) if is_stream(each) else each.has_images()
+        for each in given
+        if is_stream(each) or isinstance(each, GivenRows)
+    )
     if with_images:
         _check_for_text_alone(options, "the rows have images")
     elif not sees_images(config):

@@ -86,7 +86,11 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
             warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an old name of transformers
             return get_peft_model(model, config, low_cpu_mem_usage=is_empty)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
-        raise ModelError(f"PEFT cannot adapt a {type(model).__name__} so: {cut(str(error))}") from error
+        linear = [name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)]
+        names = cut(", ".join(dict.fromkeys(linear)))
+        raise ModelError(
+            f"PEFT cannot adapt a {type(model).__name__} so: {cut(str(error)).rstrip('.')}. Its linear layers: {names}"
+        ) from error
 
 
 def _needed(model: nn.Module, config: Any) -> list[nn.Parameter]:

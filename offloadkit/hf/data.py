@@ -156,6 +156,7 @@ def _run(
         max_input_length=max_input_length or default_input_length(config, task),
         max_target_length=max_target_length or DEFAULT_TARGET_LENGTH,
         id2label=id2label if task == "classification" else None,
+        num_positions=num_positions(config),
     )
 
 

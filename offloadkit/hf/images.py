@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from offloadkit.hf.columns import IMAGES, ColumnOptions
 from offloadkit.hf.conversations import ASSISTANT, conversation
 from offloadkit.hf.data import PreparedData, with_evaluation
 from offloadkit.hf.read import is_stream, load_dataset_like
+from offloadkit.hf.streams import NUM_FIRST, Rows
 from offloadkit.hf.tokenize import IGNORED, NO_TEMPLATE, messages_of, parsed, parts_of, type_of
 from offloadkit.hf.widths import PadToWidths, Widths, rounded_up, width_step
 
@@ -99,6 +100,12 @@ class GivenRows:
         return bool(is_possible) and any(_has_image(row, self.messages) for row in self)
 
 
+def stream_has_images(data: Any, messages: str | None) -> bool:
+    """Whether the first rows of a stream have images. Raises `DataError` if they are no rows."""
+    rows = list(islice(Rows(data).of_pass(0), NUM_FIRST))
+    return bool(rows) and GivenRows(rows, "train", messages).has_images()
+
+
 def _in_memory(data: Any) -> Sequence[Mapping[str, Any]] | None:
     """Rows that are dicts in RAM, which may hold decoded images; None for other data."""
     import datasets
@@ -136,7 +143,7 @@ def _listed(value: Any) -> list[Any]:
     if isinstance(value, str) and value.startswith("["):
         value = parsed(value)
     if isinstance(value, list | tuple):
-        return list(value)
+        return [each for each in value if each is not None]
     return [] if value is None or (isinstance(value, float) and value != value) else [value]
 
 

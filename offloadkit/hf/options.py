@@ -327,7 +327,11 @@ def check_lora(lora: Any) -> None:
         return
     is_rank = type(lora) is int and lora >= 1
     if lora is not True and not is_rank and type(lora).__name__ != "LoraConfig":
-        raise ConfigError(f"lora must be True, a rank such as 16, or a peft.LoraConfig, got {shown(lora)}")
+        other = ": pass adapters of another kind as model=peft.get_peft_model(model, config)"
+        raise ConfigError(
+            f"lora must be True, a rank such as 16, or a peft.LoraConfig, got {shown(lora)}"
+            f"{other if hasattr(lora, 'peft_type') else ''}"
+        )
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("lora needs PEFT, which is not installed: pip install peft")
 

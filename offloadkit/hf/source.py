@@ -287,8 +287,8 @@ class ModelSource:
         """Load the model's own tokenizer, or the given one, and set a padding token.
 
         Args:
-            tokenizer: a tokenizer, its hub name or folder, or "byte" for ByT5's, which needs no files (one token per
-                byte, 384 ids; for random weights). None: the model's own.
+            tokenizer: a tokenizer, a processor that has one, the hub name or folder of either, or "byte" for ByT5's,
+                which needs no files (one token per byte, 384 ids; for random weights). None: the model's own.
         """
         from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
@@ -298,6 +298,9 @@ class ModelSource:
                 raise ModelError("a model made in memory has no tokenizer: pass tokenizer=")
         if isinstance(tokenizer, str) and tokenizer == "byte":
             return cast("PreTrainedTokenizerBase", ByT5Tokenizer())
+        if isinstance(own := getattr(tokenizer, "tokenizer", None), PreTrainedTokenizerBase):
+            template, tokenizer = getattr(tokenizer, "chat_template", None), copy.copy(own)
+            tokenizer.chat_template = own.chat_template or template
         if not isinstance(tokenizer, PreTrainedTokenizerBase | str | os.PathLike):
             raise ConfigError(f"tokenizer must be a tokenizer, its name or folder, or 'byte', got {shown(tokenizer)}")
         if not isinstance(tokenizer, PreTrainedTokenizerBase):

@@ -204,7 +204,7 @@ def _prepared(
     extractor, number = processor.feature_extractor, len(rows)
     sounds = _Sounds(rows, audio, extractor.sampling_rate)
     most = min(max_target_length or DEFAULT_TARGET_LENGTH, config.max_target_positions)
-    targets_cut = Cut("max_target_length", most, "targets")
+    targets_cut = Cut("max_target_length", most, "targets", config.max_target_positions)
     values = strings(rows[text][:], text, list(range(number)))
     labels = [_labels(ids, config) for ids in processor.tokenizer(text=values, verbose=False)["input_ids"]]
     for index, row in enumerate(labels):

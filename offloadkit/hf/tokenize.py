@@ -95,6 +95,8 @@ class Cut:
     most: int
     what: str
     """Name of the cut texts in the message."""
+    limit: int | None = None
+    """The model's positions, if it has no more than these; no option can be larger."""
     num_rows: int = 0
     num_tokens: int = 0
     num_lost: int = 0
@@ -109,10 +111,12 @@ class Cut:
             self.num_lost += length - self.most
 
     def in_words(self, num_rows: int) -> str:
+        name, remedy = f"{self.option}={self.most}", f"raise {self.option} to keep them"
+        if self.limit is not None and self.most >= self.limit:
+            name, remedy = f"the model's {self.limit:,} positions", "write them as several shorter rows"
         return (
-            f"{self.num_rows:,} of {num_rows:,} {self.what} are longer than {self.option}={self.most} and lose "
-            f"{self.num_lost:,} of all {self.num_tokens:,} tokens: raise {self.option} to keep them (the longest has "
-            f"{self.longest:,})"
+            f"{self.num_rows:,} of {num_rows:,} {self.what} are longer than {name} and lose {self.num_lost:,} of all "
+            f"{self.num_tokens:,} tokens: {remedy} (the longest has {self.longest:,})"
         )
 
 
@@ -126,6 +130,8 @@ class Tokenizing:
     max_input_length: int
     max_target_length: int
     id2label: dict[int, str] | None
+    num_positions: int | None = None
+    """The model's learned position embeddings; None: it computes positions."""
     num_skipped: int = 0
     """Rows left out because they have no target (empty text, all labels -100)."""
     cut_off: list[int] = field(default_factory=list)
@@ -143,8 +149,8 @@ class Tokenizing:
 
     def __post_init__(self) -> None:
         inputs = "inputs" if self.task == "seq2seq" else "rows"
-        self.inputs_cut = Cut("max_input_length", self.max_input_length, inputs)
-        self.targets_cut = Cut("max_target_length", self.max_target_length, "targets")
+        self.inputs_cut = Cut("max_input_length", self.max_input_length, inputs, self.num_positions)
+        self.targets_cut = Cut("max_target_length", self.max_target_length, "targets", self.num_positions)
 
     def warn_of_losses(self) -> None:
         if self.num_skipped:
@@ -347,6 +353,8 @@ NO_TEMPLATE = (
     "the tokenizer has no chat template, so `{column}` cannot become text: use the instruct version, set "
     "tokenizer.chat_template, or write the conversation into a `text` column"
 )
+_MEDIA = ("audio", "audio_url", "image_url", "input_audio", "video", "video_url")
+"""Types of a message's parts that are neither text nor an image, by the names of transformers and of web APIs."""
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 
 
@@ -363,7 +371,7 @@ def type_of(part: Any) -> str:
 
 def messages_of(value: Any, column: str, row: int, *, with_images: bool = False) -> list[dict[str, Any]]:
     """A conversation as role/content dicts; content is "" if a message has `tool_calls` alone. Raises `DataError` if it
-    is empty, or a message lacks role or content, or has an image and `with_images` is False.
+    is empty, or a message lacks role or content, has sound or a video, or has an image and `with_images` is False.
     """
     messages = parsed(value)
     if not isinstance(messages, list) or not messages:
@@ -377,7 +385,13 @@ def messages_of(value: Any, column: str, row: int, *, with_images: bool = False)
             message = {**message, "content": ""}
         if not isinstance(message, dict) or not message.get("role") or message.get("content") is None:
             raise DataError(f"row {row} has a message without role or content: {shown(message)}")
-        if not with_images and any(type_of(part) == "image" for part in parts_of(message)):
+        kinds = {type_of(part) for part in parts_of(message)}
+        if media := sorted(kinds & {*_MEDIA}):
+            raise DataError(
+                f"row {row} has a part of the type {media[0]!r} in {column!r}, and finetune learns text and images "
+                '({"type": "image"}) alone: drop the row, or train with offloadkit.OffloadTrainer and your own collator'
+            )
+        if not with_images and "image" in kinds:
             raise DataError(
                 f"row {row} has an image in {column!r}, and this model and its tokenizer take text alone: pass a model "
                 "that sees images, such as Qwen/Qwen2.5-VL-3B-Instruct, and rows of `messages` that are no stream"

@@ -170,12 +170,10 @@ def test_two_placements_and_half_precision_give_equal_bits(folder: Path, tmp_pat
 def test_text_alone_trains_the_same_model(folder: Path, tmp_path: Path) -> None:
     data = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4
     _, processor = images.gemma()
-    processor.tokenizer.chat_template = (
+    processor.chat_template = (
         "{{ bos_token }}{% for message in messages %}{{ message['role'] }} {{ message['content'] }}\n{% endfor %}"
     )
-    result = offloadkit.finetune(
-        folder, data, tokenizer=processor.tokenizer, output_dir=tmp_path, max_steps=2, **OPTIONS
-    )
+    result = offloadkit.finetune(folder, data, tokenizer=processor, output_dir=tmp_path, max_steps=2, **OPTIONS)
     assert weights(result.model_dir).keys() == weights(folder).keys()
     assert result.plan.rows is not None
     assert result.plan.rows.input_length < 64
@@ -426,6 +424,7 @@ IMAGE = {"type": "image"}
         (with_content({"type": "image", "image": "gone.png"}), "row 1 has an image that cannot be opened (gone.png)"),
         (with_content({"type": "image", "image": b"no image"}), "row 1 has an image that cannot be opened: "),
         (with_content(IMAGE, images=[]), "row 1 has 0 images and 1 place for them in 'messages'"),
+        (with_content(IMAGE, images=[None]), "row 1 has 0 images and 1 place for them in 'messages'"),
         (with_content(IMAGE, images=[picture(True)] * 2), "row 1 has 2 images and 1 place for them in 'messages'"),
         (with_content("a", IMAGE, {"type": "video"}), "row 1 has a part of the type 'video'"),
         (
@@ -468,6 +467,13 @@ def test_other_models_processors_and_options_are_refused(folder: Path, tmp_path:
             offloadkit.finetune(folder, rows(1), output_dir=tmp_path / "out", batch_size=1, **given)
     with pytest.raises(ConfigError, match="max_input_length=4 leaves no room for an image of gemma3"):
         offloadkit.plan(folder, max_input_length=4)
+    beside = [{"messages": [{"role": "user", "content": "a"}], "image": picture(True)}]
+    for stream in (lambda: iter(rows(1)), lambda: iter(beside)):
+        with pytest.raises(DataError, match="streams of images are not supported"):
+            offloadkit.finetune(folder, stream, max_steps=1, output_dir=tmp_path / "out", batch_size=1)
+    sound = [{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}]
+    with pytest.raises(DataError, match="row 0 has a part of the type 'audio' in 'messages', and finetune learns text"):
+        offloadkit.finetune(folder, sound, output_dir=tmp_path / "out", batch_size=1)
     with pytest.raises(ModelError, match="pass tokenizer= its processor"):
         offloadkit.finetune(images.gemma()[0], rows(1), output_dir=tmp_path / "out", batch_size=1)
 

@@ -141,6 +141,8 @@ def test_what_is_cut_off_is_told_with_numbers(caplog: pytest.LogCaptureFixture) 
     assert "the longest has 2.5 s" in caplog.text
     assert "3 of 4 targets are longer than max_target_length=6" in caplog.text
     assert found.longest_target == 6
+    prepared([row | {"text": "a" * 40} for row in data], max_target_length=99)
+    assert "4 of 4 targets are longer than the model's 32 positions and lose 40 of all 168" in caplog.text
     assert all(row["labels"][0] == 258 and row["labels"][-1] == 256 for row in found.dataset)
 
 

@@ -22,6 +22,8 @@ from offloadkit.hf.options import check_lora
 def test_lora_is_true_a_rank_or_a_config(lora: Any) -> None:
     with pytest.raises(ConfigError, match=r"lora must be True, a rank .*, got"):
         offloadkit.finetune("t5-small", [{"input": "a", "target": "b"}], lora=lora)
+    with pytest.raises(ConfigError, match=r"pass adapters of another kind as model=peft\.get_peft_model"):
+        check_lora(SimpleNamespace(peft_type="IA3"))
 
 
 def test_a_missing_peft_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
