@@ -583,7 +583,7 @@ def check_room(
             if taken <= free:
                 remedies.append(f"or pass {option}, which takes {format_bytes(taken)}")
         raise OutputError(
-            f"{what} in {folder} takes {format_bytes(num_bytes)}, but only {format_bytes(free)} are free there: "
+            f"{what} in {folder} would take {format_bytes(num_bytes)}, but only {format_bytes(free)} are free there: "
             + ", ".join(remedies)
         )
 

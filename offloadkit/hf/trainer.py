@@ -326,7 +326,7 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
         Empty if the resumed checkpoint is of the last step, in mid-epoch: the loop would take one step more.
 
         Raises:
-            DataError: a whole pass over a stream holds no update.
+            DataError: a whole pass over a stream holds no update, or no row.
         """
         if 0 < self.state.max_steps <= self.state.global_step:
             self.control.should_training_stop = True
@@ -334,7 +334,15 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
                 self._run.stops.was_complete = True
             return [], None
         self._plan.report(self)
-        samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+        try:
+            samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+        except ValueError as error:  # accelerate's
+            if has_length(self.train_dataset) or "does not contain any data" not in str(error):
+                raise
+            raise DataError(
+                "a pass over the stream of rows gave no row: it is empty, or can be read only once. Its __iter__ must "
+                "begin again at the first row"
+            ) from error
         if 0 < len(samples[0]) < num_batches and not has_length(self.train_dataset):
             if self._step_at_end_of_stream == self.state.global_step:
                 raise DataError(

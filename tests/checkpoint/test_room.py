@@ -39,7 +39,7 @@ def test_room_for_two_checkpoints_is_checked_before_the_first_step(
     one = whole.engine.snapshot().num_bytes()
     free[0] = int(1.5 * one)
     run = trainer(tmp_path / "run")
-    with pytest.raises(OutputError, match=r"two checkpoints in .*run takes .* are free there: make room"):
+    with pytest.raises(OutputError, match=r"two checkpoints in .*run would take .* are free there: make room"):
         run.train()
     assert run.state.global_step == 0
     free[0] = int(2.5 * one)
@@ -89,7 +89,7 @@ def test_a_planned_checkpoint_without_room_is_refused_before_the_engine_is_built
     free[0] = 200_000  # enough for the weights, without states
     budget = OffloadConfig(ram="8GiB")  # a budget is planned for
     for options, refused in (
-        ({}, r"two checkpoints in .* takes .* free there: make room.* or pass save_strategy='no'"),
+        ({}, r"two checkpoints in .* would take .* free there: make room.* or pass save_strategy='no'"),
         ({"save_only_model": True}, None),
         ({"save_steps": 4}, None),
         ({"save_strategy": "no"}, None),
@@ -138,7 +138,7 @@ def test_a_save_of_the_bare_loop_without_room_leaves_the_one_before(tmp_path: Pa
         engine.save_checkpoint(tmp_path / "saved")
         before = shutil.copytree(tmp_path / "saved", tmp_path / "copy")
         free[0] = 100
-        with pytest.raises(OutputError, match=r"a checkpoint in .*saved takes .* are free"):
+        with pytest.raises(OutputError, match=r"a checkpoint in .*saved would take .* are free"):
             engine.save_checkpoint(tmp_path / "saved")
         assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == {
             path.name: path.read_bytes() for path in before.iterdir()

@@ -85,6 +85,20 @@ def test_a_stream_shorter_than_an_update_ends_with_a_sentence(tmp_path: Path) ->
         run(OffloadTrainer, tmp_path, _Stream(), max_steps=2, gradient_accumulation_steps=6)
 
 
+class _Once(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __init__(self, count: int) -> None:
+        self.rows = iter(causal_rows(count))
+
+    def __iter__(self) -> Any:
+        return self.rows
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_pass_over_a_stream_without_a_row_is_an_error(count: int, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gave no row: it is empty, or can be read only once\. Its __iter__ must begin"):
+        run(OffloadTrainer, tmp_path, _Once(count), max_steps=5, per_device_train_batch_size=1)
+
+
 def test_a_stream_goes_on_from_a_checkpoint_whose_pass_has_rows_left_over(tmp_path: Path) -> None:
     losses = []
     for resume in (None, str(tmp_path / "checkpoint-2")):
