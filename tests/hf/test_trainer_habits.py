@@ -95,7 +95,7 @@ class _Once(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_pass_over_a_stream_without_a_row_is_an_error(count: int, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"gave no row: it is empty, or can be read only once\. Its __iter__ must begin"):
+    with pytest.raises(DataError, match=r"gave no row: it is empty, or can be read only once\."):
         run(OffloadTrainer, tmp_path, _Once(count), max_steps=5, per_device_train_batch_size=1)
 
 
