@@ -8,6 +8,7 @@ frozen embeddings; other frozen parameters outside the blocks are in no layer.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -300,15 +301,29 @@ def plan_of(
     return make_plan(
         [layer.shape() if num_ranks == 1 else layer.shape().shared_by(num_ranks) for layer in layers],
         config,
-        frozen=sum(parameter.numel() for parameter in frozen),
-        frozen_bytes=sum(tensor.nbytes for tensor in (*frozen, *model.buffers())),
+        frozen=sum(map(_num_weights, frozen)),
+        frozen_bytes=sum(map(_num_bytes, (*frozen, *model.buffers()))),
         work=work,
         hardware=hardware,
         assumed=assumed,
-        unsaved_bytes=sum(parameter.nbytes for parameter in frozen),
+        unsaved_bytes=sum(map(_num_bytes, frozen)),
         saves_adapters=bool(getattr(model, "peft_config", None)),
         frozen_models=_frozen_models(model, layers),
     )
+
+
+def _num_weights(parameter: nn.Parameter) -> int:
+    """bitsandbytes packs two 4-bit weights in an element."""
+    packed = getattr(parameter, "quant_state", None)
+    return parameter.numel() if packed is None else math.prod(packed.shape)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """With the scales of bitsandbytes' 4-bit weights, which may be quantised themselves."""
+    number, packed = tensor.nbytes, getattr(tensor, "quant_state", None)
+    while packed is not None:
+        number, packed = number + packed.absmax.nbytes, packed.state2
+    return number
 
 
 def _frozen_models(model: nn.Module, layers: Sequence[FlatLayer]) -> tuple[FrozenModel, ...]:

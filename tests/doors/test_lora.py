@@ -315,7 +315,15 @@ def test_adapters_train_on_4_bit_weights_as_pefts_do(folder: Path, tmp_path: Pat
     result = offloadkit.finetune(quantised(), ROWS[:4], output_dir=tmp_path / "out", max_steps=5, **USUAL, **hyper)
     found = [entry["loss"] for entry in result.history if "loss" in entry]
     assert found == pytest.approx(losses_of_peft(quantised().train(), batch_of(ROWS[:4]), 5), abs=1e-6)
-    assert offloadkit.plan(quantised(), max_input_length=16).fits
+    model = quantised()
+    plan = offloadkit.plan(model, max_input_length=16)
+    assert plan.fits
+    assert (plan.num_trainable_parameters, plan.num_parameters) == model.get_nb_trainable_parameters()
+    four_bits.bnb_4bit_use_double_quant = True  # scales of one byte, in one block of 256
+    doubly = offloadkit.plan(quantised(), max_input_length=16)
+    scales = [each.quant_state.absmax for each in model.parameters() if hasattr(each, "quant_state")]
+    saved_bytes = sum(each.nbytes - each.numel() - 4 for each in scales)
+    assert plan.basis.frozen_bytes - doubly.basis.frozen_bytes == saved_bytes > 0
     trainer = offloadkit.OffloadTrainer(
         quantised(), TrainingArguments(str(tmp_path / "trainer"), max_steps=1, report_to=[]), train_dataset=ROWS
     )
