@@ -278,7 +278,13 @@ def ram_available_bytes() -> int:
 
 def process_ram_bytes() -> int:
     """Resident RAM of this process now, in bytes. Pinned pages count."""
-    return int(psutil.Process().memory_info().rss)
+    return int(_process(os.getpid()).memory_info().rss)
+
+
+@cache
+def _process(pid: int) -> psutil.Process:
+    """Making the object takes several times as long as asking it."""
+    return psutil.Process(pid)
 
 
 def process_peak_ram_bytes() -> int:
