@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
-from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -25,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from offloadkit.errors import ConfigError, ModelError, shown
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.hardware import Hardware
+from offloadkit.offload.dict_versions import UnchangedDicts
 from offloadkit.offload.matrices import matrices_of, one_optimizer_each, several_optimizers
 from offloadkit.optim.norm import NORM_BLOCK
 from offloadkit.optim.table import DTYPES, Dtype, LayerKind, Matrix, StateTable
@@ -512,15 +512,12 @@ class UntrainedParameters:
         self._model, self._trained = model, trained
         tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
         self._frozen = [parameter for parameter in model.parameters() if parameter not in trained]
-        self._views = [table.values() for table in tables]
-        """Of all parameters and submodules, as they are now."""
-        self._lengths, self._found = list(map(len, self._views)), list(chain.from_iterable(self._views))
+        self._tables = UnchangedDicts(tables)
+        """All parameters and submodules, as they are now."""
 
     def check(self) -> None:
         """Raise `ModelError` if a parameter was added, replaced or unfrozen."""
-        same = list(map(len, self._views)) == self._lengths
-        same = same and all(map(is_, chain.from_iterable(self._views), self._found))
-        if same and not any(p.requires_grad for p in self._frozen):
+        if self._tables.first_changed() is None and not any(p.requires_grad for p in self._frozen):
             return
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter not in self._trained:

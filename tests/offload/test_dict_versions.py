@@ -1,0 +1,60 @@
+"""`UnchangedDicts` finds each write that changes a value, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offloadkit.offload.dict_versions import UnchangedDicts
+
+Change = Callable[[nn.Module], Any]
+
+CHANGES: list[Change] = [
+    lambda module: setattr(module, "factor", 2.0),
+    lambda module: vars(module).update(factor=float("1.0")),  # an equal object
+    lambda module: object.__setattr__(module, "factor", 2.0),
+    lambda module: delattr(module, "factor"),
+    lambda module: setattr(module, "another", 1),
+    lambda module: setattr(module, "up", nn.Linear(2, 2)),
+    lambda module: module._parameters.pop("scale"),
+    lambda module: module.register_buffer("shift", torch.ones(2)),
+    lambda module: module.eval(),
+]
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.factor = nn.Linear(2, 2), nn.Parameter(torch.ones(2)), 1.0
+        self.register_buffer("shift", torch.zeros(2))
+
+
+def dicts_of(module: nn.Module) -> list[Any]:
+    return [vars(module), module._parameters, module._buffers, module._modules]
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_value_is_found_in_each_later_call(change: Change, is_counted: bool) -> None:
+    module = Module()
+    for _ in range(50):  # so that the interpreter specializes writes of attributes
+        module.factor = module.factor  # type: ignore[assignment]
+    dicts = UnchangedDicts([*dicts_of(module), *([] if is_counted else [MappingProxyType({})])])
+    assert dicts.first_changed() is None
+    change(module)
+    assert dicts.first_changed() is not None
+    assert dicts.first_changed() is not None
+
+
+def test_a_value_that_is_written_back_is_no_change() -> None:
+    module = Module()
+    dicts = UnchangedDicts(dicts_of(module))
+    before, module.factor = module.factor, 2.0
+    module.factor = before
+    module.requires_grad_(False)
+    assert dicts.first_changed() is None
