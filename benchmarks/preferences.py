@@ -1,16 +1,20 @@
 """DPO and GRPO of TRL on offloadkit's engine: seconds of a step, memory planned and measured, tokens/s of generation.
 
-    python -m benchmarks.preferences                       # four parts, each at most 110 s; needs TRL
+    python -m benchmarks.preferences                       # four parts, each at most 100 s; needs TRL
     python -m benchmarks.preferences --parts grpo-12       # one part
     python -m benchmarks.preferences --tiny                # a try without a GPU
 
 The model is a Llama of 3.2 billion random bf16 weights. Each part runs in its own process, within `vram` GiB, and
-prints one line of JSON. A part ends after 80 s of training, or after `--steps` updates:
+prints one line of JSON. Its stderr says when each piece is done, in seconds since the start of the process. A part does
+two updates, and up to `--steps` if they end before 80 s:
 
 - `dpo-24`: DPO of 4 pairs of 1,024 tokens; the reference model's weights stream where they do not fit.
 - `dpo-24-before`: the same with the reference's log-probabilities computed before training.
-- `grpo-24`, `grpo-12`: GRPO of 8 completions of 256 tokens after a prompt of 256. Its generation is compared with plain
+- `grpo-24`, `grpo-12`: GRPO of 8 completions of 128 tokens after a prompt of 384. Its generation is compared with plain
   `generate`, with all weights in VRAM, in tokens/s for the same rows in the same process.
+
+TRL computes these losses outside the model, so the first update begins with little in VRAM and more in RAM, and moves
+to the plan for its rows. "planned" is the plan in force in a phase, or the larger of two.
 """
 
 from __future__ import annotations
@@ -22,10 +26,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -34,15 +41,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from offloadkit import OffloadConfig, OffloadTrainerMixin
 from offloadkit.facts import hardware
 from offloadkit.facts.telemetry import Telemetry
+from offloadkit.planner import Plan
 
 Row = dict[str, Any]
 
 PARTS = {"dpo-24": 24, "dpo-24-before": 24, "grpo-24": 24, "grpo-12": 12}
 """VRAM of each part, in GiB."""
-TIMEOUT = 110.0
+TIMEOUT = 100.0
 """Seconds for a part's process."""
 TRAINING = 80.0
-"""Seconds from the start of a part's process, after which no update begins."""
+"""Seconds from the start of a part's process, after which no update ends, but the second."""
 _NUM_WORDS = 1000
 _NUM_STEPS = 7
 
@@ -57,8 +65,10 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.until is not None:
-        row = measure(options.parts[0], options.steps, options.until, tiny=options.tiny)
-        print("ROW " + json.dumps(row), flush=True)
+        try:
+            measure(options.parts[0], options.steps, options.until, _print_row, tiny=options.tiny)
+        except Exception:  # any error is the result of this part
+            _print_row({"part": options.parts[0], "failed": traceback.format_exc()[-3000:]})
         return []
     rows: list[Row] = []
     for part in options.parts:
@@ -68,6 +78,10 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     return rows
 
 
+def _print_row(row: Row) -> None:
+    print("ROW " + json.dumps(row), flush=True)
+
+
 def _in_process(part: str, options: argparse.Namespace) -> Row:
     began = time.monotonic()
     command = [sys.executable, "-m", "benchmarks.preferences", "--parts", part, "--steps", str(options.steps)]
@@ -75,78 +89,135 @@ def _in_process(part: str, options: argparse.Namespace) -> Row:
     try:
         done = subprocess.run(
             [*command, *(["--tiny"] if options.tiny else [])],
-            capture_output=True,
+            stdout=subprocess.PIPE,
             text=True,
             timeout=TIMEOUT,
             env=os.environ | {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore"},
         )
-        found = next((line for line in done.stdout.splitlines() if line.startswith("ROW ")), None)
-        said = done.stderr[-3000:]
+        printed, ended = done.stdout, f"the process ended with exit status {done.returncode}"
     except subprocess.TimeoutExpired as error:
-        printed = (error.stdout or b"") + (error.stderr or b"")
-        found, said = None, f"no result after {error.timeout:.0f} s: {printed[-3000:].decode(errors='replace')}"
-    row: Row = {"part": part, "failed": said} if found is None else json.loads(found[4:])
+        printed, ended = (error.stdout or b"").decode(errors="replace"), f"no result after {error.timeout:.0f} s"
+    found = [line for line in printed.splitlines() if line.startswith("ROW ")]
+    row: Row = json.loads(found[-1][4:]) if found else {"part": part, "failed": f"{ended}: stderr says how far it was"}
     row["process_seconds"] = round(time.monotonic() - began, 1)
     print(json.dumps(row), flush=True)
     return row
 
 
-class Until(TrainerCallback):
-    """Ends training at a time of `time.monotonic`."""
+def _say(what: str) -> None:
+    """Print on stderr what is done now."""
+    print(f"{time.time() - psutil.Process().create_time():6.1f} s  {what}", file=sys.stderr, flush=True)
 
-    def __init__(self, end: float) -> None:
-        self._end = end
+
+class Watch(TrainerCallback):
+    """Ends training in time, and notes the plans.
+
+    Attributes:
+        plans: each plan that was in force, after the number of updates.
+    """
+
+    def __init__(self, until: float, telemetry: Telemetry) -> None:
+        """until: a time of `time.monotonic`."""
+        self._until, self._telemetry = until, telemetry
+        self._began = self._longest = 0.0
+        self.plans: list[tuple[int, Plan]] = []
+
+    def note_plan(self, num_updates: int) -> None:
+        self.plans.append((num_updates, self._telemetry.plan))
+
+    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        _say("the weights are in their places")
+        self._began = time.monotonic()
+        self.note_plan(0)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        control.should_training_stop |= time.monotonic() >= self._end
+        _say(f"update {state.global_step} was started")
+        self.note_plan(state.global_step)
+        now = time.monotonic()
+        took, self._began = now - self._began, now
+        control.should_training_stop |= state.global_step > 1 and now + took >= self._until
+
+    def planned(self, phase: str) -> dict[str, int] | None:
+        """Bytes of a phase in the plan in force then. The first step ends with a move to the plan for its rows."""
+        noted = {
+            "reading": self.plans[:1],
+            "evaluation": self.plans[:1],  # log-probabilities before training
+            "training": [each for each in self.plans if each[0]],
+        }.get(phase, self.plans)
+        found = [each for _, plan in noted for each in plan.phases if each.name == phase]
+        return {tier: max(getattr(each, tier) for each in found) for tier in ("vram", "ram")} if found else None
 
 
-def measure(part: str, num_steps: int, until: float, *, tiny: bool) -> Row:
-    """Train, in this process; returns seconds of settled steps and bytes, measured and planned."""
+def measure(
+    part: str, num_steps: int, until: float, report: Callable[[Row], None] = lambda row: None, *, tiny: bool
+) -> Row:
+    """Train, in this process; returns seconds of settled steps and bytes, measured and planned.
+
+    Args:
+        report: called with the row before the engine is closed, which takes seconds.
+    """
+    _say("libraries are imported")
     device, telemetry = hardware.default_device(), Telemetry()
-    offload = OffloadConfig(vram=f"{2 if tiny else PARTS[part]}GiB")
+    offload, watch = OffloadConfig(vram=f"{2 if tiny else PARTS[part]}GiB"), Watch(until, telemetry)
     make = _dpo if part.startswith("dpo") else _grpo
     with tempfile.TemporaryDirectory() as output:
-        trainer, plain = make(part, num_steps, output, tiny, device, offload=offload, telemetry=telemetry)
-        trainer.add_callback(Until(until))
+        trainer, plain = make(part, num_steps, output, tiny, device, watch, offload=offload, telemetry=telemetry)
+        _say("the Trainer is made")
+        trainer.add_callback(watch)
         trainer.train()
         engine = trainer.engine
         engine.synchronize()
+        _say("training is done")
         plan = engine.plan
         num_updates = trainer.state.global_step
         records = list(telemetry.records)[num_updates // 2 :]  # the first update begins with little in VRAM
-        phases = {phase.name: {"vram": phase.vram, "ram": phase.ram} for phase in plan.phases}
         row: Row = {
             "part": part,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
             "updates": num_updates,
-            "step_seconds": median(each.seconds["step"] for each in records if "step" in each.seconds),
+            "step_seconds": _median(each.seconds["step"] for each in records if "step" in each.seconds),
             "planned_seconds": plan.seconds.step if plan.seconds else None,
             "plan": str(plan).splitlines(),
             "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
-            "bytes": {name: {"measured": took, "planned": phases.get(name)} for name, took in telemetry.peaks.items()},
+            "bytes": {
+                name: {"measured": took, "planned": watch.planned(name)} for name, took in telemetry.peaks.items()
+            },
+            "moves": {move.why: move.seconds for move in telemetry.moves},
         }
         if plain is not None:
             row |= _of_generation(trainer, telemetry, plain)
+        report(row)
         trainer.close()
+        _say("the engine is closed")
         return row
 
 
+def _median(numbers: Iterable[float]) -> float | None:
+    found = list(numbers)
+    return median(found) if found else None
+
+
 def _of_generation(trainer: Any, telemetry: Telemetry, plain: float) -> Row:
-    ours = median(trainer.rates[1:])
+    first, *later = trainer.rates
     moves = list(telemetry.generation_moves)
-    return {
-        "generation_seconds": trainer.num_tokens / ours,
+    ours = _median(later)
+    row: Row = {
+        "first_generation_tokens_per_second": first,
         "generation_tokens_per_second": ours,
         "plain_tokens_per_second": plain,
-        "share_of_plain": ours / plain,
-        "seconds_into_vram": median(moves[0::2]) if moves else None,
-        "seconds_out_of_vram": median(moves[1::2]) if moves else None,
+        "seconds_into_vram": _median(moves[0::2]),
+        "seconds_out_of_vram": _median(moves[1::2]),
         "generates_in_vram": trainer.engine.plan.generates_in_vram,
     }
+    if ours is None:
+        said = "the time was over after the first generation, which runs before the plan for the rows"
+        return row | {"share_of_plain": said}
+    return row | {"generation_seconds": trainer.num_tokens / ours, "share_of_plain": ours / plain}
 
 
-def _dpo(part: str, num_steps: int, output: str, tiny: bool, device: torch.device, **more: Any) -> tuple[Any, None]:
+def _dpo(
+    part: str, num_steps: int, output: str, tiny: bool, device: torch.device, watch: Watch, **more: Any
+) -> tuple[Any, None]:
     from trl import DPOConfig, DPOTrainer
 
     class OffloadDPOTrainer(OffloadTrainerMixin, DPOTrainer):  # type: ignore[misc]
@@ -168,10 +239,12 @@ def _dpo(part: str, num_steps: int, output: str, tiny: bool, device: torch.devic
     return trainer, None
 
 
-def _grpo(part: str, num_steps: int, output: str, tiny: bool, device: torch.device, **more: Any) -> tuple[Any, float]:
+def _grpo(
+    part: str, num_steps: int, output: str, tiny: bool, device: torch.device, watch: Watch, **more: Any
+) -> tuple[Any, float]:
     from trl import GRPOConfig, GRPOTrainer
 
-    length, completions = 16 if tiny else 256, 8
+    prompt_length, length, completions = 16 if tiny else 384, 16 if tiny else 128, 8
 
     class OffloadGRPOTrainer(OffloadTrainerMixin, GRPOTrainer):  # type: ignore[misc]
         rates: list[float]
@@ -182,12 +255,16 @@ def _grpo(part: str, num_steps: int, output: str, tiny: bool, device: torch.devi
             began = _now(device)
             found = super()._generate_single_turn(*args, **kwargs)
             self.rates.append(self.num_tokens / (_now(device) - began))
+            _say(f"generated at {self.rates[-1]:,.0f} tokens/s")
+            watch.note_plan(self.state.global_step)
             return found
 
-    model, tokenizer = _model(tiny, device), _tokenizer()
-    rows = [{"prompt": _words(at, length)} for at in range(num_steps)]
+    model, tokenizer = _model_on(device, tiny), _tokenizer()
+    rows = [{"prompt": _words(at, prompt_length)} for at in range(num_steps)]
     exact = {"min_new_tokens": length}  # random weights would end some rows early
     plain = _plain_rate(model, tokenizer(rows[0]["prompt"])["input_ids"], completions, length, device)
+    _say(f"plain generate ran at {plain:,.0f} tokens/s")
+    _in_ram(model)
     args = GRPOConfig(
         output,
         num_generations=completions,
@@ -210,7 +287,7 @@ def _grpo(part: str, num_steps: int, output: str, tiny: bool, device: torch.devi
 
 def _plain_rate(model: Any, prompt: list[int], rows: int, length: int, device: torch.device) -> float:
     """Tokens/s of `generate` with the whole model on the device, after a call that warms up."""
-    model.to(device).eval()
+    model.eval()
     ids = torch.tensor([prompt] * rows, device=device)
     seconds = []
     for number in (length // 8, length):
@@ -224,9 +301,7 @@ def _plain_rate(model: Any, prompt: list[int], rows: int, length: int, device: t
                 do_sample=True,
             )
         seconds.append(_now(device) - began)
-    model.to("cpu").train()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    model.train()
     return rows * length / seconds[-1]
 
 
@@ -254,6 +329,10 @@ def _arguments(device: torch.device, num_steps: int, rows: int) -> Row:
 
 def _model(tiny: bool, device: torch.device) -> LlamaForCausalLM:
     """Random weights in RAM; bf16 on a GPU, where they are drawn."""
+    return _in_ram(_model_on(device, tiny))
+
+
+def _model_on(device: torch.device, tiny: bool) -> LlamaForCausalLM:
     shape = (64, 128, 2, 4, 2) if tiny else (3072, 8192, 28, 24, 8)
     width, inner, blocks, heads, kv_heads = shape
     config = LlamaConfig(
@@ -269,22 +348,31 @@ def _model(tiny: bool, device: torch.device) -> LlamaForCausalLM:
         bos_token_id=1,
         eos_token_id=2,
     )
-    return drawn(config, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+    return _drawn_on(device, config, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def drawn(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
     """A model in RAM; its weights are drawn on `device`: a GPU takes a second where the CPU takes half a minute."""
+    return _in_ram(_drawn_on(device, config, dtype))
+
+
+def _drawn_on(device: torch.device, config: LlamaConfig, dtype: torch.dtype) -> LlamaForCausalLM:
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = LlamaForCausalLM(config)
+            return LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
+
+
+def _in_ram(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    on_gpu = model.device.type == "cuda"
     model.to("cpu")
-    if device.type == "cuda":
+    if on_gpu:
         torch.cuda.empty_cache()
+    _say("a model's weights are in RAM")
     return model
 
 
