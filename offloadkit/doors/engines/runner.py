@@ -175,7 +175,7 @@ def _started(
     module: str, task_path: Path, row_path: Path, output: IO[bytes] | None, opened: contextlib.ExitStack, cores: int
 ) -> subprocess.Popen[bytes]:
     # Use the package of this process, and never prompt on a terminal.
-    paths = filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")])
+    paths = filter(None, [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH")])
     variables = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "DS_SKIP_CUDA_CHECK": "1"}
     watched, held = os.pipe()
     opened.callback(os.close, held)

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 
+import offloadkit
 from offloadkit.device import process_memory as memory
 from offloadkit.doors.comparing.words import duration, text_table
 from offloadkit.doors.engines import plain, runner, worker
@@ -163,6 +164,29 @@ def test_a_process_is_bound_to_as_many_cores_as_it_is_told(tmp_path: Path, monke
         for cores in (1, 0)
     ]
     assert [(row["cores"], row["threads"]) for row in found] == [(1, "1"), (len(os.sched_getaffinity(0)), None)]
+
+
+WHERE = """
+import importlib.util, json, sys
+from pathlib import Path
+origins = {name: getattr(importlib.util.find_spec(name), "origin", None) for name in ("offloadkit", "deepspeed", "hf")}
+Path(sys.argv[2]).write_text(json.dumps({"status": "measured", **origins}))
+"""
+
+
+def test_a_process_imports_this_package_whose_parts_hide_no_other_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`offloadkit/deepspeed` is not DeepSpeed."""
+    (tmp_path / "where.py").write_text(WHERE)
+    (tmp_path / "deepspeed.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    row = runner.in_fresh_process({}, timeout=60, ram=None, log=tmp_path / "log", module="where")
+    assert (row["offloadkit"], row["deepspeed"], row["hf"]) == (
+        offloadkit.__file__,
+        str(tmp_path / "deepspeed.py"),
+        None,
+    )
 
 
 class Steps:
