@@ -96,9 +96,10 @@ class FinetuneOptions:
     """Train LoRA's adapters of this rank, such as 16, on frozen weights. Needs `pip install peft`.
 
     True is rank 16. A rank adapts all linear layers but the head, with `lora_alpha` of twice the rank; a
-    `peft.LoraConfig` chooses everything. Frozen weights that do not fit in VRAM stream from RAM. The plan shows full
-    fine-tuning beside it. `result.model` is a `PeftModel`, and the saved folder has the adapters alone.
-    `result.model.merge_and_unload().save_pretrained(folder)` writes the whole model.
+    `peft.LoraConfig` chooses everything, such as experts in one 3-D parameter (`target_parameters`). Frozen weights
+    that do not fit in VRAM stream from RAM. The plan shows full fine-tuning beside it. `result.model` is a `PeftModel`,
+    and the saved folder has the adapters alone. `result.model.merge_and_unload().save_pretrained(folder)` writes the
+    whole model.
 
     Weights that bitsandbytes has quantised stay in VRAM: pass a `PeftModel` on them as `model`. Weights quantised
     otherwise are refused."""
