@@ -1,7 +1,7 @@
 """Write the repository's public address into the notebooks: `python notebooks/address.py https://github.com/NAME/repo`.
 
-The address goes to `REPOSITORY` in each first code cell, and to a badge under each title that opens the notebook in
-Colab.
+The address goes to `REPOSITORY` in each first code cell, and to a badge that opens Colab: under each title for its
+notebook, in the README for the first notebook, and to the README's `git clone`.
 """
 
 import re
@@ -14,6 +14,18 @@ FOLDER = Path(__file__).parent.resolve()
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
 
 
+def badge_of(repository: str, notebook: str) -> str:
+    of_colab = repository.replace("https://github.com/", "https://colab.research.google.com/github/")
+    return f"{BADGE}({of_colab}/blob/main/notebooks/{notebook})"
+
+
+def publish_readme(path: Path, address: str) -> None:
+    repository = address.removesuffix("/").removesuffix(".git")
+    text = re.sub(re.escape(BADGE) + r"\([^)]*\) ", "", path.read_text())
+    text = text.replace("![Python", f"{badge_of(repository, '01_finetune_t5.ipynb')} ![Python", 1)
+    path.write_text(re.sub(r"(?<=^git clone ).+?(?= offloadkit && )", repository, text, flags=re.MULTILINE))
+
+
 def publish(path: Path, address: str) -> None:
     """Replaces the address of one notebook; its outputs stay."""
     repository = address.removesuffix("/").removesuffix(".git")
@@ -21,9 +33,7 @@ def publish(path: Path, address: str) -> None:
     title, install = notebook.cells[:2]
     install.source = re.sub(r'(?<=^REPOSITORY = )"[^"]*"', f'"{repository}"', install.source)
     lines = [line for line in title.source.split("\n") if not line.startswith(BADGE)]
-    of_colab = repository.replace("https://github.com/", "https://colab.research.google.com/github/")
-    badge = f"{BADGE}({of_colab}/blob/main/notebooks/{path.name})"
-    title.source = "\n".join([lines[0], "", badge, *lines[1:]])
+    title.source = "\n".join([lines[0], "", badge_of(repository, path.name), *lines[1:]])
     nbformat.write(notebook, path)
 
 
@@ -32,3 +42,4 @@ if __name__ == "__main__":
         sys.exit("one address is needed, such as https://github.com/NAME/offloadkit")
     for each in sorted(FOLDER.glob("*.ipynb")):
         publish(each, sys.argv[1])
+    publish_readme(FOLDER.parent / "README.md", sys.argv[1])

@@ -77,6 +77,19 @@ def test_the_public_address_goes_to_the_first_cell_and_a_badge(tmp_path: Path) -
     assert "https://colab.research.google.com/github/a/b/blob/main/notebooks/01_finetune_t5.ipynb" in title.source
 
 
+def test_the_readme_has_a_badge_of_colab_once_there_is_a_public_address(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    shutil.copy(NOTEBOOKS.parent / path.name, path)
+    assert "Open in Colab" not in path.read_text(), "it would lead to a file"
+    publish = runpy.run_path(str(NOTEBOOKS / "address.py"))["publish_readme"]
+    for address in ("https://github.com/first/one.git", "https://github.com/a/b"):
+        publish(path, address)
+    text = path.read_text()
+    assert text.count("](https://colab.research.google.com/github/a/b/blob/main/notebooks/01_finetune_t5.ipynb) ") == 1
+    assert text.count("Open in Colab") == 1
+    assert "\ngit clone https://github.com/a/b offloadkit && cd offloadkit\n" in text
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_is_valid_begins_with_the_same_installation_and_keeps_neither_bars_nor_errors(name: str) -> None:
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
