@@ -131,8 +131,11 @@ def card_named(name: str) -> Card:
                 f"a {old.upper()} has compute capability {capability}, and torch's builds begin at 7.5: gpu takes "
                 f"cards from the T4 on, such as {CARDS[0].name}, {CARDS[1].name} or RTX 3060"
             )
+    names = [card.name for card in CARDS]
+    near = [each for each in names if wanted in _plain(each)] if len(wanted) > 3 else []  # other digits: another card
+    meant = f"did you mean {' or '.join(near)}? gpu" if near else "gpu"
     raise ConfigError(
-        f"no card {shown(name)} is known: gpu takes {', '.join(card.name for card in CARDS)}. For another card leave "
+        f"no card {shown(name)} is known: {meant} takes {', '.join(names)}. For another card leave "
         "gpu out and give its memory, such as vram='12GiB': its rates are assumed then"
     )
 

@@ -66,9 +66,16 @@ def test_names_are_forgiven(given: str, name: str) -> None:
     assert card_named(given).name == name
 
 
-@pytest.mark.parametrize("given", ["", "RTX", "RTX 4090 Laptop GPU", "A10G", "RTX 409", "a100-16gb", "4060 Ti", "6000"])
-def test_other_cards_are_refused_with_those_that_are_known(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"no card .* is known: gpu takes T4, L4, .*, H200, .*vram='12GiB'"):
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        *((each, "") for each in ("", "RTX", "RTX 4090 Laptop GPU", "A10G", "RTX 3080", "a100-16gb", "H20")),
+        ("4060 Ti", r"did you mean RTX 4060 Ti 16GB\? "),
+        ("6000", r"did you mean RTX A6000 or RTX PRO 6000\? "),
+    ],
+)
+def test_other_cards_are_refused_with_those_that_are_known(given: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"no card .* is known: {meant}gpu takes T4, L4, .*, H200, .*vram='12GiB'"):
         card_named(given)
 
 
