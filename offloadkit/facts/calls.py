@@ -28,6 +28,11 @@ def in_a_command(again: Callable[[Options], str | None]) -> Iterator[None]:
         _command.reset(before)
 
 
+def as_here(command: str, call: str) -> str:
+    """The shell command in a command, else the call."""
+    return call if _command.get() is None else command
+
+
 @dataclass(frozen=True)
 class WrittenCall:
     """The call that asked for a plan."""

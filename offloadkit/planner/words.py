@@ -8,6 +8,7 @@ from html import escape
 from itertools import groupby
 from textwrap import wrap
 
+from offloadkit.facts.calls import as_here
 from offloadkit.facts.hardware import Hardware
 from offloadkit.facts.units import format_bytes, format_range, format_rate, format_seconds, rounded, rounded_up
 from offloadkit.optim.table import MOMENTS
@@ -226,11 +227,12 @@ def _about(plan: Prediction) -> list[str]:
         sentences.append("(activations and the framework's own memory come on top)")
     ram_is_this_machines = plan.basis.hardware is not None and plan.basis.config.ram is None and "ram" in plan.budgets
     if plan.on_cpu:
-        whose = ", this machine's free memory" if ram_is_this_machines else ""
-        another = 'offloadkit plan ... --gpu "RTX 4090" --ram 64GiB'
-        sentences.append(f"(VRAM is RAM there{whose}. For another machine: {another})")
+        whose = ": this machine's free memory" if ram_is_this_machines else ""
+        command = 'offloadkit plan ... --gpu "RTX 4090" --ram 64GiB'
+        another = as_here(command, 'offloadkit.plan(..., gpu="RTX 4090", ram="64GiB")')
+        sentences.append(f"(On the CPU, VRAM is RAM{whose}. For another machine: {another})")
     elif ram_is_this_machines:
-        sentences.append("(RAM: what is free on this machine. For another one: ram=, --ram)")
+        sentences.append(f"(RAM: what is free on this machine. For another machine: {as_here('--ram', 'ram=')})")
     return sentences
 
 

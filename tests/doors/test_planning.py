@@ -432,6 +432,17 @@ def test_commands_are_written_as_commands() -> None:
     assert "offloadkit.plan" not in refused.stdout
 
 
+def test_another_machine_is_planned_by_a_call_or_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    command, call = '--gpu "RTX 4090" --ram 64GiB', 'offloadkit.plan(..., gpu="RTX 4090", ram="64GiB")'
+    from_python, from_shell = (
+        " ".join(text.split()) for text in (str(offloadkit.plan("t5-small")), run("t5-small").stdout)
+    )
+    assert call in from_python
+    assert command not in from_python
+    assert command in from_shell
+    assert call not in from_shell
+
+
 def test_a_refused_finetune_is_written_as_a_call(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFitError, match=r'1\. offloadkit\.finetune\(\.\.\., .*vram="'):
         offloadkit.finetune(
