@@ -337,6 +337,7 @@ finetune.__doc__ = inspect.cleandoc(finetune.__doc__ or "").replace(
 @_joined
 @_libraries()
 @_takes_hf_names
+@bars_where_live()
 def dry_run(**arguments: Any) -> str:
     """Check arguments of `finetune` and show the plan; nothing is trained, written or downloaded beyond the config.
 

@@ -26,7 +26,7 @@ class ThreadPool(ThreadPoolExecutor):
     """A pool whose `submit` and `map` raise `ThreadLimitError`."""
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        with _named("of a pool"):
+        with _named("one of a pool"):
             return super().submit(fn, *args, **kwargs)
 
 
@@ -38,6 +38,6 @@ def _named(name: str) -> Iterator[None]:
         if "can't start new thread" not in str(error):
             raise
         raise ThreadLimitError(
-            f"the system refuses to start more threads ({name!r}; this process has {threading.active_count()}): raise "
-            "the limit (ulimit -u, or the container's pids limit), or end other programs, and run again"
+            f"the system refuses to start a thread ({name}; this process has {threading.active_count()}): raise its "
+            "limits (ulimit -u and -v, or the container's pids limit), or end other programs, and run again"
         ) from error

@@ -47,6 +47,11 @@ def parse_bytes(size: int | str, option: str = "a size") -> int:
     return num_bytes
 
 
+def counted(number: int, what: str) -> str:
+    """ "1 row" or "2,000 rows"."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
 def format_bytes(num_bytes: int) -> str:
     """ "1.23 GiB", "45.6 MiB" or "789 KiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):

@@ -62,7 +62,7 @@ class Columns:
             for name in self.inputs:
                 for index, value in zip(indices, batch[name], strict=True):
                     if value is None:
-                        raise DataError(f"row {index} has no value in {name!r}: correct or drop the row")
+                        raise DataError(_no_value(index, name))
             rows = zip(*(batch[name] for name in self.inputs), strict=True)
             return [
                 self._filled(dict(zip(self.inputs, row, strict=True)), index)
@@ -172,11 +172,15 @@ def columns_to_read(names: Collection[str], named: Collection[str]) -> set[str]:
     return {*base, *TEXTS, *CONVERSATIONS}
 
 
+def _no_value(index: int, column: str) -> str:
+    return f"row {index} has no value in {column!r}: correct or drop the row (the first is row 0)"
+
+
 def strings(values: list[Any], column: str, indices: list[int]) -> list[str]:
     """Check that all values are strings, and return them."""
     for index, value in zip(indices, values, strict=True):
         if value is None:
-            raise DataError(f"row {index} has no value in {column!r}: correct or drop the row")
+            raise DataError(_no_value(index, column))
         if not isinstance(value, str):
             name = type(value).__name__
             article = "an" if name[0] in "aeiou" else "a"

@@ -21,6 +21,7 @@ import torch
 
 from offloadkit.errors import DataError
 from offloadkit.facts.changes import longest_of_model
+from offloadkit.facts.units import counted
 from offloadkit.hf.columns import BY_NAME, ColumnOptions, Columns, Kind, choose
 from offloadkit.hf.load import Task, infer_task
 from offloadkit.hf.read import is_stream, load_dataset_like
@@ -75,8 +76,8 @@ class PreparedData:
         if not hasattr(self.dataset, "__len__"):
             return "a stream of rows"
         packed = getattr(self.dataset, "rows", None)
-        number = f"{len(self.dataset):,} rows"
-        return number if packed is None else f"{len(packed):,} rows, packed into {number}"
+        number = counted(len(self.dataset), "row")
+        return number if packed is None else f"{counted(len(packed), 'row')}, packed into {number}"
 
 
 def prepare(

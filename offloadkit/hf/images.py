@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from offloadkit.errors import ConfigError, DataError, ModelError, cut, shown
 from offloadkit.facts.changes import longest_of_model
+from offloadkit.facts.units import counted
 from offloadkit.hf.columns import IMAGES, ColumnOptions
 from offloadkit.hf.conversations import ASSISTANT, conversation
 from offloadkit.hf.data import PreparedData, with_evaluation
@@ -200,7 +201,7 @@ def _conversation(row: Mapping[str, Any], column: str, index: int) -> _Conversat
         number = len(images)
     if number != len(images):
         raise DataError(
-            f"row {index} has {_counted(len(images), 'image')} and {_counted(number, 'place')} for them in {column!r}: "
+            f"row {index} has {counted(len(images), 'image')} and {counted(number, 'place')} for them in {column!r}: "
             'write {"type": "image"} into the content of a message for each image'
         )
     end = max((at for at, each in enumerate(messages, 1) if each["role"] in ASSISTANT), default=len(messages))
@@ -210,10 +211,6 @@ def _conversation(row: Mapping[str, Any], column: str, index: int) -> _Conversat
 
 def _plain(value: Any) -> list[Any]:
     return [{"content": each.get("content", each.get("value"))} for each in parsed(value)]
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 # -- images
@@ -293,8 +290,8 @@ class _Texts:
         text = str(template(row.messages, tokenize=False))
         if text.count(str(self.image)) != len(row.images):
             raise DataError(
-                f"row {row.index} has {_counted(len(row.images), 'image')}, and the chat template of the processor "
-                f"writes {_counted(text.count(str(self.image)), 'place')} for them ({self.image}): set "
+                f"row {row.index} has {counted(len(row.images), 'image')}, and the chat template of the processor "
+                f"writes {counted(text.count(str(self.image)), 'place')} for them ({self.image}): set "
                 "processor.chat_template to one that writes each image, and leave the token out of texts"
             )
         return text, list(self._runs(tokens, learned)), len(tokens)

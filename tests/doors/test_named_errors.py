@@ -447,7 +447,7 @@ def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_engine_that_gets_no_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     no_more_threads(monkeypatch)
-    with pytest.raises(ThreadLimitError, match=r"'offloadkit-step'.*ulimit -u"):
+    with pytest.raises(ThreadLimitError, match=r"\(offloadkit-step;.*ulimit -u and -v"):
         small_engine()
     monkeypatch.undo()
     with small_engine() as engine:

@@ -254,6 +254,7 @@ def test_a_dry_run_shows_arguments_and_plan_and_writes_nothing(
     Path("pairs.jsonl").write_text(json.dumps({"input": "a", "target": "b"}) * 1)
     done = run("train", "t5-3b-8gib", f"model={models / 't5'}", "eval_dataset=None", "vram=None", "--dry-run")
     assert "FITS" in done.output
-    assert "1 rows to train on" in done.output
+    assert "1 row to train on" in done.output
+    assert "%|" not in done.stderr, "bars where nothing can be redrawn"
     assert "learning_rate: 0.0001" in done.output
     assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]

@@ -366,7 +366,7 @@ def test_causal_row_whose_only_label_is_its_first_token_teaches_nothing() -> Non
 @pytest.mark.parametrize("bad", [None, 3])
 def test_missing_field_names_row_and_column(bad: Any) -> None:
     rows = datasets.Dataset.from_list([*PAIRS] * 700 + [{"input": "x", "target": None}])
-    with pytest.raises(DataError, match="row 1400 has no value in 'target'"):
+    with pytest.raises(DataError, match=r"row 1400 has no value in 'target': .*\(the first is row 0\)"):
         prepared(rows)
     frame = pd.DataFrame({"input": ["a", "b"], "target": [bad, bad]})
     with pytest.raises(DataError, match=r"row 0 has .* in 'target'"):
