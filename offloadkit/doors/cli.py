@@ -33,6 +33,7 @@ from offloadkit.hf.options import FinetuneOptions
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # rich's tables cut the names of options at 80 columns
     pretty_exceptions_enable=False,
     help="Fine-tune models that are too big for the GPU: exact AdamW, with what does not fit in host RAM.",
 )
@@ -40,7 +41,7 @@ app = typer.Typer(
 
 recipes_app = typer.Typer(
     no_args_is_help=True,
-    help="List, show and copy the recipes of the package, which `offloadkit train` runs by name.",
+    help="List, show and copy recipes for `offloadkit train`.",
 )
 app.add_typer(recipes_app, name="recipes")
 
@@ -71,7 +72,7 @@ AutoBatchSize = Annotated[str, typer.Option(help=_HELP["batch_size"])]
 InputLength = Annotated[int | None, typer.Option(help=_HELP["max_input_length"])]
 TargetLength = Annotated[int | None, typer.Option(help=_HELP["max_target_length"])]
 Accumulation = Annotated[int, typer.Option(help=_HELP["gradient_accumulation"])]
-Precision = Annotated[str, typer.Option(help=_HELP["precision"])]
+Precision = Annotated[str, typer.Option(help=_HELP["precision"], show_default=False)]
 Dtype = Annotated[str, typer.Option("--dtype", help="Working weights: auto, bf16, fp16 or fp32.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help=_HELP["verbose"])]
 Lora = Annotated[str | None, typer.Option(metavar="RANK", help=_HELP["lora"])]
@@ -130,12 +131,19 @@ class _Train(typer.core.TyperCommand):
             if hasattr(error, "possibilities") and unknown.option_name.startswith("--"):
                 written = unknown.option_name
                 name = written[2:].replace("-", "_")
-                if name in _HELP or not difflib.get_close_matches(written, unknown.possibilities or [], cutoff=0.75):
+                is_near = bool(difflib.get_close_matches(written, unknown.possibilities or [], cutoff=0.75))
+                if name in _HELP or (not is_near and _is_training_argument(name)):
                     unknown.message = (
                         f"No such option: {written}. Arguments without an option are KEY=VALUE: {name}=VALUE"
                     )
                     unknown.possibilities = None
             raise
+
+
+def _is_training_argument(name: str) -> bool:
+    from offloadkit.hf.arguments import argument_names
+
+    return name in argument_names()
 
 
 def _recipe_command(command: Command) -> Command:
@@ -179,7 +187,7 @@ def demo(
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps; with fewer the model learns less.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the dates, the weights and the order of rows.")] = 0,
 ) -> None:
-    """Watch a small T5 learn to write dates in ISO form; about a minute and a half on two CPU cores."""
+    """Watch a small T5 learn dates; about two minutes on two CPU cores."""
     from offloadkit.doors.demo.run import NUM_STEPS, run_demo
 
     run_demo(output, num_steps=steps or NUM_STEPS, seed=seed)
@@ -227,7 +235,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show how much memory training MODEL needs, where it is placed and how long a step takes.
+    """Show the memory and the seconds that training MODEL takes.
 
     Exits with 1 if it does not fit. No weights are read. --gpu plans for a card that is not here.
 
@@ -508,7 +516,7 @@ def compare(
     timeout: Annotated[float | None, typer.Option(help="Seconds for one process. Default: by the plan.")] = None,
     output: MeasuredOutput = Path("offloadkit-compare"),
 ) -> None:
-    """Measure and draw how long offloadkit, plain training and DeepSpeed take for each of MODELS.
+    """Measure and draw offloadkit, plain training and DeepSpeed.
 
     Running it again continues. Exits with 1 if nothing could be measured.
     """
@@ -547,7 +555,7 @@ def sweep(
     ] = None,
     output: MeasuredOutput = Path("offloadkit-sweep"),
 ) -> None:
-    """Measure what larger batches cost and, with DATASET, how they change the loss on held-out rows.
+    """Measure larger batches: seconds and, with DATASET, held-out loss.
 
     Running it again continues. Exits with 1 if nothing could be measured.
     """

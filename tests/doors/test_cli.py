@@ -56,6 +56,14 @@ def test_help_breaks_no_line_within_a_paragraph() -> None:
         assert not any("\n" in paragraph for paragraph in paragraphs), command.callback
 
 
+def test_help_at_80_columns_has_all_names_and_summaries() -> None:
+    assert "..." not in CliRunner().invoke(app, ["--help"], terminal_width=80).stdout.split("Commands:")[1]
+    lines = CliRunner().invoke(app, ["train", "--help"], terminal_width=80).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) < 120
+    assert {"--gradient-accumulation", "--max-target-length"} <= {line.split()[0] for line in lines if line.strip()}
+
+
 def test_train_goes_from_a_file_to_a_model(model_folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps({"input": f"{n}+1", "target": str(n + 1)}) + "\n" for n in range(8)))
