@@ -2,7 +2,7 @@
 
 | columns | kind |
 |---|---|
-| `input_ids` (`labels`, `attention_mask`, `decoder_input_ids`) | tokenized |
+| `input_ids` (`labels`, or TRL's `completion_mask` and `assistant_masks`; `attention_mask`, ...) | tokenized |
 | `input` + `target`, `prompt` + `completion` | pairs |
 | `messages` (a list of role/content dicts; `images`, for models that see them) | messages |
 | `text` + `label` | labelled text |

@@ -19,6 +19,8 @@ NUM_FIRST = 64
 """Rows read before training, for columns, task and widths."""
 _NUM_TOGETHER = 16
 """Rows tokenized at a time."""
+_MOST_SILENT = 10_000
+"""So many rows without a target end the training, which an endless stream of them would not."""
 
 
 class Rows:
@@ -67,14 +69,23 @@ class TokenizedStream(EndlessRows):
         self._rows, self._run = rows, run
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Raises `DataError` if the rows cannot be tokenized, are longer than planned, or cannot be read again."""
+        """Raises `DataError` if the rows cannot be tokenized, are longer than planned, or cannot be read again, or many
+        of them have nothing to learn.
+        """
         worker = get_worker_info()
-        number, begun = 0, -1
+        number, begun, silent = 0, -1, 0
         while worker is None or worker.id == 0:  # else each worker would read all rows
             rows, begun, before = self._rows.of_pass(begun + 1), begun + 1, number
             while batch := list(islice(rows, _NUM_TOGETHER)):
-                yield from self._tokenized(batch, number)
+                found = list(self._tokenized(batch, number))
+                yield from found
                 number += len(batch)
+                silent = 0 if found else silent + len(batch)
+                if silent >= _MOST_SILENT:
+                    raise DataError(
+                        f"the last {silent:,} rows of the stream have nothing to learn, as far as row {number - 1:,}: "
+                        "their text or target is empty, or fills max_input_length"
+                    )
             if number == before:
                 raise DataError(
                     f"the stream of rows ended after {number} rows and cannot be read again: pass a function that "

@@ -353,6 +353,8 @@ NO_TEMPLATE = (
     "the tokenizer has no chat template, so `{column}` cannot become text: use the instruct version, set "
     "tokenizer.chat_template, or write the conversation into a `text` column"
 )
+_LEARNED = ("completion_mask", "assistant_masks")
+"""TRL's columns that say which tokens are learned, where there are no labels."""
 _MEDIA = ("audio", "audio_url", "image_url", "input_audio", "video", "video_url")
 """Types of a message's parts that are neither text nor an image, by the names of transformers and of web APIs."""
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
@@ -434,12 +436,25 @@ def _already_tokenized(run: Tokenizing, batch: _Columns, indices: list[int]) -> 
     if run.task == "classification":
         tokens["labels"] = label_ids(batch["labels"], indices, run.dataset.features["labels"], run.id2label or {})
     elif "labels" not in tokens:
-        tokens["labels"] = [list(row) for row in tokens["input_ids"]]
+        tokens["labels"] = _labels_of_masks(run, tokens["input_ids"], batch, indices)
     return tokens
 
 
+def _labels_of_masks(run: Tokenizing, ids: list[list[int]], batch: _Columns, indices: list[int]) -> list[list[int]]:
+    """The tokens that every mask in `_LEARNED` has a 1 for; all tokens without masks."""
+    labels = [list(row) for row in ids]
+    for name in _LEARNED:
+        if name in batch:
+            _check_lists(run, name, {name: batch[name], "input_ids": ids}, indices)
+            masked = zip(labels, batch[name], strict=True)
+            labels = [
+                [label if is_learned else IGNORED for label, is_learned in zip(*both, strict=True)] for both in masked
+            ]
+    return labels
+
+
 def _check_lists(run: Tokenizing, name: str, tokens: _Columns, indices: list[int]) -> None:
-    of_tokens = name in ("attention_mask", "token_type_ids") or (name == "labels" and run.task == "causal")
+    of_tokens = name in ("attention_mask", "token_type_ids", *_LEARNED) or (name == "labels" and run.task == "causal")
     for index, row, ids in zip(indices, tokens[name], tokens["input_ids"], strict=True):
         if not isinstance(row, list) or not all(type(each) is int for each in row):
             raise DataError(f"row {index} has {shown(row)} in {name!r}, but a list of whole numbers is needed")

@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaForCaus
 
 import offloadkit
 from offloadkit.errors import ConfigError, DataError
+from offloadkit.hf import streams
 from offloadkit.hf.streams import TokenizedStream
 from tests.hf.tiny import llama_config
 from tests.runs import losses
@@ -148,6 +149,21 @@ def test_a_stream_that_cannot_be_read_again_says_so() -> None:
     stream = iter(tokenized(lambda: once))
     assert [len(next(stream)["input_ids"]) for _ in range(6)] == [4] * 6
     with pytest.raises(DataError, match="again"):
+        next(stream)
+
+
+def test_a_stream_whose_rows_teach_nothing_any_more_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_MOST_SILENT", 100)
+
+    def fading() -> Iterator[dict[str, str]]:
+        yield from [{"text": "abc"}] * 70
+        while True:
+            yield {"text": ""}
+
+    stream = iter(tokenized(fading))
+    for _ in range(70):
+        next(stream)
+    with pytest.raises(DataError, match=r"the last 112 rows of the stream have nothing to learn, as far as row 191"):
         next(stream)
 
 

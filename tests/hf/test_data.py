@@ -307,6 +307,19 @@ def test_tokenized_rows_of_a_causal_model_need_no_labels() -> None:
         prepared([{"input_ids": [1, 4, 6]}], BYTES, T5)
 
 
+def test_masks_of_trl_say_which_tokens_are_learned() -> None:
+    row = {"input_ids": [4, 5, 6, 7], "completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1]}
+    (both,) = prepared([row], WORDS, LLAMA).dataset
+    assert both["labels"] == [-100, 5, -100, 7]
+    del row["assistant_masks"]
+    (one,) = prepared([row], WORDS, LLAMA).dataset
+    assert one["labels"] == [-100, 5, 6, 7]
+    (own,) = prepared([row | {"labels": [4, 5, -100, 7]}], WORDS, LLAMA).dataset
+    assert own["labels"] == [4, 5, -100, 7]
+    with pytest.raises(DataError, match="row 0 has 2 numbers in 'completion_mask' but 4 in 'input_ids'"):
+        prepared([row | {"completion_mask": [0, 1]}], WORDS, LLAMA)
+
+
 def test_tokenized_rows_with_one_label_each_are_classification() -> None:
     data = prepared([{"input_ids": [4], "labels": 0}, {"input_ids": [5, 6], "labels": 1}], WORDS, BERT)
     assert (data.task, data.dataset["labels"][:]) == ("classification", [0, 1])
