@@ -32,7 +32,9 @@ _CONTEXTS = ("input", "context")
 _TARGETS = ("target", "completion", "output", "response", "answer", "summary", "highlights")
 _PARTS = ("system", "system_prompt", "history", "choices", "options", "passage")
 """Parts of the input whose place in the prompt is unknown."""
-_TOKENIZED = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "labels")
+LEARNED = ("completion_mask", "assistant_masks")
+"""TRL's columns that say which tokens are learned, where there are no labels."""
+_TOKENIZED = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "labels", *LEARNED)
 TEXTS = (*_QUESTIONS, *_CONTEXTS, *_TARGETS)
 CONVERSATIONS = ("messages", "conversations", "prompt", "completion")
 IMAGES = ("images", "image")

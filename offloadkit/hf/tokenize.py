@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from offloadkit.errors import DataError, shown
 from offloadkit.facts.files import parse_json
-from offloadkit.hf.columns import Columns, strings
+from offloadkit.hf.columns import LEARNED, Columns, strings
 from offloadkit.hf.conversations import conversation
 
 if TYPE_CHECKING:
@@ -353,8 +353,6 @@ NO_TEMPLATE = (
     "the tokenizer has no chat template, so `{column}` cannot become text: use the instruct version, set "
     "tokenizer.chat_template, or write the conversation into a `text` column"
 )
-_LEARNED = ("completion_mask", "assistant_masks")
-"""TRL's columns that say which tokens are learned, where there are no labels."""
 _MEDIA = ("audio", "audio_url", "image_url", "input_audio", "video", "video_url")
 """Types of a message's parts that are neither text nor an image, by the names of transformers and of web APIs."""
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
@@ -441,9 +439,9 @@ def _already_tokenized(run: Tokenizing, batch: _Columns, indices: list[int]) -> 
 
 
 def _labels_of_masks(run: Tokenizing, ids: list[list[int]], batch: _Columns, indices: list[int]) -> list[list[int]]:
-    """The tokens that every mask in `_LEARNED` has a 1 for; all tokens without masks."""
+    """The tokens that every mask in `LEARNED` has a 1 for; all tokens without masks."""
     labels = [list(row) for row in ids]
-    for name in _LEARNED:
+    for name in LEARNED:
         if name in batch:
             _check_lists(run, name, {name: batch[name], "input_ids": ids}, indices)
             masked = zip(labels, batch[name], strict=True)
@@ -454,7 +452,7 @@ def _labels_of_masks(run: Tokenizing, ids: list[list[int]], batch: _Columns, ind
 
 
 def _check_lists(run: Tokenizing, name: str, tokens: _Columns, indices: list[int]) -> None:
-    of_tokens = name in ("attention_mask", "token_type_ids", *_LEARNED) or (name == "labels" and run.task == "causal")
+    of_tokens = name in ("attention_mask", "token_type_ids", *LEARNED) or (name == "labels" and run.task == "causal")
     for index, row, ids in zip(indices, tokens[name], tokens["input_ids"], strict=True):
         if not isinstance(row, list) or not all(type(each) is int for each in row):
             raise DataError(f"row {index} has {shown(row)} in {name!r}, but a list of whole numbers is needed")

@@ -307,13 +307,16 @@ def test_tokenized_rows_of_a_causal_model_need_no_labels() -> None:
         prepared([{"input_ids": [1, 4, 6]}], BYTES, T5)
 
 
-def test_masks_of_trl_say_which_tokens_are_learned() -> None:
+def test_masks_of_trl_say_which_tokens_are_learned(tmp_path: Path) -> None:
     row = {"input_ids": [4, 5, 6, 7], "completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1]}
     (both,) = prepared([row], WORDS, LLAMA).dataset
     assert both["labels"] == [-100, 5, -100, 7]
     del row["assistant_masks"]
     (one,) = prepared([row], WORDS, LLAMA).dataset
     assert one["labels"] == [-100, 5, 6, 7]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (read,) = prepared(tmp_path / "rows.jsonl", WORDS, LLAMA).dataset
+    assert read["labels"] == one["labels"]
     (own,) = prepared([row | {"labels": [4, 5, -100, 7]}], WORDS, LLAMA).dataset
     assert own["labels"] == [4, 5, -100, 7]
     with pytest.raises(DataError, match="row 0 has 2 numbers in 'completion_mask' but 4 in 'input_ids'"):
