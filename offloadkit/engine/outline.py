@@ -332,20 +332,23 @@ def held_in_ram(model: nn.Module) -> int:
 
 
 def _with_room_of(model: nn.Module, machine: Hardware) -> Hardware:
-    """The machine with the model's memory counted as free, because the engine takes over its weights one by one.
+    """The machine with the model's memory counted as free, because the engine takes over its weights one by one. On a
+    GPU this is so in VRAM alone: all RAM of the plan is pinned before the first weights are taken over.
 
     Other VRAM of the process (such as a reference model) counts as needed, like the CUDA context.
     """
+    on_cpu = machine.device == "cpu"
     tensors = (*model.parameters(), *model.buffers())
     in_vram = sum(tensor.nbytes for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
     others = 0
-    if machine.device != "cpu" and torch.cuda.is_available():
+    if not on_cpu and torch.cuda.is_available():
         others = max(0, torch.cuda.memory_allocated(machine.device) - in_vram)
+    in_ram = machine.num_ranks * held_in_ram(model) if on_cpu else 0
     return replace(
         machine,
         vram_context_bytes=machine.vram_context_bytes + others,
         vram_free_bytes=machine.vram_free_bytes + in_vram,
-        ram_available_bytes=machine.ram_available_bytes + machine.num_ranks * held_in_ram(model),
+        ram_available_bytes=machine.ram_available_bytes + in_ram,
     )
 
 

@@ -116,6 +116,26 @@ def test_a_mask_of_ones_is_planned_as_one_over_padding() -> None:
     assert vram == [without, without, ones, ones, ones, ones]
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_ram_of_the_model_is_not_free_until_its_layers_are_taken_over(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU all RAM is pinned before. On a CPU the weights are the engine's, layer by layer."""
+    blocks = (nn.Linear(1 << 14, 1 << 13, bias=False, device="meta") for _ in range(8))
+    network = nn.Sequential(*blocks).to_empty(device="cpu")  # RAM that is never written takes no pages
+    held = sum(parameter.nbytes for parameter in network.parameters())
+    available = 13 * GIB
+    machine = replace(H200, device=device, ram_available_bytes=available)
+    monkeypatch.setattr(outline, "measured_by", lambda *_, **__: machine)
+    config = OffloadConfig(working_dtype="bf16", vram="24GiB")
+    plan = outline.FirstWindow(network, flat_layers(network, config), config, CPU).plan
+    assert plan.basis.held_bytes == held == 4 * GIB
+    if device == "cpu":
+        assert plan.budgets["ram"] == available + held
+    else:
+        assert 0.7 * available < plan.total_bytes("ram") <= available
+
+
 @pytest.mark.usefixtures("on_a_card")
 def test_training_goes_on_as_it_began_where_the_first_windows_plan_cannot_be(
     plain: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
