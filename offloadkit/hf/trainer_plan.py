@@ -6,6 +6,7 @@ from typing import Any
 
 from offloadkit.engine.outline import needs_plan, plan_for, proposing_disk
 from offloadkit.facts.config import OffloadConfig
+from offloadkit.facts.units import format_bytes
 from offloadkit.hf.longest import NotReadableError, evaluation_rows, longest_batch
 from offloadkit.hf.masks import Padding, known_padding
 from offloadkit.hf.packed import known_boundaries
@@ -13,7 +14,7 @@ from offloadkit.hf.trained import print_on_rank_0
 from offloadkit.planner import Plan
 from offloadkit.planner.plan import check_fits
 
-_BEGINS = "the first update runs with little in VRAM, and training is planned for its micro-batches"
+_BEGINS = "the first update runs with little in VRAM and {} in RAM, and training is planned for its micro-batches"
 _BEGINS_ON_CPU = "the budget is checked for the micro-batches of the first update, after it"
 _NOT_TRACED = (
     "the longest rows do not run on the meta device, so activations cannot be planned: weights and states are planned "
@@ -71,6 +72,7 @@ class TrainerPlan:
             self.awaits_first_update = False
             print_on_rank_0(trainer, engine.plan)
         elif self._unplanned:
-            how = _BEGINS_ON_CPU if engine.plan.on_cpu else _BEGINS
+            begins = _BEGINS.format(format_bytes(engine.plan.total_bytes("ram")))
+            how = _BEGINS_ON_CPU if engine.plan.on_cpu else begins
             print_on_rank_0(trainer, self._unplanned if self._unplanned == _NOT_TRACED else f"{self._unplanned}: {how}")
             self._unplanned = ""
