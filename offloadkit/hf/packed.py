@@ -187,7 +187,7 @@ def keep_rows_apart(
         if rows is None:
             return None
         if not is_fit and (why := why_not_packed(module)):
-            raise DataError(f"the batch is packed, and {why}")
+            raise DataError(f"the batch is packed, and {why}. Take a collator that pads rows instead")
         is_fit = True
         if (attention := module.config._attn_implementation) not in _ANSWERED:
             if _FLASH in str(attention) and len(positions) > 1:
@@ -283,8 +283,8 @@ def why_not_packed(model: Any) -> str | None:
         return f"{name} makes its attention masks by itself"
     if getattr(text, "output_router_logits", False):
         return (
-            f"the router's loss of {name} counts the padding of packed rows: set model.config.output_router_logits = "
-            "False"
+            f"the router's loss of {name} counts the padding of packed rows (model.config.output_router_logits = False "
+            "leaves it out)"
         )
     return None
 
