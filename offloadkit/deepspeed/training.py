@@ -21,6 +21,7 @@ from offloadkit.errors import ConfigError
 from offloadkit.facts.changes import configs_of
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.arguments import engine_config
+from offloadkit.hf.freezing import freeze_parts
 from offloadkit.hf.loss import num_targets, on_device, with_dummy_target
 from offloadkit.hf.patches import choose_attention
 from offloadkit.hf.ragged import OrderOfSeed
@@ -192,6 +193,7 @@ def model_of_its_own(source: ModelSource, config: OffloadConfig, args: TrainingA
         if given is not None:
             make_real(given.parameters())
             model: Any = copy.deepcopy(given).to(device=device, dtype=dtype)
+            freeze_parts(model, source.freeze)
         else:
             model = source.load(dtype=dtype, device=device)
     finally:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer, LlamaForCausalLM
+from transformers import ByT5Tokenizer, LlamaForCausalLM, integrations
 
 import offloadkit
+from offloadkit import OffloadConfig
+from offloadkit.deepspeed.training import model_of_its_own
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.hf.freezing import freeze_parts
+from offloadkit.hf.source import resolve
 from tests.hf.tiny import llama_config
 from tests.sub_models import gemma3
 
@@ -70,6 +73,26 @@ def test_finetune_leaves_frozen_weights_alone(tmp_path: Path) -> None:
     assert {name for name, weight in before.items() if after[name].equal(weight)} == {
         name for name in before if ".layers.0." in name
     }
+
+
+class _Arguments:
+    """What DeepSpeed's door reads of TrainingArguments, and of its own config."""
+
+    bf16, fp16, device = False, False, torch.device("cpu")
+
+    @property
+    def hf_deepspeed_config(self) -> _Arguments:
+        return self
+
+    def is_zero3(self) -> bool:
+        return False
+
+
+def test_deepspeeds_copy_of_a_model_has_its_parts_frozen() -> None:
+    model, arguments = LlamaForCausalLM(llama_config()), _Arguments()
+    made = model_of_its_own(resolve(model, freeze="embed_tokens"), OffloadConfig(), arguments)  # type: ignore[arg-type]
+    integrations.deepspeed.unset_hf_deepspeed_config()
+    assert {name for name, each in made.named_parameters() if not each.requires_grad} == {"model.embed_tokens.weight"}
 
 
 def test_a_run_with_other_parts_frozen_is_not_resumed(tmp_path: Path) -> None:
