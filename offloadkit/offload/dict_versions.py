@@ -28,13 +28,14 @@ class UnchangedDicts:
     def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
         """TorchScript's modules have other tables than dicts, whose values are always compared."""
         self._dicts, self._are_counted = dicts, all(isinstance(each, dict) for each in dicts)
+        self._filled, self._empty = [each for each in dicts if each], [each for each in dicts if not each]
         self._versions = self._versions_now()
         self.values = [list(each.values()) for each in dicts]
 
     def first_changed(self) -> int | None:
         """Index of a dict that has changed, or None."""
         versions = self._versions_now()
-        if versions != self._versions:
+        if versions != self._versions or any(self._empty):
             for at, (each, values) in enumerate(zip(self._dicts, self.values, strict=True)):
                 if not same(each.values(), values):
                     return at
@@ -42,7 +43,7 @@ class UnchangedDicts:
         return None
 
     def _versions_now(self) -> list[Any]:
-        return list(map(_version, self._dicts)) if self._are_counted else [object()]
+        return list(map(_version, self._filled)) if self._are_counted else [object()]
 
 
 def same(one: Collection[Any], other: Collection[Any]) -> bool:

@@ -24,6 +24,7 @@ CHANGES: list[Change] = [
     lambda module: module._parameters.pop("scale"),
     lambda module: module.register_buffer("shift", torch.ones(2)),
     lambda module: module.eval(),
+    lambda module: module.get_submodule("up").register_buffer("first", torch.ones(2)),
 ]
 
 
@@ -35,7 +36,8 @@ class Module(nn.Module):
 
 
 def dicts_of(module: nn.Module) -> list[Any]:
-    return [vars(module), module._parameters, module._buffers, module._modules]
+    up = module.get_submodule("up")
+    return [vars(module), module._parameters, module._buffers, module._modules, up._buffers]
 
 
 @pytest.mark.parametrize("is_counted", [True, False])
