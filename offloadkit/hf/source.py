@@ -379,7 +379,10 @@ def resolve(
         raise ConfigError(f"task must be one of {', '.join(map(repr, get_args(Task)))}, or None; got {shown(task)}")
     names = freeze_names(freeze)
     if names and (lora or has_adapters(model)):
-        raise ConfigError("adapters are trained on frozen weights: leave freeze out, or leave out the adapters")
+        raise ConfigError(
+            "adapters are trained on frozen weights: leave freeze out. For a part without adapters pass "
+            f"lora=peft.LoraConfig(target_modules='all-linear', exclude_modules=r'.*{names[0].strip('*.')}.*')"
+        )
     if isinstance(model, str | os.PathLike):
         return ModelSource(os.fspath(model), locate(model), cast(Init, init), task, lora, names)
     from transformers import PreTrainedModel
