@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CARD = "README.md"
 _REPEATS = "; saved as recipe.yaml, `offloadkit train recipe.yaml` repeats the run."
+_IN_PARTS = ", in parts, as in recipe.yaml:"
 
 
 def model_card(
@@ -93,7 +94,7 @@ def model_card(
         "## Plan",
         f"{plan.verdict}",
         "## Arguments",
-        "The arguments of `offloadkit.finetune`" + (_REPEATS if repeats_the_run(recipe) else ", in parts."),
+        "The arguments of `offloadkit.finetune`" + (_REPEATS if repeats_the_run(recipe) else _IN_PARTS),
         f"```yaml\n{recipe.strip()}\n```",
     ]
     return "\n\n".join(lines) + "\n"

@@ -94,7 +94,8 @@ def copy(name: str, to: Path) -> Path:
 
 
 def as_yaml(options: FinetuneOptions, *, batch_size: int, num_gpus: int = 1) -> str:
-    """A run's arguments as a recipe. Values that YAML cannot hold, such as a model in memory, become comments.
+    """A run's arguments as a recipe. Values that YAML cannot hold, such as a model in memory, become comments. A
+    `LoraConfig` becomes a text that `finetune` refuses, because a run without `lora` would train all weights.
 
     Args:
         batch_size: the size that "auto" has become.
@@ -121,6 +122,7 @@ def as_yaml(options: FinetuneOptions, *, batch_size: int, num_gpus: int = 1) -> 
 
 
 _WHOLE = "# The arguments of a run. To repeat it: offloadkit train FILE output_dir=FOLDER\n"
+_IN_MEMORY = "in memory, which is passed in Python"
 _LAST_PART = "# The arguments of the last part of a run, from "
 
 
@@ -146,8 +148,8 @@ def with_head(recipe: str, path: Path, *, resumed: Path | None) -> str:
 
 
 def repeats_the_run(text: str) -> bool:
-    """Whether `with_head` found one set of arguments for the whole run."""
-    return not text.startswith(_LAST_PART)
+    """Whether `with_head` found one set of arguments for the whole run, and nothing of it was in memory."""
+    return not text.startswith(_LAST_PART) and _IN_MEMORY not in text
 
 
 def _put(values: dict[str, Any], others: list[str], name: str, value: Any, *, in_memory: bool = False) -> None:
@@ -157,7 +159,11 @@ def _put(values: dict[str, Any], others: list[str], name: str, value: Any, *, in
             raise TypeError
         values[name] = _plain(value)
     except TypeError:
-        others.append(f"# {name}: a {type(value).__name__} in memory, which is passed in Python")
+        said = f"a {type(value).__name__} {_IN_MEMORY}"
+        if name == "lora":
+            values[name] = said
+        else:
+            others.append(f"# {name}: {said}")
 
 
 def _changed(record: FinetuneOptions | OffloadConfig) -> dict[str, Any]:

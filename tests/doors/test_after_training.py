@@ -20,6 +20,7 @@ from offloadkit import OffloadConfig
 from offloadkit.doors import recipes
 from offloadkit.doors.model_card import model_card
 from offloadkit.doors.recipes import as_yaml
+from offloadkit.errors import ConfigError
 from offloadkit.facts.units import rounded
 from offloadkit.hf.options import FinetuneOptions
 from tests.hf.tiny import t5_config
@@ -141,6 +142,14 @@ def test_what_yaml_cannot_hold_is_named_in_a_comment() -> None:
     ):
         assert f"# {name}" in text
     assert yaml.safe_load(text) == {"epochs": 2.0, "batch_size": 4}
+
+
+def test_a_recipe_without_its_adapters_does_not_train_all_weights() -> None:
+    peft = pytest.importorskip("peft")
+    text = as_yaml(FinetuneOptions("t5-small", "rows.jsonl", lora=peft.LoraConfig(r=4)), batch_size=4)
+    assert not recipes.repeats_the_run(text)
+    with pytest.raises(ConfigError, match=r"peft\.LoraConfig, got 'a LoraConfig in memory, which is passed in Python'"):
+        FinetuneOptions(**yaml.safe_load(text))
 
 
 def test_arguments_that_are_the_defaults_are_left_out() -> None:
