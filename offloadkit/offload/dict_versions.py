@@ -1,17 +1,20 @@
-"""Dicts of modules that are compared in every step, without a look at their values.
+"""Dicts of modules that are compared in every step, if possible without a look at their values.
 
 Python, or torch.compile's guards, count the writes of a dict. To read the counts takes a third of the time that it
-takes to compare the values.
+takes to compare the values. Python 3.13 counts no write of an attribute, so there values are always compared.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
 import torch
 
+COUNTED = sys.version_info < (3, 13)
 _untyped: Any = torch._C
 _version = _untyped._dynamo.guards.dict_version
 """A number of a dict, which each write changes."""
@@ -26,24 +29,29 @@ class UnchangedDicts:
     """
 
     def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
-        """TorchScript's modules have other tables than dicts, whose values are always compared."""
-        self._dicts, self._are_counted = dicts, all(isinstance(each, dict) for each in dicts)
+        self.values = [list(each.values()) for each in dicts]
+        self._views = [each.values() for each in dicts]
+        self._lengths, self._in_one = list(map(len, self._views)), list(chain.from_iterable(self._views))
+        # TorchScript's modules have other tables than dicts.
+        self._are_counted = COUNTED and all(isinstance(each, dict) for each in dicts)
         self._filled, self._empty = [each for each in dicts if each], [each for each in dicts if not each]
         self._versions = self._versions_now()
-        self.values = [list(each.values()) for each in dicts]
+
+    def _versions_now(self) -> list[int]:
+        return list(map(_version, self._filled)) if self._are_counted else []
 
     def first_changed(self) -> int | None:
         """Index of a dict that has changed, or None."""
         versions = self._versions_now()
-        if versions != self._versions or any(self._empty):
-            for at, (each, values) in enumerate(zip(self._dicts, self.values, strict=True)):
-                if not same(each.values(), values):
-                    return at
+        if self._are_counted and versions == self._versions and not any(self._empty):
+            return None
+        if list(map(len, self._views)) == self._lengths and all(
+            map(is_, chain.from_iterable(self._views), self._in_one)
+        ):
             self._versions = versions
-        return None
-
-    def _versions_now(self) -> list[Any]:
-        return list(map(_version, self._filled)) if self._are_counted else [object()]
+            return None
+        pairs = zip(self._views, self.values, strict=True)
+        return next(at for at, (now, then) in enumerate(pairs) if not same(now, then))
 
 
 def same(one: Collection[Any], other: Collection[Any]) -> bool:

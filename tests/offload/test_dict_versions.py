@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from offloadkit.offload.dict_versions import UnchangedDicts
+from offloadkit.offload import dict_versions
+from offloadkit.offload.dict_versions import COUNTED, UnchangedDicts
 
 Change = Callable[[nn.Module], Any]
 
@@ -40,13 +41,16 @@ def dicts_of(module: nn.Module) -> list[Any]:
     return [vars(module), module._parameters, module._buffers, module._modules, up._buffers]
 
 
-@pytest.mark.parametrize("is_counted", [True, False])
+@pytest.mark.parametrize("is_counted", [COUNTED, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_value_is_found_in_each_later_call(change: Change, is_counted: bool) -> None:
+def test_a_changed_value_is_found_in_each_later_call(
+    change: Change, is_counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dict_versions, "COUNTED", is_counted)
     module = Module()
     for _ in range(50):  # so that the interpreter specializes writes of attributes
         module.factor = module.factor  # type: ignore[assignment]
-    dicts = UnchangedDicts([*dicts_of(module), *([] if is_counted else [MappingProxyType({})])])
+    dicts = UnchangedDicts(dicts_of(module))
     assert dicts.first_changed() is None
     change(module)
     assert dicts.first_changed() is not None
@@ -60,3 +64,11 @@ def test_a_value_that_is_written_back_is_no_change() -> None:
     module.factor = before
     module.requires_grad_(False)
     assert dicts.first_changed() is None
+
+
+def test_tables_that_are_no_dicts_are_compared() -> None:
+    table: Any = {"factor": 1.0}
+    dicts = UnchangedDicts([MappingProxyType(table)])  # type: ignore[list-item]
+    assert dicts.first_changed() is None
+    table["factor"] = 2.0
+    assert dicts.first_changed() == 0
