@@ -23,6 +23,7 @@ from offloadkit.errors import (
     cut,
     shown,
 )
+from offloadkit.facts.calls import as_here
 from offloadkit.facts.files import read_json, why_no_name, why_not_plain
 from offloadkit.hf.presets import PRESETS
 
@@ -287,20 +288,25 @@ def unreachable(name: str, kind: str) -> OffloadkitError:
     from huggingface_hub import constants
 
     why = f"the hub at {constants.ENDPOINT} could not be reached"
-    todo = "Check the connection and run again: a rerun resumes with the files that are still missing"
+    todo = "check the connection and run again"
     if constants.HF_HUB_OFFLINE:
-        why, todo = "HF_HUB_OFFLINE is set, so the hub was not asked", "Unset it and run again"
+        why, todo = "HF_HUB_OFFLINE is set, so the hub was not asked", "unset it and run again"
+    if kind == "model" and name not in PRESETS:
+        guess = nearest_preset(name)
+        where = "no folder, preset or download on this machine has that name"
+        return ModelNotFoundError(
+            f"no model {name!r}: {where}, and {why}; {f'did you mean {guess!r}?' if guess else todo}"
+        )
+    resumes = "" if constants.HF_HUB_OFFLINE else ": a rerun resumes with the files that are still missing"
+    todo = todo.capitalize() + resumes
     why += ", and its cache on this machine has nothing of that name"
     if kind == "dataset":
         return DataError(f"no dataset {name!r}: there is no such file, and {why}. {todo}")
     if kind == "tokenizer":
         other = "or pass tokenizer='byte' (one token a byte) for random weights, or a folder"
         return ModelNotFoundError(f"the tokenizer of {name!r} is missing: {why}. {todo}; {other}")
-    if name in PRESETS:
-        without = "init='random' with tokenizer='byte' needs no network"
-        return ModelNotFoundError(f"the files of {name!r} are on the hub, but {why}. {todo}; {without}")
-    message = no_model_message(name, why)
-    return ModelNotFoundError(message if message.endswith("?") else f"{message}. {todo}")
+    without = as_here("--random-weights --tokenizer byte", "init='random' with tokenizer='byte'") + " needs no network"
+    return ModelNotFoundError(f"the files of {name!r} are on the hub, but {why}. {todo}; {without}")
 
 
 def _translate(error: BaseException, name: str, kind: str, found: bool, file: str) -> OffloadkitError | None:

@@ -16,7 +16,7 @@ from offloadkit.doors.planning import PlanRequest, plan_source
 from offloadkit.errors import ModelError
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf import patches, source
-from offloadkit.hf.hub import nearest_preset, no_model_message
+from offloadkit.hf.hub import nearest_preset, no_model_message, unreachable
 from offloadkit.hf.patches import Family
 from offloadkit.hf.source import resolve
 from tests.hf import tiny
@@ -151,10 +151,12 @@ def test_finetune_refuses_a_quantised_checkpoint_by_name(tmp_path: Path, method:
 )
 def test_a_name_that_is_nearly_a_presets_gets_one_guess(name: str, meant: str | None) -> None:
     assert nearest_preset(name) == meant
-    message = no_model_message(name, "the hub knows none")
-    assert len(message.split()) < 45
-    assert message.count("did you mean") == (meant is not None)
-    assert (f"did you mean '{meant}'?" if meant else "a hub name such as") in message
+    there, away = no_model_message(name, "the hub knows none"), str(unreachable(name, "model"))
+    for message, otherwise in ((there, "a hub name such as"), (away, "check the connection and run again")):
+        assert len(message.split()) < 45
+        assert message.count("did you mean") == (meant is not None)
+        assert (f"did you mean '{meant}'?" if meant else otherwise) in message
+        assert ". " not in message, "one sentence"
 
 
 def test_other_speech_models_are_refused_by_plan_and_finetune_and_name_the_trainer(tmp_path: Path) -> None:
