@@ -183,6 +183,8 @@ def _how_to_go_on(output: Path) -> str:
 
 @_command
 def demo(
+    *,
+    context: typer.Context,
     output: Annotated[Path, typer.Option(help="Folder for model/ and summary.json.")] = Path("offloadkit-demo"),
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps; with fewer the model learns less.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the dates, the weights and the order of rows.")] = 0,

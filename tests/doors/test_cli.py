@@ -23,6 +23,7 @@ from offloadkit.doors.cli import app
 from offloadkit.doors.comparing import comparison, sweeping
 from offloadkit.doors.engines import forecast, runner
 from offloadkit.errors import TrainingStoppedError
+from offloadkit.facts.calls import as_here
 from tests.doors.comparing.made_up import T5_3B
 
 
@@ -62,6 +63,19 @@ def test_help_at_80_columns_has_all_names_and_summaries() -> None:
     assert max(map(len, lines)) <= 80
     assert len(lines) < 120
     assert {"--gradient-accumulation", "--max-target-length"} <= {line.split()[0] for line in lines if line.strip()}
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "function"), [("demo", "demo.run", "run_demo"), ("train", "finetuning", "finetune")]
+)
+def test_commands_that_print_a_plan_write_commands(
+    command: str, module: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    inside = importlib.import_module(f"offloadkit.doors.{module}")
+    monkeypatch.setattr(inside, function, lambda *_, **__: found.append(as_here("a command", "a call")))
+    run(command, *(["t5-small", "rows.jsonl"] if command == "train" else []))
+    assert found == ["a command"]
 
 
 def test_train_goes_from_a_file_to_a_model(model_folder: Path, tmp_path: Path) -> None:
