@@ -46,10 +46,11 @@ from offloadkit.doors.planning import (
     plan_source,
     shown_plan,
 )
-from offloadkit.doors.recipes import RECIPE_FILE, as_yaml, is_of_user, with_head
+from offloadkit.doors.recipes import RECIPE_FILE, as_yaml, changed, is_of_user, with_head
 from offloadkit.doors.several_gpus import RankMonitor, check_num_gpus, on_several_gpus
 from offloadkit.errors import ConfigError, DataNotFoundError, OutOfVramError, errors_hold_nothing, shown
 from offloadkit.facts import hardware
+from offloadkit.facts.calls import WrittenCall, call_of
 from offloadkit.facts.config import OffloadConfig, Precision
 from offloadkit.facts.field_help import helps_with_fields
 from offloadkit.facts.starting import collector_off, is_loaded, say
@@ -316,7 +317,7 @@ def finetune(
     own_files = resume and trained_by.is_planned
     output = world.run_on_rank_0("checking output_dir", lambda: writable(output_dir, resume=own_files))
     with _claimed(output, earlier):
-        setup = _set_up(replace(options, output_dir=output), trained_by)
+        setup = _set_up(replace(options, output_dir=output), trained_by, _call(given))
         at_once = setup.source.needs_no_hub(tokenizer) and not any(map(on_hub, (train_dataset, eval_dataset)))
         assumed = None if at_once or not trained_by.is_planned else setup.shown_plan()
         setup, rows = _read_rows(setup)
@@ -355,7 +356,7 @@ def dry_run(**arguments: Any) -> str:
         **{name: value for name, value in arguments.items() if name in own}, training_arguments=others
     )
     trained_by = _engine(options.engine)
-    setup = _set_up(replace(options, offload=_with_working_dtype(options)), trained_by)
+    setup = _set_up(replace(options, offload=_with_working_dtype(options)), trained_by, _call(options))
     setup = replace(setup, request=replace(setup.request, num_gpus=options.num_gpus))
     sets = options.train_dataset, options.eval_dataset
     try:
@@ -473,7 +474,7 @@ class TrainingRows:
     evaluation: PreparedData | None
 
 
-def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
+def _set_up(options: FinetuneOptions, engine: _Engine, call: WrittenCall) -> Setup:
     from offloadkit.hf.arguments import arguments_of_finetune, check_arguments, engine_config
 
     config, given = options.engine_config, options.training_arguments
@@ -494,6 +495,7 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
         options.max_target_length,
         _device(given),
         packing=options.packing,
+        call=call,
     )
     if options.batch_size == "auto":
         wanted = replace(request, label_smoothing=given.get("label_smoothing_factor") or 0.0)
@@ -519,6 +521,15 @@ def _set_up(options: FinetuneOptions, engine: _Engine) -> Setup:
         eval_batch_size=args.per_device_eval_batch_size if evaluates else None,
     )
     return Setup(options, source, checkpoint, args, offload, request)
+
+
+def _call(options: FinetuneOptions) -> WrittenCall:
+    given = changed(options) | {**options.training_arguments}
+    given.pop("training_arguments", None)
+    if "hub_token" in given:
+        given["hub_token"] = ...
+    model, rows = given.pop("model"), given.pop("train_dataset")
+    return call_of("offloadkit.finetune", model, rows if isinstance(rows, str | os.PathLike) else ..., **given)
 
 
 def _check_for_text_alone(options: FinetuneOptions, why: str) -> None:

@@ -103,7 +103,7 @@ def as_yaml(options: FinetuneOptions, *, batch_size: int, num_gpus: int = 1) -> 
     """
     from offloadkit.hf.read import are_paths  # imports torch
 
-    given = {name: value for name, value in _changed(options).items() if name not in _LEFT_OUT}
+    given = {name: value for name, value in changed(options).items() if name not in _LEFT_OUT}
     given |= {"batch_size": batch_size} | ({"num_gpus": num_gpus} if num_gpus > 1 else {})
     given |= {name: value for name, value in options.training_arguments.items() if name != "hub_token"}
     config = given.pop("offload", None)
@@ -113,7 +113,7 @@ def as_yaml(options: FinetuneOptions, *, batch_size: int, num_gpus: int = 1) -> 
         in_memory = name in ("train_dataset", "eval_dataset") and not isinstance(value, str | float | os.PathLike)
         _put(values, others, name, value, in_memory=in_memory and not are_paths(value))
     within: dict[str, Any] = {}
-    for name, value in (_changed(config) if isinstance(config, OffloadConfig) else {}).items():
+    for name, value in (changed(config) if isinstance(config, OffloadConfig) else {}).items():
         _put(within, others, name, value)
     text: str = yaml.safe_dump(
         values | ({"offload": within} if within else {}), sort_keys=False, allow_unicode=True, width=120
@@ -166,7 +166,7 @@ def _put(values: dict[str, Any], others: list[str], name: str, value: Any, *, in
             others.append(f"# {name}: {said}")
 
 
-def _changed(record: FinetuneOptions | OffloadConfig) -> dict[str, Any]:
+def changed(record: FinetuneOptions | OffloadConfig) -> dict[str, Any]:
     """The fields whose values are not the default, by name."""
     defaults = OffloadConfig() if isinstance(record, OffloadConfig) else None  # it fills in values when it is made
     found: dict[str, Any] = {}

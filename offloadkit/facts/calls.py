@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -35,25 +36,26 @@ def as_here(command: str, call: str) -> str:
 
 @dataclass(frozen=True)
 class WrittenCall:
-    """The call that asked for a plan."""
+    """The call that asked for a plan. Values are written in Python; `...` stands for those that cannot be written."""
 
     function: str
-    given: tuple[tuple[str, Any], ...] = (("", ...),)
-    """Names and values of the arguments; the name of a positional one is "". `...` stands for unknown arguments."""
+    positional: tuple[str, ...] = ("...",)
+    named: tuple[tuple[str, str], ...] = ()
 
     def changed(self, options: Options) -> str | None:
         """The call, or the command, with other options; None if it has no such options."""
         if (again := _command.get()) is not None:
             return again(options)
+        named, positional = dict(self.named), self.positional
+        own = {name: _written(value) for name, value in options.items() if name not in _OF_CONFIG}
         if self.function == _CONFIG:
             if not options.keys() <= {"vram", "ram", "precision", *_OF_CONFIG}:
                 return None
-            own = {**options}
-        else:
-            own = {name: value for name, value in options.items() if name not in _OF_CONFIG}
-        parts = [_argument(name, value) for name, value in (dict(self.given) | own).items()]
-        if of_config := [_argument(name, options[name]) for name in options if name not in own]:
-            parts.append(f"offload={_CONFIG}({', '.join(of_config)})")
+            own, positional = {name: _written(value) for name, value in options.items()}, ()
+        elif of_config := [f"{name}={_written(options[name])}" for name in options if name not in own]:
+            before = ["..."] if "offload" in named else []
+            own["offload"] = f"{_CONFIG}({', '.join(before + of_config)})"
+        parts = [*positional, *(f"{name}={value}" for name, value in (named | own).items())]
         return f"{self.function}({', '.join(parts)})"
 
 
@@ -61,14 +63,22 @@ BY_CONFIG = WrittenCall(_CONFIG)
 BY_FINETUNE = WrittenCall("offloadkit.finetune")
 
 
-def call_of(function: str, model: object, **given: Any) -> WrittenCall:
-    """The call with these arguments, as far as they can be written; None is a default and left out."""
-    known = {name: value for name, value in given.items() if value is not None}
-    if isinstance(model, str) and all(isinstance(value, str | int) for value in known.values()):
-        return WrittenCall(function, (("", model), *known.items()))
-    return WrittenCall(function)
+def call_of(function: str, *positional: object, **named: Any) -> WrittenCall:
+    """The call with these arguments; None is a default and left out."""
+    given = tuple((name, _written(value)) for name, value in named.items() if value is not None)
+    return WrittenCall(function, tuple(map(_written, positional)), given)
 
 
-def _argument(name: str, value: Any) -> str:
-    written = "..." if value is ... else json.dumps(value) if isinstance(value, str) else repr(value)
-    return f"{name}={written}" if name else written
+_LONGEST = 200
+"""Characters of a value; a longer one is rather data."""
+
+
+def _written(value: object) -> str:
+    written = "..."
+    if isinstance(value, str | os.PathLike):
+        written = json.dumps(os.fspath(value), ensure_ascii=False)
+    elif isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+        written = f"[{', '.join(map(_written, value[:_LONGEST]))}]"
+    elif isinstance(value, bool | int | float):
+        written = repr(value)
+    return written if len(written) <= _LONGEST else "..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -43,6 +44,7 @@ from offloadkit.hf.source import resolve
 from offloadkit.planner import Plan
 from offloadkit.planner.phases import cache_bytes
 from offloadkit.planner.remedies import nearest_fits
+from tests.hf import tiny
 from tests.hf.tiny import llama_config, t5_config
 from tests.messages import has_facts
 from tests.planner.machines import GIB, H200
@@ -444,10 +446,45 @@ def test_another_machine_is_planned_by_a_call_or_a_command(monkeypatch: pytest.M
 
 
 def test_a_refused_finetune_is_written_as_a_call(tmp_path: Path) -> None:
-    with pytest.raises(DoesNotFitError, match=r'1\. offloadkit\.finetune\(\.\.\., .*vram="'):
+    """What can be written is written; rows in memory and the token are not."""
+    with pytest.raises(DoesNotFitError) as refused:
         offloadkit.finetune(
-            "t5-small", PAIRS, vram="100MiB", batch_size=1, init="random", use_cpu=True, output_dir=tmp_path
+            "t5-small",
+            PAIRS,
+            vram="100MiB",
+            batch_size=1,
+            init="random",
+            use_cpu=True,
+            output_dir=tmp_path,
+            hub_token="secret",
         )
+    first = next(line for line in str(refused.value).splitlines() if line.startswith("1. "))
+    call = ast.parse(first.removeprefix("1. ")).body[0].value  # type: ignore[attr-defined]
+    assert ast.unparse(call.func) == "offloadkit.finetune"
+    assert [ast.literal_eval(each) for each in call.args] == ["t5-small", ...]
+    given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+    assert given.pop("vram") != "100MiB"
+    assert given == {
+        "batch_size": 1,
+        "init": "random",
+        "use_cpu": True,
+        "output_dir": str(tmp_path),
+        "hub_token": ...,
+    }
+
+
+@pytest.mark.slow
+def test_the_call_that_a_refused_finetune_names_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
+    tiny.save_config(t5_config(), tmp_path / "tiny")
+    with pytest.raises(DoesNotFitError) as refused:
+        offloadkit.finetune(
+            "tiny", "rows.jsonl", ram="64MiB", max_steps=1, init="random", tokenizer="byte", use_cpu=True
+        )
+    first = next(line for line in str(refused.value).splitlines() if line.startswith("1. "))
+    result = eval(first.removeprefix("1. "), {"offloadkit": offloadkit})
+    assert len(result.steps) == 1
 
 
 @pytest.mark.parametrize("kind", [pytest.param("t5", marks=pytest.mark.slow), "llama"])
