@@ -64,7 +64,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def in_a_process(part: str, arguments: list[str]) -> Figures:
     """Print the lines of the part's process as they come, then its figures."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.checkpoints", *arguments, f"--part={part}"]
+    command = [sys.executable, "-m", "benchmarks.checkpoints", *arguments, f"--part={part}"]
     began, last = time.perf_counter(), ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -126,7 +126,7 @@ def measured(
 def engine_of(options: argparse.Namespace, seed: int) -> OffloadEngine:
     torch.manual_seed(seed)
     device = hardware.default_device()
-    model = resolve(options.model, init="random").load_lazily(dtype=torch.bfloat16)
+    model = resolve(options.model, init="random").load_lazily(dtype=torch.bfloat16).train()
     config = OffloadConfig(working_dtype="bf16", vram=options.vram, ram=options.ram, **OPTIONS[options.contents])
     engine = OffloadEngine(model, config, device=device, example=batch_of(model, options.tokens, device))
     print(engine.plan, flush=True)

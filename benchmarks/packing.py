@@ -105,7 +105,6 @@ def measured(engine: str, options: argparse.Namespace) -> Row:
         steps = train(config, rows, engine, size["most"], folder, options)
     steps = steps[WARM_UP:]
     seconds, tokens = [each for each, _ in steps], sum(number for _, number in steps)
-    on_gpu = torch.cuda.is_available()
     return {
         "status": "measured",
         **table.of_machine(hardware.describe_machine(hardware.default_device())),
@@ -117,7 +116,6 @@ def measured(engine: str, options: argparse.Namespace) -> Row:
         "max_seconds": max(seconds),
         "warmup_steps": WARM_UP,
         "steps": len(steps),
-        "vram_allocated_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "figures": {"tokens_per_second": tokens / sum(seconds)},
     }
 
@@ -187,8 +185,9 @@ def by_trl(
     config._attn_implementation = options.attention
     with contextlib.redirect_stdout(sys.stderr):
         args = trl.SFTConfig(
-            folder, packing=True, max_length=most, per_device_train_batch_size=4, bf16=on_gpu, use_cpu=not on_gpu,
-            gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1000,
+            folder, packing=True, max_length=most, per_device_train_batch_size=4, num_train_epochs=1, bf16=on_gpu,
+            use_cpu=not on_gpu, gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
+            logging_steps=1000,
         )  # fmt: skip
         trainer = trl.SFTTrainer(
             _model(config),
