@@ -22,7 +22,6 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OTHER_TEXT = "\ue000"
 """In place of a message. No text begins or ends with this character for private use."""
 _LAST = 8
-"""Characters at the end of a message that its place must hold."""
 
 
 def conversation(
@@ -41,13 +40,18 @@ def conversation(
     if tokenizer.is_fast and _GENERATION.search(str(tokenizer.get_chat_template())):
         found = template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return list(found["input_ids"]), list(map(bool, found["assistant_masks"]))
-    whole = _rendered(tokenizer, messages, row=row)
+    whole = rendered(tokenizer, messages, row=row)
     tokens = _ids(tokenizer, whole)
     learned = [False] * len(tokens)
     for at, message in enumerate(messages):
         if message["role"] in ASSISTANT:
             begin, end = _place(tokenizer, messages, at, whole)
-            if begin < 0 or _texts(message)[-1].strip()[-_LAST:] not in whole[begin:end]:
+            if lost := [name for name in _called(message) if begin >= 0 and name not in whole[begin:end]]:
+                raise DataError(
+                    f"row {row}: the tokenizer's chat template does not write the call of the tool {lost[0]!r} in "
+                    f"message {at}: set tokenizer.chat_template to one that writes tool_calls, or drop the row"
+                )
+            if begin < 0 or _end_of(message) not in whole[begin:end]:
                 raise DataError(
                     f"row {row}: the tokenizer's chat template changes message {at} of the assistant, so its place is "
                     "unknown: set tokenizer.chat_template to one with {% generation %} around the assistant's messages"
@@ -58,10 +62,25 @@ def conversation(
 
 
 def _texts(message: dict[str, Any]) -> list[str]:
-    """The texts of a message, whose content is a text or a list of parts; at least one."""
+    """The texts of a message, whose content is a text, None or a list of parts; at least one."""
     content = message["content"]
     parts = content if isinstance(content, list) else [content]
-    return [str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in parts] or [""]
+    return [str(part.get("text") or "") if isinstance(part, dict) else str(part or "") for part in parts] or [""]
+
+
+def _end_of(message: dict[str, Any]) -> str:
+    """The last letters of the last word, which its place must hold: templates may remove a thought before it."""
+    words = _texts(message)[-1].split()
+    return words[-1][-_LAST:] if words else ""
+
+
+def _called(message: dict[str, Any]) -> list[str]:
+    """Names of the tools that the message calls."""
+    calls = message.get("tool_calls")
+    found = (
+        [call.get("function") or call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    )
+    return [str(call["name"]) for call in found if isinstance(call, dict) and "name" in call]
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -83,7 +102,7 @@ def _place(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], a
     has_parts = isinstance(messages[at]["content"], list)
     content = [{"type": "text", "text": _OTHER_TEXT}] if has_parts else _OTHER_TEXT
     other[at] = {"role": messages[at]["role"], "content": content}  # without calls of tools and thoughts, which differ
-    asked = _rendered(tokenizer, other)
+    asked = rendered(tokenizer, other)
     if _OTHER_TEXT not in asked:
         return -1, -1
     begin, end = _num_equal(whole, asked), len(whole) - _num_equal(whole[::-1], asked[::-1])
@@ -97,7 +116,7 @@ def _begin(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], a
     open an answer with a thought that earlier answers lack.
     """
     before = _length(tokenizer, messages[:at], whole)
-    opened = _rendered(tokenizer, messages[:at], add_generation_prompt=True)
+    opened = rendered(tokenizer, messages[:at], add_generation_prompt=True)
     if whole.startswith(opened):
         return len(opened)
     text = whole.find(_texts(messages[at])[0].strip(), before)
@@ -106,19 +125,23 @@ def _begin(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], a
 
 def _length(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], whole: str) -> int:
     """Length of the text of the first messages if `whole` begins with it, else 0."""
-    text = _rendered(tokenizer, messages)
+    text = rendered(tokenizer, messages)
     return len(text) if whole.startswith(text) else 0
 
 
-def _rendered(
+def rendered(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], row: int | None = None, **options: Any
 ) -> str:
-    """The text of some messages. It is empty if there are none, or if the template refuses them and `row` is None."""
+    """The text of some messages. It is empty if there are none, or if the template refuses them and `row` is None.
+
+    Raises:
+        DataError: the template refuses them.
+    """
     from jinja2 import TemplateError
 
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options)) if messages else ""
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:  # TypeError: no content
         if row is None:
             return ""
         raise DataError(f"row {row}: the tokenizer's chat template cannot write these messages: {error}") from error

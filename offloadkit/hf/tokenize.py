@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from offloadkit.errors import DataError, shown
 from offloadkit.facts.files import parse_json
 from offloadkit.hf.columns import LEARNED, Columns, strings
-from offloadkit.hf.conversations import conversation
+from offloadkit.hf.conversations import conversation, rendered
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -288,13 +288,12 @@ def _with_chat_template(run: Tokenizing, batch: _Columns, indices: list[int]) ->
     """Rows through the chat template, as (number of input tokens, tokens): the input is a user message, the target an
     assistant message with all tokens that the template adds. Lists of messages stay unchanged.
     """
-    template: Callable[..., Any] = run.tokenizer.apply_chat_template
     texts = []
     for index, prompt, target in zip(indices, *_both_messages(run, batch, indices), strict=True):
-        whole = template(prompt + target, tokenize=False)
-        opened = template(prompt, tokenize=False, add_generation_prompt=True)
+        whole = rendered(run.tokenizer, prompt + target, index)
+        opened = rendered(run.tokenizer, prompt, index, add_generation_prompt=True)
         if not whole.startswith(opened):  # some templates change the answer's start when it follows
-            opened = template(prompt, tokenize=False)
+            opened = rendered(run.tokenizer, prompt, index)
         if not whole.startswith(opened):
             raise DataError(
                 f"row {index}: the tokenizer's chat template writes the input differently if an answer follows, so the "
@@ -370,8 +369,8 @@ def type_of(part: Any) -> str:
 
 
 def messages_of(value: Any, column: str, row: int, *, with_images: bool = False) -> list[dict[str, Any]]:
-    """A conversation as role/content dicts; content is "" if a message has `tool_calls` alone. Raises `DataError` if it
-    is empty, or a message lacks role or content, has sound or a video, or has an image and `with_images` is False.
+    """A conversation as role/content dicts; content is None if a message has `tool_calls` alone. Raises `DataError` if
+    it is empty, or a message lacks role or content, has sound or a video, or has an image and `with_images` is False.
     """
     messages = parsed(value)
     if not isinstance(messages, list) or not messages:
@@ -381,9 +380,8 @@ def messages_of(value: Any, column: str, row: int, *, with_images: bool = False)
         if isinstance(message, dict) and message.get("from") and message.get("role") is None:
             role = str(message["from"])
             message = {"role": _ROLES.get(role, role), "content": message.get("value")}
-        if isinstance(message, dict) and message.get("content") is None and message.get("tool_calls"):
-            message = {**message, "content": ""}
-        if not isinstance(message, dict) or not message.get("role") or message.get("content") is None:
+        has_content = isinstance(message, dict) and (message.get("content") is not None or message.get("tool_calls"))
+        if not has_content or not message.get("role"):
             raise DataError(f"row {row} has a message without role or content: {shown(message)}")
         kinds = {type_of(part) for part in parts_of(message)}
         if media := sorted(kinds & {*_MEDIA}):
@@ -396,7 +394,7 @@ def messages_of(value: Any, column: str, row: int, *, with_images: bool = False)
                 f"row {row} has an image in {column!r}, and this model and its tokenizer take text alone: pass a model "
                 "that sees images, such as Qwen/Qwen2.5-VL-3B-Instruct, and rows of `messages` that are no stream"
             )
-        found.append(message)
+        found.append({"content": None, **message})
     return found
 
 

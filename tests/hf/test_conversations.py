@@ -76,6 +76,13 @@ def test_calls_of_tools_are_learned(template: str) -> None:
     first, last = learned(template.replace("{{ m['content'] }}", written), messages)
     assert first == "sat on mat </s>"
     assert last.endswith("good </s>")
+    with pytest.raises(DataError, match=r"row 7: .* does not write the call of the tool 'mat' in message 1"):
+        conversation(word_tokenizer(chat_template=template), messages, 7)
+
+
+def test_a_thought_that_a_template_removes_may_precede_a_short_answer() -> None:
+    removes = OPENED.replace("{{ m['content'] }}", "{{ m['content'].split('tree')[-1].strip() }}")
+    assert learned(removes, [CHAT[0], {"role": "assistant", "content": "cat tree good"}]) == ["good </s>"]
 
 
 def test_a_template_that_hides_an_answer_is_refused() -> None:
