@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,18 +97,31 @@ class _Sounds:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def num_samples(self, index: int) -> int:
+        """At the model's rate, by the header of a file that says its duration. Raises as `self[index]`."""
+        with _decoding(index):
+            metadata = getattr(self._rows[index][self._column], "metadata", None)
+        seconds = getattr(metadata, "duration_seconds", None)
+        return round(seconds * self._rate) if seconds else len(self[index])
+
     def __getitem__(self, index: int) -> np.ndarray:
         """fp32 [samples]. Raises `DataError` if the row has no sound of one channel."""
-        try:
+        with _decoding(index):
             value = self._rows[index][self._column]
             samples = None if value is None else np.asarray(value["array"], dtype=np.float32)
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
-            raise DataError(f"row {index} has sound that cannot be decoded: {cut(str(error))}") from error
         if samples is None or samples.size == 0:
             raise DataError(f"row {index} has no sound in {self._column!r}: fill it in or drop the row")
         if samples.ndim != 1:
             raise DataError(f"row {index} has sound of the shape {samples.shape}: one channel is needed, [samples]")
         return samples
+
+
+@contextmanager
+def _decoding(row: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise DataError(f"row {row} has sound that cannot be decoded: {cut(str(error))}") from error
 
 
 _ENCODED = ("string", "large_string", "binary", "large_binary")
@@ -221,7 +235,7 @@ def _prepared(
         logger.warning("%d of %d rows left out: they have nothing to learn", number - len(learned), number)
     if targets_cut.num_rows:
         logger.warning("%s", targets_cut.in_words(number))
-    _tell_cut_sound([len(sounds[index]) for index in learned], extractor)
+    _tell_cut_sound([sounds.num_samples(index) for index in learned], extractor)
     shortened = [_cut(labels[index], most) for index in learned]
     longest = max(map(len, shortened))
     step = 1 if longest <= LEAST_STEP else rounded_up(-(-longest // MOST_KINDS), LEAST_STEP)

@@ -9,7 +9,7 @@ import sys
 import wave
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import numpy as np
@@ -206,16 +206,20 @@ def test_sound_that_must_be_decoded_or_resampled_names_the_package(
 class WavDecoder:
     """What `datasets` uses of torchcodec's `AudioDecoder`, for WAV files, with linear resampling."""
 
+    decoded: ClassVar[list[int]] = []
+    """Samples of each sound that was decoded."""
+
     def __init__(self, source: Any, *, sample_rate: int | None, **options: Any) -> None:
         with wave.open(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
             own, count = file.getframerate(), file.getnframes()
             samples = np.frombuffer(file.readframes(count), np.int16) / np.float32(32768)
-        self.rate, self.metadata = sample_rate or own, SimpleNamespace()
+        self.rate, self.metadata = sample_rate or own, SimpleNamespace(duration_seconds=count / own)
         self.data = torch.from_numpy(
             np.interp(np.arange(count * self.rate // own) * own / self.rate, range(count), samples)
         )
 
     def get_all_samples(self) -> Any:
+        self.decoded.append(len(self.data))
         return SimpleNamespace(data=self.data[None])
 
 
@@ -248,7 +252,9 @@ def test_sound_is_decoded_and_resampled_by_datasets(kind: str, tmp_path: Path, m
             WavEncoder(torch.from_numpy(row["audio"]["array"]), sample_rate=RATE // 2).to_file_like(file)
         values.append({"path": str(path), "Audio": str(path), "bytes": path.read_bytes(), "array": row["audio"]}[kind])
     made = datasets.Dataset.from_dict({"audio": values, "text": [row["text"] for row in data]})
+    WavDecoder.decoded.clear()
     found = prepared(made.cast_column("audio", datasets.Audio()) if kind == "Audio" else made).dataset
+    assert WavDecoder.decoded == [], "headers say how long sounds are"
     for row in (0, 1):
         samples = found.sounds[row]
         assert len(samples) == len(data[row]["audio"]["array"])
