@@ -417,7 +417,6 @@ def train(
     except KeyboardInterrupt:
         output = Path(arguments.get("output_dir", options["output_dir"]))
         raise KeyboardInterrupt(_how_to_go_on(output)) from None
-    typer.echo(result)
     if result.stopped:
         typer.echo(f"stopped early{_how_to_go_on(result.output_dir)}", err=True)
         raise typer.Exit(130)

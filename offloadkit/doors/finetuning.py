@@ -836,6 +836,7 @@ def _not_as_planned(plan: Plan, peaks: Peaks, moves: Sequence[Move]) -> list[str
 def _evaluate(trainer: OffloadSeq2SeqTrainer, rows: TrainingRows, metrics: dict[str, float]) -> list[Sample]:
     """Evaluate and predict. A full GPU does not end a run whose model is trained and saved."""
     if rows.evaluation is None:
+        _print(metrics)
         return []
     how: dict[str, Any] = {} if trainer.engine is None else {"run_eval": trainer.engine.run_eval}
     try:
@@ -845,6 +846,11 @@ def _evaluate(trainer: OffloadSeq2SeqTrainer, rows: TrainingRows, metrics: dict[
         message = f"the model is trained and saved, but its evaluation is incomplete, because {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         return []
+
+
+def _print(metrics: Mapping[str, float]) -> None:
+    if metrics:  # something was trained or evaluated
+        print("  ".join(f"{name} {rounded(value, 4)}" for name, value in metrics.items()), flush=True)
 
 
 def _losses(trainer: Any) -> dict[str, float]:
@@ -864,6 +870,7 @@ def _predicted(
 ) -> list[Sample]:
     evaluation = rows.evaluation
     if evaluation is None:
+        _print(metrics)
         return []
     how["num_rows"] = _NUM_SHOWN if evaluation.task == "causal" else NUM_PREDICTED
     how["batch_size"] = args.per_device_eval_batch_size
@@ -873,7 +880,7 @@ def _predicted(
         )
     if evaluation.task != "causal":
         metrics["exact_match" if evaluation.task == "seq2seq" else "accuracy"] = share_correct(samples)
-    print("  ".join(f"{name} {rounded(value, 4)}" for name, value in metrics.items()))
+    _print(metrics)
     for sample in samples[:_NUM_SHOWN]:
         print(f"  {in_words(sample, evaluation.task)}")
     return samples[:_NUM_SHOWN]

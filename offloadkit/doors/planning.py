@@ -22,7 +22,7 @@ from offloadkit.engine.outline import Outline, held_in_ram, largest_work, outlin
 from offloadkit.engine.tracing import Call
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts import hardware
-from offloadkit.facts.calls import BY_FINETUNE, WrittenCall, call_of
+from offloadkit.facts.calls import BY_FINETUNE, WrittenCall, as_here, call_of
 from offloadkit.facts.config import OffloadConfig, Precision, check_counts, given_size, with_wishes
 from offloadkit.facts.hardware import Hardware, with_disk
 from offloadkit.facts.starting import said_if_long
@@ -307,8 +307,8 @@ def machine_for(config: OffloadConfig, device: torch.device | None) -> tuple[Har
     if _assumes_card(config, device):
         vram, ram = parse_bytes(config.vram or 0), hardware.ram_available_bytes()
         assumed = (
-            "There is no GPU here, so a typical card's rates are assumed. Name yours by gpu= or --gpu, such as "
-            f"{', '.join(_WELL_KNOWN)}: {len(CARDS)} cards are known."
+            "There is no GPU here, so a typical card's rates are assumed. Name yours by "
+            f"{as_here('--gpu', 'gpu=')}, such as {', '.join(_WELL_KNOWN)}: {len(CARDS)} cards are known."
         )
         card = replace(ASSUMED_CARD, vram_total_bytes=vram, vram_free_bytes=vram, assumed=assumed)
         card = replace(card, assumed_card=f"assumed card of {format_bytes(vram)}")

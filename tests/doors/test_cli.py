@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -85,8 +86,10 @@ def test_train_goes_from_a_file_to_a_model(model_folder: Path, tmp_path: Path) -
     where = ("--eval-dataset", str(data), "--output", str(output))
     done = run("train", str(model_folder), str(data), *where, "--max-steps", "2")
     assert done.exit_code == 0, done.output
-    assert "exact_match" in done.stdout
+    assert done.stdout.count("exact_match") == done.stdout.count(f"model is in {output}") == 1, "nothing is said twice"
     assert (output / "model" / "model.safetensors").is_file()
+    done = run("train", str(model_folder), str(data), "--output", str(tmp_path / "other"), "--max-steps", "1")
+    assert re.search(r"^train_loss \S+  train_seconds ", done.stdout, re.MULTILINE)
 
 
 def test_errors_of_ours_are_one_message_and_exit_with_one(model_folder: Path, tmp_path: Path) -> None:
