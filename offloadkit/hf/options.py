@@ -44,7 +44,7 @@ class FinetuneOptions:
     label (classifiers), audio + text (Whisper), or tokenized rows. Well-known names are recognized (Alpaca, Dolly,
     ShareGPT: see `hf/columns.py`). Decoders learn only the target of a pair: through the tokenizer's chat template if
     it has one, else as the input followed by the target and the end token. Of messages they learn all of the
-    assistant's.
+    assistant's, and of tokenized rows what `labels` say, or TRL's `completion_mask` and `assistant_masks`.
 
     A torch dataset with a length is read into RAM. A stream is an `IterableDataset` of `datasets` or torch, or a
     function that yields rows. It needs `max_steps`, trains in its own order, and begins again where it ends. It is

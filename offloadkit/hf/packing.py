@@ -183,8 +183,8 @@ def packed(data: PreparedData, config: Any, tokenizer: Any, *, max_input_length:
     else:
         rows = PackedRows(data.dataset, length, seed)
         print(
-            f"{len(data.dataset):,} rows are packed into {len(rows):,} rows of {length:,} tokens: "
-            f"{rows.share_padding:.1%} of all tokens are padding",
+            f"{len(data.dataset):,} rows are packed into {len(rows):,} row{'s' * (len(rows) != 1)} of {length:,} "
+            f"tokens: {rows.share_padding:.1%} of all tokens are padding",
             flush=True,
         )
     padding = tokenizer.pad_token_id
