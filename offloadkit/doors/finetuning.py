@@ -48,7 +48,14 @@ from offloadkit.doors.planning import (
 )
 from offloadkit.doors.recipes import RECIPE_FILE, as_yaml, changed, is_of_user, with_head
 from offloadkit.doors.several_gpus import RankMonitor, check_num_gpus, on_several_gpus
-from offloadkit.errors import ConfigError, DataNotFoundError, OutOfVramError, errors_hold_nothing, shown
+from offloadkit.errors import (
+    ConfigError,
+    DataNotFoundError,
+    OffloadkitError,
+    OutOfVramError,
+    errors_hold_nothing,
+    shown,
+)
 from offloadkit.facts import hardware
 from offloadkit.facts.calls import WrittenCall, call_of
 from offloadkit.facts.config import OffloadConfig, Precision
@@ -472,6 +479,8 @@ class TrainingRows:
     tokenizer: Any
     training: PreparedData
     evaluation: PreparedData | None
+    saved: Any
+    """What is saved with the model: the tokenizer, or the processor that has one."""
 
 
 def _set_up(options: FinetuneOptions, engine: _Engine, call: WrittenCall) -> Setup:
@@ -586,7 +595,19 @@ def _read_rows(setup: Setup) -> tuple[Setup, TrainingRows]:
     if evaluation is not None and request.eval_batch_size is not None:
         request = replace(request, eval_batch_size=min(request.eval_batch_size, len(evaluation.dataset)))
     source = setup.source.for_rows(data.task, data.id2label)
-    return replace(setup, source=source, request=request), TrainingRows(tokenizer, data, evaluation)
+    saved = _saved_with(source, options.tokenizer, tokenizer)
+    return replace(setup, source=source, request=request), TrainingRows(tokenizer, data, evaluation, saved)
+
+
+def _saved_with(source: ModelSource, given: Any, tokenizer: Any) -> Any:
+    """The processor of a model that sees images and was trained on text, if there is one; else the tokenizer."""
+    is_known = given is None or hasattr(given, "image_processor")
+    if not sees_images(source.config) or hasattr(tokenizer, "image_processor") or not is_known:
+        return tokenizer
+    try:
+        return source.load_processor(given, of_images=True)
+    except OffloadkitError:  # none, or a package is missing
+        return tokenizer
 
 
 def _say_resuming(setup: Setup, checkpoint: Path, *, is_planned: bool) -> None:
@@ -787,7 +808,7 @@ def _by_offloadkit(run: TrainingRun) -> FinetuneResult:
         trained: Any = trainer.model
         peaks = trainer.telemetry.peaks
         with phase("saving", peaks, setup.args.device):
-            save = functools.partial(_save, trained, rows.tokenizer, setup.output / "model")
+            save = functools.partial(_save, trained, rows.saved, setup.output / "model")
             world.run_on_rank_0("saving the model", save)  # before the evaluation, which may fail
         run.write_card(plan, trainer, metrics, peaks)  # again after the evaluation
         samples = _evaluate(trainer, rows, metrics)
@@ -904,7 +925,7 @@ def _by_deepspeed(run: TrainingRun) -> FinetuneResult:
         with phase("training by DeepSpeed", peaks, device):
             trainer, metrics, stopped = run.train_by_deepspeed()
         with closing(trainer):
-            trainer.save_whole(folder, rows.tokenizer)
+            trainer.save_whole(folder, rows.saved)
             print(f"the model is in {folder}", flush=True)
             metrics |= {} if rows.evaluation is None else _losses(trainer)
             history = trainer.state.log_history

@@ -166,6 +166,11 @@ def test_two_placements_and_half_precision_give_equal_bits(folder: Path, tmp_pat
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
+TEXTS_OF_PARTS = [
+    {"messages": [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in ("user", "assistant")]}
+] * 2
+
+
 @pytest.mark.slow
 def test_text_alone_trains_the_same_model(folder: Path, tmp_path: Path) -> None:
     data = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4
@@ -175,6 +180,9 @@ def test_text_alone_trains_the_same_model(folder: Path, tmp_path: Path) -> None:
     )
     result = offloadkit.finetune(folder, data, tokenizer=processor, output_dir=tmp_path, max_steps=2, **OPTIONS)
     assert weights(result.model_dir).keys() == weights(folder).keys()
+    assert AutoProcessor.from_pretrained(result.model_dir).chat_template == processor.chat_template
+    own = offloadkit.finetune(folder, TEXTS_OF_PARTS, output_dir=tmp_path / "own", max_steps=1, **OPTIONS)
+    assert AutoProcessor.from_pretrained(own.model_dir).image_seq_length == 4
     assert result.plan.rows is not None
     assert result.plan.rows.input_length < 64
 
