@@ -45,6 +45,8 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
         return PRESETS[name].hub_name
     if name.lower().endswith("gguf"):
         raise ModelError(_gguf_message(name))
+    if name and folder.is_file() and folder.suffix.lower() in (".jsonl", ".csv", ".parquet"):
+        raise ModelNotFoundError(f"{name!r} is a file of rows, not a model: the model comes first, then the rows")
     if name and folder.is_file():
         raise ModelNotFoundError(f"{name!r} is a file: pass its folder, {str(folder.parent)!r}")
     looks_like_path = isinstance(name_or_path, os.PathLike) or name.startswith((".", "~", "/")) or name.count("/") > 1

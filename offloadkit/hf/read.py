@@ -38,7 +38,8 @@ def dataset_from_json(path: Path, columns: Collection[str] = ()) -> Dataset:
         made = datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=told, cache_dir=_private_folder())
         return cast("Dataset", made)
     except datasets.exceptions.DatasetGenerationError as error:
-        raise DataError(f"{str(path)!r} cannot be read as json: {cut(str(error.__cause__ or error))}") from error
+        why = _why_one_object(path) or cut(str(error.__cause__ or error))
+        raise DataError(f"{str(path)!r} cannot be read as json: {why}") from error
 
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []
@@ -80,9 +81,12 @@ def _features(path: Path, named: Collection[str]) -> Features:
             found.setdefault(column, {}).setdefault(type(_value(column, row)), number)
     if not found:
         raise DataError(f"{str(path)!r} has no rows: at least one is needed")
+    read = columns_to_read(found, named)
+    if read.isdisjoint(found) and (why := _why_one_object(path)) is not None:
+        raise DataError(f"{str(path)!r} cannot be read as json: {why}")
     known: dict[type, Any] = {str: Value("string"), bool: Value("bool"), int: Value("int64"), float: Value("float64")}
     known[list] = Sequence(Value("int64"))
-    features, read = {}, columns_to_read(found, named)
+    features = {}
     for column, first_rows in found.items():
         types = set(first_rows) if column in read else set()
         types -= {type(None)} | ({int} if float in types else set())
@@ -106,8 +110,31 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
             else:
                 yield from (_of_line(line, number) for number, line in enumerate(file, start=1) if line.strip())
     except ValueError as error:
-        why = f"it is not saved as UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else str(error)
+        why = _not_utf8(error) if isinstance(error, UnicodeDecodeError) else _why_one_object(path) or str(error)
         raise DataError(f"{str(path)!r} cannot be read as json: {why}") from error
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"it is not saved as UTF-8 ({error})"
+
+
+_LARGEST_READ = 1 << 28
+"""Bytes of a file that is read whole for a better message."""
+
+
+def _why_one_object(path: Path) -> str | None:
+    """Why a file is no rows if it is one object around the rows or columns."""
+    if path.stat().st_size > _LARGEST_READ:
+        return None
+    try:
+        whole = parse_json(path.read_text(encoding="utf-8-sig"))
+    except ValueError:
+        return None
+    lists = {name: value for name, value in whole.items() if isinstance(value, list)} if isinstance(whole, dict) else {}
+    around = next((name for name, value in lists.items() if value and isinstance(value[0], dict)), None)
+    if around is not None:
+        return f"it is one object, with rows in {shown(around)}: save that list alone, or one row a line"
+    return "it is one object of columns: save one object a line, or pass a dict of lists in Python" if lists else None
 
 
 def _of_line(line: str, number: int) -> dict[str, Any]:
@@ -384,12 +411,20 @@ def _from_file(path: Path, columns: Collection[str]) -> Dataset:
     options |= {"data_files": str(path), "split": "train", "cache_dir": _private_folder()}
     try:
         with no_loader_messages():
-            return cast("Dataset", datasets.load_dataset(builder, **options))
+            made = cast("Dataset", datasets.load_dataset(builder, **options))
     except Exception as error:  # every builder has its own error classes
         if "corresponds to no data" in str(error):
             raise DataError(f"{str(path)!r} has no rows: at least one is needed") from error
-        why = cut(str(list(causes(error))[-1]))
+        cause = list(causes(error))[-1]
+        why = _not_utf8(cause) if isinstance(cause, UnicodeDecodeError) else cut(str(cause))
         raise DataError(f"{str(path)!r} cannot be read as {builder}: {why}") from error
+    header = made.column_names[0] if builder == "csv" and len(made.column_names) == 1 else ""
+    if (other := next((each for each in ";\t|" if each in header), None)) is not None:
+        raise DataError(
+            f"{str(path)!r} has its columns separated by {other!r}: separate them by commas, or in Python pass "
+            f"pandas.read_csv({str(path)!r}, sep={other!r})"
+        )
+    return made
 
 
 def _from_hub(name: str, split: str) -> Dataset:

@@ -165,7 +165,13 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
             r"column 'text' has values of types dict \(row 0\): give every row text",
         ),
         ("data.jsonl", b'{"input_ids": ["a"], "labels": [1]}\n', "cannot be read as json"),
+        ("data.json", b'{"data": [{"text": "a"}]}', "it is one object, with rows in 'data': save that list alone"),
+        ("data.json", b'{\n "data": [\n  {"text": "a"}\n ]\n}\n', "it is one object, with rows in 'data'"),
+        ("data.json", b'{"text": ["a", "b"]}', "it is one object of columns: save one object a line"),
         ("data.csv", b'text\n"a\n', "cannot be read as csv"),
+        ("data.csv", b"text\n\xe4\n", "not saved as UTF-8"),
+        ("data.csv", b"input;target\na;b\n", r"separated by ';': .*pandas\.read_csv\(.*, sep=';'\)"),
+        ("data.csv", b"input\ttarget\na\tb\n", r"separated by '\\t'"),
         ("data.parquet", b"no parquet at all", "cannot be read as parquet"),
     ],
 )

@@ -13,7 +13,7 @@ from transformers import AutoConfig, ByT5Tokenizer, LlamaForCausalLM, Speech2Tex
 
 import offloadkit
 from offloadkit.doors.planning import PlanRequest, plan_source
-from offloadkit.errors import ModelError
+from offloadkit.errors import ModelError, ModelNotFoundError
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf import patches, source
 from offloadkit.hf.hub import nearest_preset, no_model_message, unreachable
@@ -212,6 +212,13 @@ def test_gguf_is_named_and_the_original_asked_for(tmp_path: Path) -> None:
     for model in (*given, "owner/Llama-3-8B-GGUF"):
         with pytest.raises(ModelError, match=r"in GGUF, .*: pass the model that it was converted from"):
             offloadkit.plan(model)
+
+
+def test_a_file_of_rows_in_the_place_of_a_model_is_told_the_order(tmp_path: Path) -> None:
+    for name, message in (("rows.jsonl", "the model comes first, then the rows"), ("config.json", "pass its folder")):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(ModelNotFoundError, match=message):
+            offloadkit.plan(tmp_path / name)
 
 
 def test_a_folder_of_adapters_names_what_loads_it(tmp_path: Path) -> None:
