@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -21,6 +22,19 @@ RECIPE_FILE = "recipe.yaml"
 """Name of the recipe that a run writes into its output folder."""
 _LEFT_OUT = ("output_dir", "resume", "overwrite", "monitor", "verbose", "num_gpus", "training_arguments")
 """Options that do not change what is trained, or are written otherwise."""
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
+    """Reads 1e-4 as a number: YAML 1.1 asks for a point before the e and a sign after it."""
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc, unused-ignore]
+    """Quotes texts that `_Loader` would read as numbers."""
+
+
+_FLOAT = "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+_Loader.add_implicit_resolver(*_FLOAT)
+_Dumper.add_implicit_resolver(*_FLOAT)
 
 
 def names() -> list[str]:
@@ -60,7 +74,7 @@ def read(name: str) -> dict[str, Any]:
     if file.suffix == ".py":
         raise ConfigError(f"the recipe {name!r} is a script: `offloadkit recipes cp {name}`, then `python {file.name}`")
     try:
-        found = yaml.safe_load(file.read_text())
+        found = yaml.load(file.read_text(), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"the recipe {file} cannot be read: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
@@ -115,8 +129,8 @@ def as_yaml(options: FinetuneOptions, *, batch_size: int, num_gpus: int = 1) -> 
     within: dict[str, Any] = {}
     for name, value in (changed(config) if isinstance(config, OffloadConfig) else {}).items():
         _put(within, others, name, value)
-    text: str = yaml.safe_dump(
-        values | ({"offload": within} if within else {}), sort_keys=False, allow_unicode=True, width=120
+    text: str = yaml.dump(
+        values | ({"offload": within} if within else {}), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120
     )
     return "\n".join([*others, text])
 

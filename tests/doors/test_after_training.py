@@ -144,6 +144,17 @@ def test_what_yaml_cannot_hold_is_named_in_a_comment() -> None:
     assert yaml.safe_load(text) == {"epochs": 2.0, "batch_size": 4}
 
 
+def test_numbers_with_an_exponent_are_numbers_and_texts_like_them_stay_texts(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("learning_rate: 1e-4\nweight_decay: -2.5E3\nadam_epsilon: .5e+1\nmodel: 1e\ninput_column: '1e-4'\n")
+    read = {"learning_rate": 1e-4, "weight_decay": -2500.0, "adam_epsilon": 5.0, "model": "1e", "input_column": "1e-4"}
+    assert recipes.read(str(path)) == read
+    path.write_text(
+        as_yaml(FinetuneOptions("t5-small", "rows.jsonl", learning_rate=1e-5, input_column="1e3"), batch_size=4)
+    )
+    assert recipes.read(str(path)).items() >= {"learning_rate": 1e-5, "input_column": "1e3"}.items()
+
+
 def test_a_recipe_without_its_adapters_does_not_train_all_weights() -> None:
     peft = pytest.importorskip("peft")
     text = as_yaml(FinetuneOptions("t5-small", "rows.jsonl", lora=peft.LoraConfig(r=4)), batch_size=4)
