@@ -34,30 +34,31 @@ def conversation(
         row: its number, for messages of errors.
 
     Raises:
-        DataError: the template does not show a message of the assistant.
+        DataError: the template refuses the messages, or does not show a message of the assistant.
     """
-    template: Any = tokenizer.apply_chat_template
+    whole = rendered(tokenizer, messages, row=row)
+    answers = [at for at, message in enumerate(messages) if message["role"] in ASSISTANT]
     if tokenizer.is_fast and _GENERATION.search(str(tokenizer.get_chat_template())):
+        for at in answers:
+            if _called(messages[at]):
+                begin, end = _place(tokenizer, messages, at, whole)
+                check_calls(messages[at], whole[begin:end] if begin >= 0 else whole, row, at)
+        template: Any = tokenizer.apply_chat_template
         found = template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return list(found["input_ids"]), list(map(bool, found["assistant_masks"]))
-    whole = rendered(tokenizer, messages, row=row)
     tokens = _ids(tokenizer, whole)
     learned = [False] * len(tokens)
-    for at, message in enumerate(messages):
-        if message["role"] in ASSISTANT:
-            begin, end = _place(tokenizer, messages, at, whole)
-            if lost := [name for name in _called(message) if begin >= 0 and name not in whole[begin:end]]:
-                raise DataError(
-                    f"row {row}: the tokenizer's chat template does not write the call of the tool {lost[0]!r} in "
-                    f"message {at}: set tokenizer.chat_template to one that writes tool_calls, or drop the row"
-                )
-            if begin < 0 or _end_of(message) not in whole[begin:end]:
-                raise DataError(
-                    f"row {row}: the tokenizer's chat template changes message {at} of the assistant, so its place is "
-                    "unknown: set tokenizer.chat_template to one with {% generation %} around the assistant's messages"
-                )
-            first, last = (_num_equal(_ids(tokenizer, whole[:place]), tokens) for place in (begin, end))
-            learned[first:last] = [True] * (last - first)
+    for at in answers:
+        message, (begin, end) = messages[at], _place(tokenizer, messages, at, whole)
+        if begin >= 0:
+            check_calls(message, whole[begin:end], row, at)
+        if begin < 0 or _end_of(message) not in whole[begin:end]:
+            raise DataError(
+                f"row {row}: the tokenizer's chat template changes message {at} of the assistant, so its place is "
+                "unknown: set tokenizer.chat_template to one with {% generation %} around the assistant's messages"
+            )
+        first, last = (_num_equal(_ids(tokenizer, whole[:place]), tokens) for place in (begin, end))
+        learned[first:last] = [True] * (last - first)
     return tokens, learned
 
 
@@ -72,6 +73,15 @@ def _end_of(message: dict[str, Any]) -> str:
     """The last letters of the last word, which its place must hold: templates may remove a thought before it."""
     words = _texts(message)[-1].split()
     return words[-1][-_LAST:] if words else ""
+
+
+def check_calls(message: dict[str, Any], written: str, row: int, at: int) -> None:
+    """Raise `DataError` if the text that the template wrote for message `at` lacks a call of a tool."""
+    if lost := [name for name in _called(message) if name not in written]:
+        raise DataError(
+            f"row {row}: the tokenizer's chat template does not write the call of the tool {lost[0]!r} in message "
+            f"{at}: set tokenizer.chat_template to one that writes tool_calls, or drop the row"
+        )
 
 
 def _called(message: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from offloadkit.errors import DataError, shown
 from offloadkit.facts.files import parse_json
 from offloadkit.hf.columns import LEARNED, Columns, strings
-from offloadkit.hf.conversations import conversation, rendered
+from offloadkit.hf.conversations import check_calls, conversation, rendered
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -300,6 +300,8 @@ def _with_chat_template(run: Tokenizing, batch: _Columns, indices: list[int]) ->
                 f"start of {run.columns.target!r} is unknown: set tokenizer.chat_template to one that does not, or "
                 "give the rows as `messages`"
             )
+        for at, message in enumerate(target, len(prompt)):
+            check_calls(message, whole[len(opened) :], index, at)
         texts.append((opened, whole))
     if not texts:
         return

@@ -68,7 +68,7 @@ def test_a_conversation_that_ends_with_a_question_or_begins_with_an_answer() -> 
     assert learned(OPENED, CHAT[1:]) == ["the cat </s>", "good </s>"]
 
 
-@pytest.mark.parametrize("template", [OPENED, THINKING])
+@pytest.mark.parametrize("template", [OPENED, THINKING, MARKED])
 def test_calls_of_tools_are_learned(template: str) -> None:
     written = "{{ m['content'] }}{% for call in m['tool_calls'] or [] %}sat on {{ call['name'] }}{% endfor %}"
     calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "mat"}]}
@@ -78,6 +78,17 @@ def test_calls_of_tools_are_learned(template: str) -> None:
     assert last.endswith("good </s>")
     with pytest.raises(DataError, match=r"row 7: .* does not write the call of the tool 'mat' in message 1"):
         conversation(word_tokenizer(chat_template=template), messages, 7)
+
+
+def test_a_completion_that_calls_a_tool_is_learned_or_refused() -> None:
+    calls = [{"role": "assistant", "content": None, "tool_calls": [{"name": "mat"}]}]
+    written = "{% for call in m['tool_calls'] or [] %}sat on {{ call['name'] }}{% endfor %}"
+    tokenizer = word_tokenizer(chat_template=OPENED.replace("{{ m['content'] }}", "{{ m['content'] }}" + written))
+    rows = [{"prompt": CHAT[:1], "completion": calls}]
+    (row,) = prepared(rows, tokenizer, LLAMA).dataset
+    assert tokenizer.decode([token for token in row["labels"] if token != -100]).endswith("sat on mat </s>")
+    with pytest.raises(DataError, match=r"row 0: .* does not write the call of the tool 'mat' in message 1"):
+        prepared(rows, word_tokenizer(chat_template=OPENED), LLAMA)
 
 
 def test_a_thought_that_a_template_removes_may_precede_a_short_answer() -> None:
@@ -95,8 +106,9 @@ def test_a_template_that_hides_an_answer_is_refused() -> None:
         conversation(word_tokenizer(chat_template=parts), CHAT, 7)
 
 
-def test_messages_that_a_template_refuses_name_the_row() -> None:
-    refuses = "{% if messages|length > 3 %}{{ raise_exception('too many turns') }}{% endif %}"
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_messages_that_a_template_refuses_name_the_row(template: str) -> None:
+    refuses = "{% if messages|length > 3 %}{{ raise_exception('too many turns') }}{% endif %}" + template
     with pytest.raises(DataError, match="row 7: the tokenizer's chat template cannot write these messages: too many"):
         conversation(word_tokenizer(chat_template=refuses), CHAT, 7)
 
