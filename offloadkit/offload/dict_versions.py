@@ -32,8 +32,8 @@ class UnchangedDicts:
         self.values = [list(each.values()) for each in dicts]
         self._views = [each.values() for each in dicts]
         self._lengths, self._in_one = list(map(len, self._views)), list(chain.from_iterable(self._views))
-        # TorchScript's modules have other tables than dicts.
-        self._are_counted = COUNTED and all(isinstance(each, dict) for each in dicts)
+        # TorchScript's modules have other tables than dicts, and an OrderedDict's order changes without a write.
+        self._are_counted = COUNTED and all(type(each) is dict for each in dicts)
         self._filled, self._empty = [each for each in dicts if each], [each for each in dicts if not each]
         self._versions = self._versions_now()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,13 @@ from offloadkit.offload.dict_versions import COUNTED, UnchangedDicts
 
 Change = Callable[[nn.Module], Any]
 
+
+def write(module: Any, value: float) -> None:
+    module.factor = value
+
+
 CHANGES: list[Change] = [
+    lambda module: write(module, 2.0),
     lambda module: setattr(module, "factor", 2.0),
     lambda module: vars(module).update(factor=float("1.0")),  # an equal object
     lambda module: object.__setattr__(module, "factor", 2.0),
@@ -49,7 +56,7 @@ def test_a_changed_value_is_found_in_each_later_call(
     monkeypatch.setattr(dict_versions, "COUNTED", is_counted)
     module = Module()
     for _ in range(50):  # so that the interpreter specializes writes of attributes
-        module.factor = module.factor  # type: ignore[assignment]
+        write(module, module.factor)  # type: ignore[arg-type]
     dicts = UnchangedDicts(dicts_of(module))
     assert dicts.first_changed() is None
     change(module)
@@ -64,6 +71,13 @@ def test_a_value_that_is_written_back_is_no_change() -> None:
     module.factor = before
     module.requires_grad_(False)
     assert dicts.first_changed() is None
+
+
+def test_another_order_is_a_change_where_python_counts_no_write() -> None:
+    table: OrderedDict[str, Any] = OrderedDict(first=1, second=2)
+    dicts = UnchangedDicts([table])
+    table.move_to_end("first")
+    assert dicts.first_changed() == 0
 
 
 def test_tables_that_are_no_dicts_are_compared() -> None:
