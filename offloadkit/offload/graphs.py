@@ -139,6 +139,7 @@ class BlockGraphs:
         self.is_planned = True
         self.weights: dict[nn.Module, Sequence[LayerWeights]] = {}
         self._statics: dict[tuple[str, int, Meta], _Static] = {}
+        self._rooms: dict[tuple[str, int], _Room] = {}
         self._passed_on: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.take: Take = _takes_nothing
         self._dropped: list[_Entry] = []
@@ -174,6 +175,7 @@ class BlockGraphs:
         for block in self._blocks:
             block.drop()
         self._statics.clear()
+        self._rooms.clear()
         self._unsealed.clear()
         self._counted.clear()
         if self.has_begun:
@@ -391,14 +393,28 @@ class BlockGraphs:
         return self.pool.num_bytes + self._static_bytes()
 
     def _static_bytes(self) -> int:
-        return sum(static.memory.nbytes for static in self._statics.values())
+        storages = [static.memory.untyped_storage() for static in self._statics.values()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def static(self, what: str, index: int, meta: Meta) -> _Static:
-        """Memory for input or gradient number `index`. All graphs that name it so share it."""
+    def static(self, what: str, index: int, meta: Meta, least: int = 0) -> _Static:
+        """Memory for input or gradient number `index`. All graphs that name it so share it, whatever its shape.
+
+        Args:
+            least: bytes of the largest shape, where it is known.
+        """
         key = (what, index, meta)
         if key not in self._statics:
-            self._statics[key] = _Static(meta, self.device)
+            room, num_bytes = self._rooms.get(key[:2]), _bytes_of(meta)
+            if room is None or room.storage.nbytes() < num_bytes:
+                room = self._rooms[key[:2]] = _Room(max(num_bytes, least), self.device)
+            self._statics[key] = _Static(meta, room)
         return self._statics[key]
+
+    def largest(self, index: int) -> int:
+        """Bytes of the largest layer number `index` of a block whose weights move."""
+        blocks = [self.weights.get(block.module, ()) for block in self._blocks if block.streams]
+        layers = [layers[index].layer for layers in blocks if index < len(layers)]
+        return max(layer.numel * layer.dtype.itemsize for layer in layers)
 
     def pass_on(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         """Later blocks of this forward get `alias` instead of `tensor`."""
@@ -435,23 +451,45 @@ def _without_filling() -> Iterator[None]:
         untyped.fill_uninitialized_memory = before
 
 
+class _Room:
+    """Memory that holds one input at a time, or the gradient of one output, of any shape that fits."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        with torch.inference_mode(False), torch.no_grad(), _without_filling():
+            self.storage = torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
+        self.turn = _Turn()
+
+
+def _bytes_of(meta: Meta) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride, strict=True))
+    return (1 + last if math.prod(meta.shape) else 0) * meta.dtype.itemsize
+
+
+class _Turn:
+    """Whose values a `_Room` holds, without a reference to that memory."""
+
+    holder: object = None
+
+
 class _Static:
     """Memory of an input, or of an output's gradient.
 
     Attributes:
+        memory: a tensor in `room`, with a version counter of its own.
         present: the tensor whose copy the memory holds; it shares the version counter of that tensor.
     """
 
-    def __init__(self, meta: Meta, device: torch.device) -> None:
-        with torch.inference_mode(False), torch.no_grad(), _without_filling():
-            self.memory = torch.empty_strided(meta.shape, list(meta.stride), dtype=meta.dtype, device=device)
+    def __init__(self, meta: Meta, room: _Room) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            empty = torch.empty(0, dtype=meta.dtype, device=room.storage.device)
+            self.memory = empty.set_(room.storage, 0, meta.shape, meta.stride)
         self._expanded = [dim for dim, stride in enumerate(meta.stride) if stride == 0]
         self.present: torch.Tensor | None = None
-        self._version = 0
+        self._version, self._turn, self._own_turn = 0, room.turn, object()
 
     def copy(self, tensor: torch.Tensor) -> None:
         """Called without gradients."""
-        self.present = None
+        self.present, self._turn.holder = None, self._own_turn
         into, source = self.memory, tensor
         for dim in self._expanded:
             into, source = into.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
@@ -462,6 +500,7 @@ class _Static:
         present = self.present
         if (
             present is None
+            or self._turn.holder is not self._own_turn
             or present.data_ptr() != tensor.data_ptr()
             or self._version != tensor._version
             or present._version != self._version
@@ -1058,7 +1097,7 @@ class _Entry:
         graphs, places = self.block.graphs, dict[nn.Parameter, torch.Tensor]()
         for index, layer in enumerate(self._all_layers):
             meta = Meta(torch.Size([layer.layer.numel]), (1,), layer.layer.dtype, requires_grad=False)
-            flat = graphs.static("weights", index, meta).memory
+            flat = graphs.static("weights", index, meta, graphs.largest(index)).memory
             self._copied.append((layer, flat))
             places |= {view.parameter: flat[view.elements].view(view.parameter.shape) for view in layer.layer.views}
         for index, each in enumerate(self._parameters):
@@ -1132,7 +1171,7 @@ class _Entry:
 
     def _warm_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """Run forward and backward without effects: kernels are compiled, libraries initialised."""
-        pool, first = self.block.graphs.pool, [_Static(meta, self.block.graphs.device) for meta in self._metas[:1]]
+        pool, first = self.block.graphs.pool, [self._new_static(meta) for meta in self._metas[:1]]
         for static, tensor in zip(first[: self._num_own], tensors, strict=False):
             static.copy(tensor)
         inputs = [static.memory for static in [*first[: self._num_own], *self._shared]]
@@ -1167,9 +1206,12 @@ class _Entry:
         self._own, self._shared, self._weights = [], [], []
         self._copied, self._copied_alone = [], []
 
+    def _new_static(self, meta: Meta) -> _Static:
+        return _Static(meta, _Room(_bytes_of(meta), self.block.graphs.device))
+
     def _make_own(self) -> None:
         if not self._own:
-            self._own = [_Static(meta, self.block.graphs.device) for meta in self._metas[: self._num_own]]
+            self._own = [self._new_static(meta) for meta in self._metas[: self._num_own]]
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy inputs, and weights that move, into static memory."""

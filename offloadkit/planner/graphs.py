@@ -2,7 +2,7 @@
 
 All graphs share one pool. It holds the activations that captured blocks keep, which eager blocks keep elsewhere, and
 the temporary memory of one block at a time, which eager blocks share with the rest of the model. Inputs and gradients
-of outputs are copied into static memory, once for all blocks with the same shapes.
+of outputs are copied into static memory, which all blocks share.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from offloadkit.facts.fitted import GRAPHS_DRIVER_BYTES, GRAPHS_UNUSED, GRAPHS_WORKSPACE_BYTES
 from offloadkit.planner.layout import LayerShape, activations
@@ -41,12 +42,12 @@ class GraphBytes:
         for layer in layers:
             self._gradients[layer.name] += layer.bucket_bytes()
         self._may = capturable(layers, work)
-        sizes: dict[str, tuple[int, ...]] = {}
+        sizes: dict[str, list[int]] = {}
         for layer in layers:
             if layer.name in self._may:
-                sizes[layer.name] = (*sizes.get(layer.name, ()), layer.weight_bytes())
-        self.of_weights = sum(map(sum, set(sizes.values())))
-        """VRAM of the weights' copies that graphs of streamed blocks read, one for blocks of the same size."""
+                sizes.setdefault(layer.name, []).append(layer.weight_bytes())
+        self.of_weights = sum(map(max, zip_longest(*sizes.values(), fillvalue=0)))
+        """VRAM of the weights' copies that graphs of streamed blocks read, one for all blocks."""
 
     def captures(self, how: Sequence[str]) -> list[bool]:
         """Whether each stage is a block that runs as a graph. `how`: as for `activations`."""

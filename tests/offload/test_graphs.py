@@ -81,6 +81,40 @@ def test_a_frozen_encoder_trains_the_bits_of_eager_blocks(
     assert_equals_eager(found, run, monkeypatch)
 
 
+@pytest.mark.parametrize("placement", [PLACEMENTS[0], PLACEMENTS[1], PLACEMENTS[4]])
+def test_losses_of_two_lengths_at_once_have_the_bits_of_eager_blocks(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the second length overwrite the inputs of the first one, of which backward needs masks and biases."""
+    data = batches("t5", 8)
+
+    def run() -> Trained:
+        def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
+            for long, short in zip(data[::2], data[1::2], strict=True):
+                yield engine(**long).loss + engine(**short).loss
+
+        return train_by(t5().train(), forwards, placement)
+
+    found = run()
+    assert found[2] > 0
+    assert_equals_eager(found, run, monkeypatch)
+
+
+def test_lengths_and_blocks_share_static_memory() -> None:
+    def num_bytes(data: list[dict[str, torch.Tensor]], **changes: Any) -> int:
+        config = OffloadConfig(working_dtype="fp32", placement=PLACEMENTS[4])
+        with OffloadEngine(t5(**changes).train(), config) as engine:
+            for batch in data:
+                engine.backward(engine(**batch).loss)
+                engine.step()
+            assert engine.placed.graphs is not None
+            return engine.placed.graphs._static_bytes()
+
+    long, short = batches("t5", 2)
+    one, both = num_bytes([long] * 3), num_bytes([long] * 3 + [short] * 3)
+    assert both == one
+
+
 # ---- guards
 
 
