@@ -77,6 +77,11 @@ def test_links_lead_to_files() -> None:
             assert "://" in path or (page.parent / path).exists(), f"{page.name}: {path}"
 
 
+def test_tables_have_no_escaped_pipes() -> None:
+    """A code host reads them as pipes, and the site shows the backslash."""
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if "\\|" in page.read_text()] == []
+
+
 def test_every_page_is_in_the_menu_of_the_site() -> None:
     shown = set(re.findall(r"[\w-]+\.md", SITE.read_text()))
     assert shown == {page.name for page in PAGES}
