@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -102,8 +101,8 @@ def _readable_errors(command: Command, *, loads_torch: bool = True) -> Command:
         try:
             if loads_torch and not is_loaded("torch"):
                 say("loading torch and transformers")
-            context = kwargs.get("context")
-            with in_a_command(functools.partial(_again, context)) if context else nullcontext():
+            context = kwargs.get("context")  # None: the command asks for no plan with other options
+            with in_a_command(functools.partial(_again, context) if context else lambda options: None):
                 return command(*args, **kwargs)
         except TrainingStoppedError as error:
             typer.echo(f"\n{error}", err=True)

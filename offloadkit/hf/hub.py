@@ -307,7 +307,8 @@ def unreachable(name: str, kind: str) -> OffloadkitError:
     if kind == "tokenizer":
         other = "or pass tokenizer='byte' (one token a byte) for random weights, or a folder"
         return ModelNotFoundError(f"the tokenizer of {name!r} is missing: {why}. {todo}; {other}")
-    without = as_here("--random-weights --tokenizer byte", "init='random' with tokenizer='byte'") + " needs no network"
+    command = "offloadkit train --random-weights --tokenizer byte"
+    without = as_here(command, "init='random' with tokenizer='byte'") + " needs no network"
     return ModelNotFoundError(f"the files of {name!r} are on the hub, but {why}. {todo}; {without}")
 
 

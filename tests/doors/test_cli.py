@@ -67,7 +67,13 @@ def test_help_at_80_columns_has_all_names_and_summaries() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "module", "function"), [("demo", "demo.run", "run_demo"), ("train", "finetuning", "finetune")]
+    ("command", "module", "function"),
+    [
+        ("demo", "demo.run", "run_demo"),
+        ("train", "finetuning", "finetune"),
+        ("compare", "comparing.comparison", "compare"),
+        ("sweep", "comparing.sweeping", "sweep"),
+    ],
 )
 def test_commands_that_print_a_plan_write_commands(
     command: str, module: str, function: str, monkeypatch: pytest.MonkeyPatch
@@ -75,7 +81,7 @@ def test_commands_that_print_a_plan_write_commands(
     found: list[str] = []
     inside = importlib.import_module(f"offloadkit.doors.{module}")
     monkeypatch.setattr(inside, function, lambda *_, **__: found.append(as_here("a command", "a call")))
-    run(command, *(["t5-small", "rows.jsonl"] if command == "train" else []))
+    run(command, *(["t5-small", "rows.jsonl"] if command in ("train", "sweep") else []))
     assert found == ["a command"]
 
 
