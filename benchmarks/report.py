@@ -696,7 +696,7 @@ def _others(rows: Sequence[Row]) -> Iterator[str]:
             figures["RAM, GiB"] = round(row["ram_peak_bytes"] / GIB, 2)
         shown = ", ".join(f"{name.replace('_', ' ')} {_rounded(value)}" for name, value in figures.items())
         seconds = f"{row['seconds']:.4g}" if row["seconds"] else "-"
-        yield _line([case, engine, seconds, shown, _origin(row)])
+        yield _line([case, engine, seconds, shown, "; ".join(filter(None, [_origin(row), row["notes"]]))])
 
 
 def _rounded(value: Any) -> str:
