@@ -50,16 +50,21 @@ def prepare(*, on_cpu_steps: bool, to_disk: bool = False) -> None:
             "states on a disk: DeepSpeed needs libaio for it (`apt install libaio-dev`). Otherwise leave disk out, or "
             "train with offloadkit's own engine"
         )
-    if on_cpu_steps:
-        try:
+    try:
+        if on_cpu_steps:
             with building("cpu_adam"):
                 CPUAdamBuilder().load(verbose=False)
-        except Exception as error:  # compilers and their drivers may raise anything
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ConfigError(
-                f"DeepSpeed cannot compile its CPU AdamW ({first}): it needs a C++ compiler (`apt install g++`) and, "
-                "if torch has CUDA, also the CUDA toolkit (CUDA_HOME). offloadkit's own engine needs neither"
-            ) from error
+        if not torch.cuda.is_available():
+            from deepspeed.comm.torch import build_shm_op
+
+            with building("deepspeed_shm_comm"):
+                build_shm_op()
+    except Exception as error:  # compilers and their drivers may raise anything
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"DeepSpeed cannot compile its CPU operations ({first}): they need a C++ compiler (`apt install g++`) and, "
+            "if torch has CUDA, also the CUDA toolkit (CUDA_HOME). offloadkit's own engine needs neither"
+        ) from error
 
 
 def set_group_variables() -> None:

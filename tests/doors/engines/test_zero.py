@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,42 @@ def test_a_process_keeps_no_variable_of_its_group_of_one(monkeypatch: pytest.Mon
         deepspeed_process.set_group_variables()
         assert os.environ["WORLD_SIZE"] == "1"
     assert not set(GROUP_VARIABLES) & set(os.environ)
+
+
+def test_a_killed_build_leaves_no_lock_that_the_next_one_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both extensions that DeepSpeed needs without a GPU."""
+    built: list[str] = []
+
+    def build(name: str) -> None:
+        assert not (tmp_path / name / "lock").exists()
+        assert (tmp_path / name / "offloadkit.lock").exists()
+        built.append(name)
+
+    def folder(name: str, verbose: bool) -> str:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+        return str(tmp_path / name)
+
+    adam = SimpleNamespace(load=lambda verbose: build("cpu_adam"))
+    modules = {
+        "deepspeed": SimpleNamespace(),
+        "deepspeed.ops": SimpleNamespace(),
+        "deepspeed.ops.op_builder": SimpleNamespace(AsyncIOBuilder=None, CPUAdamBuilder=lambda: adam),
+        "deepspeed.comm": SimpleNamespace(),
+        "deepspeed.comm.torch": SimpleNamespace(build_shm_op=lambda: build("deepspeed_shm_comm")),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(deepspeed_process, "is_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("torch.utils.cpp_extension._get_build_directory", folder)
+    for name in ("DS_SKIP_CUDA_CHECK", "DS_ACCELERATOR", "PATH"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # restored afterwards
+    with restored_globals():
+        deepspeed_process.prepare(on_cpu_steps=True)
+    assert built == ["cpu_adam", "deepspeed_shm_comm"]
 
 
 # -- with DeepSpeed
