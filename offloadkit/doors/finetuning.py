@@ -601,8 +601,9 @@ def _read_rows(setup: Setup) -> tuple[Setup, TrainingRows]:
 
 def _saved_with(source: ModelSource, given: Any, tokenizer: Any) -> Any:
     """The processor of a model that sees images and was trained on text, if there is one; else the tokenizer."""
-    is_known = given is None or hasattr(given, "image_processor")
-    if not sees_images(source.config) or hasattr(tokenizer, "image_processor") or not is_known:
+    is_named = given is None or (isinstance(given, str | os.PathLike) and given != "byte")
+    may_have = is_named or hasattr(given, "image_processor")
+    if not sees_images(source.config) or hasattr(tokenizer, "image_processor") or not may_have:
         return tokenizer
     try:
         return source.load_processor(given, of_images=True)

@@ -17,12 +17,14 @@ from typer.testing import CliRunner
 
 import offloadkit
 from offloadkit import OffloadConfig, Placement
+from offloadkit.doors import finetuning
 from offloadkit.doors.cli import app
 from offloadkit.engine.values import is_constant
 from offloadkit.errors import ConfigError, DataError, ModelError
 from offloadkit.hf.columns import BY_NAME, ColumnOptions
 from offloadkit.hf.images import ImageRows, labels_of, prepare_images
 from offloadkit.hf.longest import longest_of_sizes
+from offloadkit.hf.source import resolve
 from offloadkit.hf.speech import SpeechRows
 from tests import images, speech
 from tests.hf import tiny
@@ -169,6 +171,17 @@ def test_two_placements_and_half_precision_give_equal_bits(folder: Path, tmp_pat
 TEXTS_OF_PARTS = [
     {"messages": [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in ("user", "assistant")]}
 ] * 2
+
+
+def test_text_alone_is_saved_with_the_processor_that_was_named(folder: Path) -> None:
+    source = resolve(folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    for given, has_images in (
+        *((each, True) for each in (None, str(folder), folder, processor)),
+        *((each, False) for each in (processor.tokenizer, "byte")),
+    ):
+        saved = finetuning._saved_with(source, given, source.load_tokenizer(given))
+        assert hasattr(saved, "image_processor") == has_images, given
 
 
 @pytest.mark.slow
