@@ -57,12 +57,12 @@ def undocumented(record: type) -> set[str]:
 
 
 def test_the_page_shows_the_options() -> None:
-    rows = [["argument", "", "type", "default"], ["---"] * 4]
+    rows = [["argument", "", "default", "type"], ["---"] * 4]
     for each in fields(FinetuneOptions):
         default = "required" if each.default is MISSING else f"`{each.default!r}`"
         about = DOCS[each.name].split("\n\n")[0].replace("\n", " ")
-        rows.append([f"`{each.name}`", about, f"`{each.type}`".replace(" | ", " or "), default])
-    rows[-1][0], rows[-1][3] = "`**training_arguments`", ""
+        rows.append([f"`{each.name}`", about, default, f"`{each.type}`".replace(" | ", " or ")])
+    rows[-1][0], rows[-1][2] = "`**training_arguments`", ""
     assert "\n".join(f"| {' | '.join(row)} |" for row in rows) in (ROOT / "docs" / "finetune.md").read_text()
 
 
