@@ -18,7 +18,7 @@ import torch
 from offloadkit.device.measure import host_rates, measure
 from offloadkit.distributed.machine import known_links, measured_together, planning_ranks
 from offloadkit.distributed.ranks import Group, Solo
-from offloadkit.engine.outline import Outline, held_in_ram, largest_work, outlined, proposing_disk
+from offloadkit.engine.outline import Outline, held_in_ram, largest_work, outlined, proposing_disk, with_room_of
 from offloadkit.engine.tracing import Call
 from offloadkit.errors import ConfigError, shown
 from offloadkit.facts import hardware
@@ -204,6 +204,8 @@ def plan_source(source: ModelSource, config: OffloadConfig, request: PlanRequest
         if num_gpus is not None and nothing_is_here and gpu is None and config.vram is None:
             config = replace(config, vram=ASSUMED_VRAM)
         machine, assumed = _machine(config, device, gpu, number, ranks)
+        if source.model is not None and not assumed:
+            machine = with_room_of(source.model, machine)
 
         def make() -> Plan:
             found = _outline(source, _with_dtype(config, machine), machine, request, assumed=assumed)

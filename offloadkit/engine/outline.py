@@ -312,7 +312,7 @@ def _outline_of_copy(
     param_groups: Sequence[dict[str, Any]] | None,
 ) -> Outline | None:
     """The outline of a copy of `model`; None if it cannot be copied. Several ranks measure the machine together."""
-    machine = _with_room_of(model, measured_by(ranks, device, config.states_folder))
+    machine = with_room_of(model, measured_by(ranks, device, config.states_folder))
     try:
         copied = without_memory(model)
     except Exception as error:
@@ -331,7 +331,7 @@ def held_in_ram(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu")
 
 
-def _with_room_of(model: nn.Module, machine: Hardware) -> Hardware:
+def with_room_of(model: nn.Module, machine: Hardware) -> Hardware:
     """The machine with the model's memory counted as free, because the engine takes over its weights one by one. On a
     GPU this is so in VRAM alone: all RAM of the plan is pinned before the first weights are taken over.
 

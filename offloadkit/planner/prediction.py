@@ -159,8 +159,8 @@ class Prediction:
     def needs(self) -> dict[str, int]:
         """Planned bytes by tier, of the phase that takes the most. Without a GPU, VRAM counts as RAM too.
 
-        Generation is left out, because most runs do not generate. So is a model in memory while it is read, because it
-        is freed layer by layer, or lies in the page cache.
+        Generation is left out, because most runs do not generate. So is a model in memory while it is read: on the CPU
+        it is freed layer by layer, and for a GPU the budget is what is free beside it.
         """
         phases, beside = [each for each in self.phases if each.name in NEEDED], {"reading": self.basis.held_bytes}
         vram = max(phase.vram for phase in phases)

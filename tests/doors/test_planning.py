@@ -33,6 +33,7 @@ from typer.testing import CliRunner
 
 import offloadkit
 from offloadkit import OffloadConfig
+from offloadkit.device.measure import measure
 from offloadkit.doors import planning
 from offloadkit.doors.cli import app
 from offloadkit.engine import outline
@@ -320,6 +321,19 @@ def test_the_measured_gpu_is_planned_for_where_there_is_one(monkeypatch: pytest.
 def test_a_gpu_without_native_bf16_is_planned_for_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "measure", lambda *_, **__: replace(H200, supports_bf16=False))
     assert offloadkit.plan("t5-small", device=torch.device("cuda", 0)).layers[0].dtype == "fp16"
+
+
+def test_all_doors_plan_a_model_in_memory_for_the_same_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = replace(measure(torch.device("cpu")), ram_available_bytes=8 * GIB)
+    monkeypatch.setattr(planning, "measure", lambda *_, **__: machine)
+    monkeypatch.setattr(outline, "measured_by", lambda *_, **__: machine)
+    model = LlamaForCausalLM(llama_config())
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    batch = {name: torch.ones(1, 8, dtype=torch.long) for name in ("input_ids", "labels")}
+    with offloadkit.OffloadEngine(model, OffloadConfig(), example=batch) as engine:
+        by_engine = engine.plan.budgets["ram"]
+    by_plan = offloadkit.plan(LlamaForCausalLM(llama_config()), max_input_length=8).budgets["ram"]
+    assert by_plan == by_engine == 8 * GIB + held
 
 
 @pytest.mark.slow
