@@ -64,8 +64,9 @@ def _root(
 atexit.register(gc.freeze)
 
 _HELP = {name: text.split("\n\n")[0].replace("\n", " ") for name, text in field_docs(FinetuneOptions).items()}
+_METAVARS = {"lora": "RANK", "freeze": "NAME"}
 
-Model = Annotated[str, typer.Argument(help=_HELP["model"])]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=_HELP["model"])]
 Tokenizer = Annotated[str | None, typer.Option(help=_HELP["tokenizer"])]
 AutoBatchSize = Annotated[str, typer.Option(help=_HELP["batch_size"])]
 InputLength = Annotated[int | None, typer.Option(help=_HELP["max_input_length"])]
@@ -74,8 +75,8 @@ Accumulation = Annotated[int, typer.Option(help=_HELP["gradient_accumulation"])]
 Precision = Annotated[str, typer.Option(help=_HELP["precision"], show_default=False)]
 Dtype = Annotated[str, typer.Option("--dtype", help="Working weights: auto, bf16, fp16 or fp32.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help=_HELP["verbose"])]
-Lora = Annotated[str | None, typer.Option(metavar="RANK", help=_HELP["lora"])]
-Freeze = Annotated[list[str] | None, typer.Option(metavar="NAME", help=_HELP["freeze"])]
+Lora = Annotated[str | None, typer.Option(metavar=_METAVARS["lora"], help=_HELP["lora"])]
+Freeze = Annotated[list[str] | None, typer.Option(metavar=_METAVARS["freeze"], help=_HELP["freeze"])]
 Packing = Annotated[bool, typer.Option("--packing", help=_HELP["packing"])]
 Vram = Annotated[str | None, typer.Option(help=_HELP["vram"])]
 Ram = Annotated[str | None, typer.Option(help=_HELP["ram"])]
@@ -301,10 +302,11 @@ def _takes_finetune_options(command: Command) -> Command:
         flag = "--output" if each.name == "output_dir" else f"--{each.name.replace('_', '-')}"
         if each.default is True:
             flag += f"/--no-{each.name}"
-        about: Any = typer.Option(flag, help=_HELP[each.name])
+        about: Any = typer.Option(flag, metavar=_METAVARS.get(each.name), help=_HELP[each.name])
         default, kind = each.default, _kind(hints[each.name])
         if default is MISSING:
-            about, default = typer.Argument(help=_HELP[each.name], show_default=False), None
+            about = typer.Argument(metavar=each.name.upper(), help=_HELP[each.name], show_default=False)
+            default = None
         annotation: Any = Annotated[kind if default is not None else kind | None, about]
         if each.name not in _PYTHON_ONLY:
             declared.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
@@ -332,7 +334,8 @@ def show(name: RecipeName) -> None:
 
 @_recipe_command
 def cp(
-    name: RecipeName, to: Annotated[Path, typer.Argument(help="Folder, or new file, for the copy.")] = Path(".")
+    name: RecipeName,
+    to: Annotated[Path, typer.Argument(metavar="TO", help="Folder, or new file, for the copy.")] = Path("."),
 ) -> None:
     """Copy a recipe, to change it."""
     typer.echo(recipes.copy(name, to))
@@ -501,7 +504,8 @@ def _settings(given: list[str], names: Mapping[str, str]) -> dict[str, Any]:
 @_command
 def compare(
     models: Annotated[
-        list[str] | None, typer.Argument(help="Presets, folders, hub names. Default: T5 in all sizes.")
+        list[str] | None,
+        typer.Argument(metavar="MODELS", help="Presets, folders, hub names. Default: T5 in all sizes."),
     ] = None,
     engine: Annotated[list[str] | None, typer.Option(help="baseline, offloadkit, deepspeed; may be repeated.")] = None,
     num_samples: Annotated[int, typer.Option(help="Samples that the reported seconds are for.")] = 1000,
@@ -533,7 +537,7 @@ def compare(
 def sweep(
     model: Model,
     dataset: Annotated[
-        str | None, typer.Argument(help="Train each size on these rows. Default: time random rows.")
+        str | None, typer.Argument(metavar="DATASET", help="Train each size on these rows. Default: time random rows.")
     ] = None,
     eval_dataset: Annotated[str | None, typer.Option(help="Rows whose loss is measured after training.")] = None,
     batch_sizes: Annotated[str, typer.Option(help="Rows in a micro-batch, separated by commas.")] = "1,2,4,8,16,32,64",

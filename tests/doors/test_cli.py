@@ -66,6 +66,19 @@ def test_help_at_80_columns_has_all_names_and_summaries() -> None:
     assert {"--gradient-accumulation", "--max-target-length"} <= {line.split()[0] for line in lines if line.strip()}
 
 
+def test_arguments_have_the_names_that_texts_give_them() -> None:
+    for command in app.registered_commands:
+        name = str(getattr(command.callback, "__name__", None))
+        usage, text = (
+            CliRunner().invoke(app, [name, "--help"], terminal_width=80).stdout.split("Arguments:")[0].split("\n", 1)
+        )
+        named = set(re.findall(r"\b(MODELS?|TRAIN_DATASET|DATASET)\b", text))
+        assert named <= set(re.findall(r"\w+", usage)), usage
+    assert "Missing argument 'MODEL'" in run("plan").output
+    for name in ("plan", "train"):
+        assert re.search("--lora RANK .*--freeze NAME ", run(name, "--help").stdout, re.DOTALL), name
+
+
 @pytest.mark.parametrize(
     ("command", "module", "function"),
     [
