@@ -107,8 +107,14 @@ def test_lengths_and_blocks_share_static_memory() -> None:
             for batch in data:
                 engine.backward(engine(**batch).loss)
                 engine.step()
-            assert engine.placed.graphs is not None
-            return engine.placed.graphs._static_bytes()
+            graphs = engine.placed.graphs
+            assert graphs is not None
+            copies = [
+                each.memory for (what, index, _), each in graphs._statics.items() if (what, index) == ("weights", 0)
+            ]
+            assert len(copies) > 1, "blocks of the encoder are smaller than those of the decoder"
+            assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
+            return graphs._static_bytes()
 
     long, short = batches("t5", 2)
     one, both = num_bytes([long] * 3), num_bytes([long] * 3 + [short] * 3)
