@@ -768,8 +768,8 @@ class TrainingRun:
             done, checkpoint = trainer.state.global_step, f"checkpoint-{trainer.state.global_step}"
             print(f"stopped after step {done} of {trainer.state.max_steps}: {_RESUME} goes on from {checkpoint}")
         elif trainer.state.global_step == self.monitor.steps_before:
-            of = f"{trainer.state.global_step} steps were done and {trainer.state.max_steps} are wanted"
-            print(f"nothing was left to train: {of}; more epochs or max_steps train on")
+            done = f"{trainer.state.global_step} of {trainer.state.max_steps} steps were done"
+            print(f"nothing was left to train: {done}; more epochs or max_steps train on")
 
     def _metrics(self, trainer: Any, output: Any) -> dict[str, float]:
         """Metrics of this attempt. (transformers 5.17 divides the loss by steps before a checkpoint too.)"""

@@ -305,7 +305,7 @@ def test_resuming_what_was_done_already_takes_no_step_and_says_so(
     whole = finetune(by_name, **options)
     assert "nothing was left" not in capsys.readouterr().out
     again = finetune(by_name, resume=True, **options)
-    assert f"nothing was left to train: {steps} steps were done and {steps} are wanted" in capsys.readouterr().out
+    assert f"nothing was left to train: {steps} of {steps} steps were done" in capsys.readouterr().out
     assert again.steps == []
     assert "nothing was trained" in repr(finetune(by_name, resume=True, save_strategy="no", max_steps=steps))
     assert set(again.metrics) == {"eval_loss", "exact_match"}
