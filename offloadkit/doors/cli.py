@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import NoneType, UnionType
@@ -21,7 +21,7 @@ import typer.core
 
 from offloadkit.doors import recipes
 from offloadkit.errors import ConfigError, OffloadkitError, TrainingStoppedError, shown
-from offloadkit.facts.calls import Options, in_a_command
+from offloadkit.facts.calls import Asked, Options, asked_by
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.field_help import field_docs
 from offloadkit.facts.files import matching, why_no_name
@@ -103,7 +103,7 @@ def _readable_errors(command: Command, *, loads_torch: bool = True) -> Command:
             if loads_torch and not is_loaded("torch"):
                 say("loading torch and transformers")
             context = kwargs.get("context")  # None: the command asks for no plan with other options
-            with in_a_command(functools.partial(_again, context) if context else lambda options: None):
+            with asked_by(Asked(_Again.of(context) if context else _never, in_a_shell=True)):
                 return command(*args, **kwargs)
         except TrainingStoppedError as error:
             typer.echo(f"\n{error}", err=True)
@@ -150,26 +150,46 @@ def _recipe_command(command: Command) -> Command:
     return recipes_app.command()(_readable_errors(command, loads_torch=False))
 
 
-def _again(context: typer.Context, options: Options) -> str | None:
-    """The present command line with other options; None if the command lacks one of them."""
-    parts = ["offloadkit", str(context.info_name)]
-    known = {each.name: each for each in context.command.params}
-    if not options.keys() <= known.keys():
-        return None
-    for name, each in known.items():
-        value = context.params.get(name or "")
-        if name in options:
-            parts += [each.opts[0], str(options[name])]
-        elif (source := context.get_parameter_source(name or "")) is None or source.name != "COMMANDLINE":
-            continue
-        elif each.param_type_name == "argument":
-            parts += map(str, value if isinstance(value, list | tuple) else [value])
-        elif isinstance(value, bool):
-            parts.append((each.opts if value else each.secondary_opts)[0])
-        else:
-            for one in value if isinstance(value, list | tuple) else [value]:
-                parts += [each.opts[0], str(one)]
-    return shlex.join(parts)
+@dataclass(frozen=True)
+class _Again:
+    """A command line, to be written with other options."""
+
+    command: str
+    parts: tuple[tuple[str, str, tuple[str, ...]], ...]
+    """(name, option, words that were given) of each parameter."""
+
+    @classmethod
+    def of(cls, context: typer.Context) -> _Again:
+        """The present one."""
+        return cls(str(context.info_name), tuple(_given(context, each) for each in context.command.params))
+
+    def __call__(self, options: Options) -> str | None:
+        """The command line with other options; None if the command lacks one of them."""
+        if not options.keys() <= {name for name, *_ in self.parts}:
+            return None
+        words = ["offloadkit", self.command]
+        for name, option, given in self.parts:
+            words += [option, str(options[name])] if name in options else given
+        return shlex.join(words)
+
+
+def _given(context: typer.Context, each: Any) -> tuple[str, str, tuple[str, ...]]:
+    name, option, words = str(each.name or ""), str(each.opts[0]), list[str]()
+    value, source = context.params.get(name), context.get_parameter_source(name)
+    if source is None or source.name != "COMMANDLINE":
+        pass
+    elif each.param_type_name == "argument":
+        words += map(str, value if isinstance(value, list | tuple) else [value])
+    elif isinstance(value, bool):
+        words.append((each.opts if value else each.secondary_opts)[0])
+    else:
+        for one in value if isinstance(value, list | tuple) else [value]:
+            words += [option, str(one)]
+    return name, option, tuple(words)
+
+
+def _never(options: Options) -> None:
+    """For commands that are not proposed with other options."""
 
 
 def _how_to_go_on(output: Path) -> str:

@@ -308,7 +308,9 @@ def finetune(
     if num_gpus is not None:
         check_num_gpus(num_gpus, on_cpu=bool(training_arguments.get("use_cpu")))
     if num_gpus is not None and num_gpus > 1:
-        found: FinetuneResult = on_several_gpus(finetune, num_gpus, options.keywords | {"num_gpus": None})
+        found: FinetuneResult = on_several_gpus(
+            finetune, num_gpus, options.keywords | {"num_gpus": None}, _call(options).asked()
+        )
         return found
     if baseline == "measure" and world.size() > 1:
         raise ConfigError("baseline='measure' runs one process: leave it out where several processes train together")

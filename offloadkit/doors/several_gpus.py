@@ -17,6 +17,7 @@ import torch
 from offloadkit.distributed import world
 from offloadkit.distributed.launch import launch, send_to_parent
 from offloadkit.errors import ConfigError
+from offloadkit.facts.calls import Asked, asked_by
 from offloadkit.facts.telemetry import StepRecord
 from offloadkit.monitor.monitor import Monitor, can_be_drawn
 from offloadkit.offload.unread import make_real
@@ -42,7 +43,7 @@ def check_num_gpus(num_gpus: Any, *, on_cpu: bool) -> None:
         )
 
 
-def on_several_gpus(finetune: Callable[..., Any], num_gpus: int, arguments: dict[str, Any]) -> Any:
+def on_several_gpus(finetune: Callable[..., Any], num_gpus: int, arguments: dict[str, Any], asked: Asked) -> Any:
     """The result of `finetune(**arguments)` on rank 0 of `num_gpus` ranks. A model that was passed in gets the trained
     weights.
 
@@ -60,7 +61,8 @@ def on_several_gpus(finetune: Callable[..., Any], num_gpus: int, arguments: dict
         make_real(given.parameters())
     if arguments.get("lora"):  # the result has another model, with adapters on a copy of the weights
         given = None
-    ranks_arguments = {"finetune": finetune, "is_given": given is not None, **arguments, "monitor": is_drawn}
+    ranks_arguments = {"finetune": finetune, "is_given": given is not None, "asked": asked, **arguments}
+    ranks_arguments["monitor"] = is_drawn
     try:
         (result, weights), *_ = launch(
             train_on_rank, ranks_arguments, num_gpus, folder=folder, on_message=shown.on_message, stops=shown.stops
@@ -75,10 +77,11 @@ def on_several_gpus(finetune: Callable[..., Any], num_gpus: int, arguments: dict
 
 
 def train_on_rank(
-    finetune: Callable[..., Any], is_given: bool, **arguments: Any
+    finetune: Callable[..., Any], is_given: bool, asked: Asked, **arguments: Any
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """The result and, if the model was passed in, its weights; (None, {}) on ranks other than 0."""
-    result = finetune(**arguments)
+    with asked_by(asked):
+        result = finetune(**arguments)
     if world.rank():
         return None, {}
     return (replace(result, model=None), result.model.state_dict()) if is_given else (result, {})

@@ -13,25 +13,39 @@ from typing import Any
 Options = Mapping[str, str | int]
 """Names in Python and values, such as {"precision": "compact", "vram": "8GiB"}."""
 
-_command: ContextVar[Callable[[Options], str | None] | None] = ContextVar("_command", default=None)
 _CONFIG = "offloadkit.OffloadConfig"
 _OF_CONFIG = ("disk",)
 """Options that functions take as fields of their argument `offload`."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The command or call of the user, which other processes may work for.
+
+    Attributes:
+        again: writes it with other options; None if it lacks one of them.
+    """
+
+    again: Callable[[Options], str | None]
+    in_a_shell: bool
+
+
+_asked: ContextVar[Asked | None] = ContextVar("_asked", default=None)
+
+
 @contextmanager
-def in_a_command(again: Callable[[Options], str | None]) -> Iterator[None]:
-    """Inside, calls are written as shell commands by `again`, which returns None if the command lacks an option."""
-    before = _command.set(again)
+def asked_by(asked: Asked) -> Iterator[None]:
+    """Inside, calls and commands are written as `asked` writes them."""
+    before = _asked.set(asked)
     try:
         yield
     finally:
-        _command.reset(before)
+        _asked.reset(before)
 
 
 def as_here(command: str, call: str) -> str:
     """The shell command in a command, else the call."""
-    return call if _command.get() is None else command
+    return command if (asked := _asked.get()) is not None and asked.in_a_shell else call
 
 
 @dataclass(frozen=True)
@@ -43,9 +57,14 @@ class WrittenCall:
     named: tuple[tuple[str, str], ...] = ()
 
     def changed(self, options: Options) -> str | None:
-        """The call, or the command, with other options; None if it has no such options."""
-        if (again := _command.get()) is not None:
-            return again(options)
+        """The call, or what has asked for it, with other options; None if it has no such options."""
+        return self.asked().again(options)
+
+    def asked(self) -> Asked:
+        """The command in which the call is made, else the call."""
+        return _asked.get() or Asked(self._changed, in_a_shell=False)
+
+    def _changed(self, options: Options) -> str | None:
         named, positional = dict(self.named), self.positional
         own = {name: _written(value) for name, value in options.items() if name not in _OF_CONFIG}
         if self.function == _CONFIG:

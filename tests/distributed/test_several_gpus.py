@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import dill
 import pytest
 import torch
 from transformers import T5ForConditionalGeneration
@@ -16,6 +17,7 @@ from offloadkit.distributed import launch as launch_module
 from offloadkit.doors import finetuning, several_gpus
 from offloadkit.doors.cli import app
 from offloadkit.errors import ConfigError
+from offloadkit.facts.calls import BY_FINETUNE, as_here
 from offloadkit.facts.telemetry import StepRecord
 from offloadkit.monitor import terminal, words
 from offloadkit.monitor.page import page
@@ -59,6 +61,31 @@ def test_the_command_line_takes_num_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "num_gpus=2: this machine has 1 GPU that torch can use" in run.output
 
 
+def test_ranks_write_the_call_or_the_command_that_the_user_has_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found: list[Any] = []
+
+    def launch(_: Any, arguments: dict[str, Any], *others: Any, **options: Any) -> None:
+        found.append(dill.loads(dill.dumps(arguments["asked"])))
+        raise ConfigError("no rank is needed")
+
+    monkeypatch.setattr(several_gpus, "launch", launch)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no rank"):
+        offloadkit.finetune("t5-small", "rows.jsonl", num_gpus=2, use_cpu=True, monitor=False)
+    CliRunner().invoke(app, ["train", "t5-small", "rows.jsonl", "--num-gpus", "2", "use_cpu=true"])
+    call, command = found
+    assert command.again({"ram": "2GiB"}) == "offloadkit train t5-small rows.jsonl --ram 2GiB --num-gpus 2 use_cpu=true"
+    written = call.again({"ram": "2GiB"})
+    assert written.startswith('offloadkit.finetune("t5-small", "rows.jsonl", ')
+    assert all(each in written for each in ("num_gpus=2", "use_cpu=True", 'ram="2GiB"'))
+    for asked, shown in ((call, "a call"), (command, "a command")):
+        assert (
+            several_gpus.train_on_rank(lambda: as_here("a command", "a call"), is_given=False, asked=asked)[0] == shown
+        )
+
+
 def trained(folder: Path) -> tuple[Any, dict[str, torch.Tensor], list[Any]]:
     """A rank's result for a model passed as an object, and the messages it sends."""
     model, tokenizer = model_named("t5")
@@ -70,6 +97,7 @@ def trained(folder: Path) -> tuple[Any, dict[str, torch.Tensor], list[Any]]:
         result, weights = several_gpus.train_on_rank(
             offloadkit.finetune,
             is_given=True,
+            asked=BY_FINETUNE.asked(),
             model=model,
             train_dataset=pairs(8),
             tokenizer=tokenizer,
