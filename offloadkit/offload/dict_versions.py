@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-COUNTED = sys.version_info < (3, 13)
 _untyped: Any = torch._C
-_version = _untyped._dynamo.guards.dict_version
-"""A number of a dict, which each write changes."""
+_version = getattr(_untyped._dynamo.guards, "dict_version", None)
+"""A number of a dict, which each write changes. It is no public function of torch."""
+COUNTED = _version is not None and sys.version_info < (3, 13)
 
 
 class UnchangedDicts:
@@ -38,7 +38,7 @@ class UnchangedDicts:
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
-        return list(map(_version, self._filled)) if self._are_counted else []
+        return list(map(_version, self._filled)) if self._are_counted and _version is not None else []
 
     def first_changed(self) -> int | None:
         """Index of a dict that has changed, or None."""
