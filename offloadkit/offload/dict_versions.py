@@ -20,28 +20,28 @@ _version = getattr(_untyped._dynamo.guards, "dict_version", None)
 COUNTED = _version is not None and sys.version_info < (3, 13)
 
 
-class UnchangedDicts:
-    """Finds dicts that hold other values than at first. Values are compared by identity, and kept, so that no other
-    value gets their identity.
+class UnchangedContainers:
+    """Finds dicts, lists, tuples and sets that hold other values than at first. Values are compared by identity, and
+    kept, so that no other value gets their identity.
 
     Attributes:
-        values: those of each dict at first.
+        values: those of each container at first.
     """
 
-    def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
-        self.values = [list(each.values()) for each in dicts]
-        self._views = [each.values() for each in dicts]
+    def __init__(self, containers: Sequence[Any]) -> None:
+        self._views = [each if isinstance(each, list | tuple | set) else each.values() for each in containers]
+        self.values = list(map(list, self._views))
         self._lengths, self._in_one = list(map(len, self._views)), list(chain.from_iterable(self._views))
         # TorchScript's modules have other tables than dicts, and an OrderedDict's order changes without a write.
-        self._are_counted = COUNTED and all(type(each) is dict for each in dicts)
-        self._filled, self._empty = [each for each in dicts if each], [each for each in dicts if not each]
+        self._are_counted = COUNTED and all(type(each) is dict for each in containers)
+        self._filled, self._empty = [each for each in containers if each], [each for each in containers if not each]
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
         return list(map(_version, self._filled)) if self._are_counted and _version is not None else []
 
     def first_changed(self) -> int | None:
-        """Index of a dict that has changed, or None."""
+        """Index of a container that has changed, or None."""
         versions = self._versions_now()
         if self._are_counted and versions == self._versions and not any(self._empty):
             return None
@@ -51,9 +51,9 @@ class UnchangedDicts:
             self._versions = versions
             return None
         pairs = zip(self._views, self.values, strict=True)
-        return next(at for at, (now, then) in enumerate(pairs) if not same(now, then))
+        return next(at for at, (now, then) in enumerate(pairs) if not _same(now, then))
 
 
-def same(one: Collection[Any], other: Collection[Any]) -> bool:
+def _same(one: Collection[Any], other: Collection[Any]) -> bool:
     """Whether two collections hold the same objects in the same order."""
     return len(one) == len(other) and all(map(is_, one, other))

@@ -31,7 +31,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ from offloadkit.device.graphs import Graph, Results, Work, pools, without_owning
 from offloadkit.device.host_random import HostRandom
 from offloadkit.errors import EngineStateError
 from offloadkit.facts.units import format_bytes
-from offloadkit.offload.dict_versions import UnchangedDicts, same
+from offloadkit.offload.dict_versions import UnchangedContainers
 from offloadkit.offload.external_writes import Watched
 from offloadkit.offload.layers import hooks_of, replace_forwards
 from offloadkit.offload.weights import LayerWeights
@@ -795,11 +794,11 @@ class _Facts:
         self.modules = list(block.modules())
         members = [(module, each) for module in self.modules for each in _members(module)]
         self._owners = [*self.modules, *(module for module, _ in members)]
-        self._dicts = UnchangedDicts([*map(vars, self.modules), *(each for _, each in members)])
-        self._contents = _contents(self.modules)
-        contents = [each for _, each, _ in self._contents or ()]
-        self._views = [each.values() if isinstance(each, dict) else each for each in contents]
-        self._lengths, self._values = list(map(len, self._views)), list(chain.from_iterable(self._views))
+        self._dicts = UnchangedContainers([*map(vars, self.modules), *(each for _, each in members)])
+        contents = _contents(self.modules)
+        self._has_too_many = contents is None
+        self._names = [name for name, _ in contents or ()]
+        self._contents = UnchangedContainers([each for _, each in contents or ()])
         self.parameters: list[nn.Parameter] = list(block.parameters())
         self._requires_grad = list(map(_requires_grad, self.parameters))
         self._hooks = [hooks for module in self.modules[1:] for hooks in hooks_of(module)]
@@ -820,7 +819,7 @@ class _Facts:
         """Why the block cannot be captured, or None."""
         if self._is_hooked:
             return "a module in it has hooks"
-        if self._contents is None:
+        if self._has_too_many:
             return f"its attributes hold more than {MOST_CONTENTS} values"
         for module in self.modules:
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
@@ -831,10 +830,8 @@ class _Facts:
         """The name of a changed fact, or None."""
         if (at := self._dicts.first_changed()) is not None:
             return self._name_in(at)
-        if list(map(len, self._views)) != self._lengths or not all(
-            map(is_, chain.from_iterable(self._views), self._values)
-        ):
-            return self._changed_contents()
+        if (at := self._contents.first_changed()) is not None:
+            return f"the contents of {self._names[at]}"
         if list(map(_requires_grad, self.parameters)) != self._requires_grad:
             return "requires_grad of a parameter"
         if self._memory_now() != self._memory:
@@ -852,14 +849,6 @@ class _Facts:
         name = next((name for (name, now), then in attributes if now is not then), "__dict__")
         return f"{type(module).__name__}.{name}"
 
-    def _changed_contents(self) -> str:
-        contents = self._contents or ()
-        return next(
-            f"the contents of {owner}"
-            for owner, container, then in contents
-            if not same(container.values() if isinstance(container, dict) else container, then)
-        )
-
 
 _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -867,11 +856,11 @@ _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 _WITHOUT_CONTENTS = (nn.Module, torch.Tensor, torch.Generator, type, FunctionType, MethodType, ModuleType)
 
 
-def _contents(modules: Sequence[nn.Module]) -> list[tuple[str, Collection[Any], list[Any]]] | None:
-    """(name of the attribute, container, its values) of the dicts, lists, sets and objects that the attributes of
+def _contents(modules: Sequence[nn.Module]) -> list[tuple[str, Collection[Any]]] | None:
+    """(name of the attribute, container) of the dicts, lists, sets and objects that the attributes of
     modules hold, such as configs, with those inside them. None if they hold more than `MOST_CONTENTS` values.
     """
-    found: list[tuple[str, Collection[Any], list[Any]]] = []
+    found: list[tuple[str, Collection[Any]]] = []
     seen, num_values = set(map(id, modules)), 0
     held = [(type(module).__name__, name, each) for module in modules for name, each in vars(module).items()]
     left = [(f"{kind}.{name}", each) for kind, name, each in held if name not in _OWN_ATTRIBUTES]
@@ -882,7 +871,7 @@ def _contents(modules: Sequence[nn.Module]) -> list[tuple[str, Collection[Any], 
             continue
         seen.add(id(value))
         values = list(container.values() if isinstance(container, dict) else container)
-        found.append((owner, container, values))
+        found.append((owner, container))
         num_values += len(values)
         if num_values > MOST_CONTENTS:
             return None

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from offloadkit.errors import ConfigError, ModelError, shown
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.hardware import Hardware
-from offloadkit.offload.dict_versions import UnchangedDicts
+from offloadkit.offload.dict_versions import UnchangedContainers
 from offloadkit.offload.matrices import matrices_of, one_optimizer_each, several_optimizers
 from offloadkit.optim.norm import NORM_BLOCK
 from offloadkit.optim.table import DTYPES, Dtype, LayerKind, Matrix, StateTable
@@ -512,7 +512,7 @@ class UntrainedParameters:
         self._model, self._trained = model, trained
         tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
         self._frozen = [parameter for parameter in model.parameters() if parameter not in trained]
-        self._tables = UnchangedDicts(tables)
+        self._tables = UnchangedContainers(tables)
         """All parameters and submodules, as they are now."""
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""`UnchangedDicts` finds each write that changes a value, and no other."""
+"""`UnchangedContainers` finds each write that changes a value, and no other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offloadkit.offload import dict_versions
-from offloadkit.offload.dict_versions import COUNTED, UnchangedDicts
+from offloadkit.offload.dict_versions import COUNTED, UnchangedContainers
 
 Change = Callable[[nn.Module], Any]
 
@@ -57,7 +57,7 @@ def test_a_changed_value_is_found_in_each_later_call(
     module = Module()
     for _ in range(50):  # so that the interpreter specializes writes of attributes
         write(module, module.factor)  # type: ignore[arg-type]
-    dicts = UnchangedDicts(dicts_of(module))
+    dicts = UnchangedContainers(dicts_of(module))
     assert dicts.first_changed() is None
     change(module)
     assert dicts.first_changed() is not None
@@ -66,7 +66,7 @@ def test_a_changed_value_is_found_in_each_later_call(
 
 def test_a_value_that_is_written_back_is_no_change() -> None:
     module = Module()
-    dicts = UnchangedDicts(dicts_of(module))
+    dicts = UnchangedContainers(dicts_of(module))
     before, module.factor = module.factor, 2.0
     module.factor = before
     module.requires_grad_(False)
@@ -75,14 +75,14 @@ def test_a_value_that_is_written_back_is_no_change() -> None:
 
 def test_another_order_is_a_change_where_python_counts_no_write() -> None:
     table: OrderedDict[str, Any] = OrderedDict(first=1, second=2)
-    dicts = UnchangedDicts([table])
+    dicts = UnchangedContainers([table])
     table.move_to_end("first")
     assert dicts.first_changed() == 0
 
 
 def test_tables_that_are_no_dicts_are_compared() -> None:
     table: Any = {"factor": 1.0}
-    dicts = UnchangedDicts([MappingProxyType(table)])  # type: ignore[list-item]
+    dicts = UnchangedContainers([MappingProxyType(table)])  # type: ignore[list-item]
     assert dicts.first_changed() is None
     table["factor"] = 2.0
     assert dicts.first_changed() == 0
