@@ -50,7 +50,7 @@ PARTS = {"dpo-24": 24, "dpo-24-before": 24, "grpo-24": 24, "grpo-12": 12}
 TIMEOUT = 100.0
 """Seconds for a part's process."""
 TRAINING = 80.0
-"""Seconds from the start of a part's process, after which no update ends, but the second."""
+"""Seconds from the start of a part's process. An update after the second begins only if it can end by then."""
 _NUM_WORDS = 1000
 _NUM_STEPS = 7
 

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from offloadkit.errors import ConfigError, DataError
+from offloadkit.facts.units import counted
 from offloadkit.hf.adapters import has_adapters
 from offloadkit.hf.data import PreparedData, default_input_length
 from offloadkit.hf.masks import CollatorWrapper
@@ -183,8 +184,8 @@ def packed(data: PreparedData, config: Any, tokenizer: Any, *, max_input_length:
     else:
         rows = PackedRows(data.dataset, length, seed)
         print(
-            f"{len(data.dataset):,} rows are packed into {len(rows):,} row{'s' * (len(rows) != 1)} of {length:,} "
-            f"tokens: {rows.share_padding:.1%} of all tokens are padding",
+            f"{len(data.dataset):,} rows are packed into {counted(len(rows), 'row')} of {length:,} tokens: "
+            f"{rows.share_padding:.1%} of all tokens are padding",
             flush=True,
         )
     padding = tokenizer.pad_token_id
