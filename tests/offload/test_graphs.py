@@ -103,7 +103,7 @@ def test_losses_of_two_lengths_at_once_have_the_bits_of_eager_blocks(
 def test_lengths_and_blocks_share_static_memory() -> None:
     def num_bytes(data: list[dict[str, torch.Tensor]], **changes: Any) -> int:
         config = OffloadConfig(working_dtype="fp32", placement=PLACEMENTS[4])
-        with OffloadEngine(t5(**changes).train(), config) as engine:
+        with OffloadEngine(t5(**changes).train(), config, device="cpu") as engine:
             for batch in data:
                 engine.backward(engine(**batch).loss)
                 engine.step()
