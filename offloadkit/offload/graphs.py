@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
+from itertools import chain, zip_longest
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -531,6 +531,18 @@ class _Key(NamedTuple):
             (len(each.shape), each.dtype, each.requires_grad) for each in self.metas
         ] == [(len(each.shape), each.dtype, each.requires_grad) for each in other.metas]
 
+    def difference(self, other: _Key) -> str:
+        """What differs, beside lengths."""
+        if self.spec != other.spec:
+            return "an argument"
+        if self.flags != other.flags:
+            return "a setting of torch"
+        if self.recomputes != other.recomputes:
+            return "the choice to recompute it"
+        if self.addresses != other.addresses:
+            return "the memory of a parameter"
+        return "the dtype, the number of dimensions or requires_grad of an argument"
+
 
 class _Block:
     """A block whose forward runs as a graph if possible.
@@ -577,6 +589,8 @@ class _Block:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         graphs = self.graphs
         if not torch.is_grad_enabled():
+            if self._entries:  # an evaluation has dropped them
+                self._say("gradients are off")
             return self._eagerly(args, kwargs)
         graphs.num_calls += 1
         if not (graphs.is_open and graphs.is_planned):
@@ -637,8 +651,11 @@ class _Block:
         streams, recomputed = self.streams, self.recomputed
         addresses = () if streams else facts.addresses()
         key = _Key(spec, tuple([_meta(each) for each in tensors]), addresses, recomputed is not None, _flags())
-        entry = self._newest[1] if self._newest[0] == key else self._entries.get(key)
+        newest = self._newest[0]
+        entry = self._newest[1] if newest == key else self._entries.get(key)
         if entry is None:
+            if newest is not None and not key.is_like(newest):
+                self._say(f"{key.difference(newest)} changed; it is captured again")
             if recomputed is not None and recomputed.why_eager is not None:
                 raise _EagerlyError(recomputed.why_eager)
             if self._tied:
@@ -794,6 +811,7 @@ class _Facts:
         self.modules = list(block.modules())
         members = [(module, each) for module in self.modules for each in _members(module)]
         self._owners = [*self.modules, *(module for module, _ in members)]
+        self._classes = list(map(type, self.modules))
         self._dicts = UnchangedContainers([*map(vars, self.modules), *(each for _, each in members)])
         contents = _contents(self.modules)
         self._has_too_many = contents is None
@@ -832,6 +850,8 @@ class _Facts:
             return self._name_in(at)
         if (at := self._contents.first_changed()) is not None:
             return f"the contents of {self._names[at]}"
+        if list(map(type, self.modules)) != self._classes:
+            return "the class of a module in it"
         if list(map(_requires_grad, self.parameters)) != self._requires_grad:
             return "requires_grad of a parameter"
         if self._memory_now() != self._memory:
@@ -845,7 +865,7 @@ class _Facts:
         module = self._owners[at]
         if at >= len(self.modules):
             return f"a parameter, buffer or module of {type(module).__name__}"
-        attributes = zip(vars(module).items(), self._dicts.values[at], strict=False)
+        attributes = zip_longest(vars(module).items(), self._dicts.values[at], fillvalue=("__dict__", None))
         name = next((name for (name, now), then in attributes if now is not then), "__dict__")
         return f"{type(module).__name__}.{name}"
 

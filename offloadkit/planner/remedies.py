@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from offloadkit.facts.config import Precision
+from offloadkit.facts.fitted import GRAPHS_DRIVER_BYTES
 from offloadkit.facts.starting import said_if_long
 from offloadkit.facts.units import (
     format_bytes,
@@ -291,9 +292,10 @@ def _bound(plan: Prediction) -> Iterator[str]:
 def _graphs(plan: Prediction) -> Iterator[str]:
     if plan.graphs is None:
         return
-    size = format_bytes(plan.graphs.num_bytes)
+    size, of_driver = format_bytes(plan.graphs.num_bytes), format_bytes(GRAPHS_DRIVER_BYTES)
     if plan.is_graphed:
-        yield f"blocks run as {plan.graphs.number:,} CUDA graphs, which take {size} of VRAM"
+        taken = f"{size} of VRAM, the driver's {of_driver} included"
+        yield f"blocks run as {plan.graphs.number:,} CUDA graphs, which take {taken}"
     else:
         yield f"blocks run eagerly, because their CUDA graphs would take {size} of VRAM more"
 

@@ -7,12 +7,14 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from offloadkit.device.graphs import RunAgain
 from offloadkit.engine.engine import OffloadEngine
@@ -201,11 +203,13 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList([kind() for _ in range(3)])
         self.arguments: dict[str, Any] = {}
         self.order = [0, 1, 2]
+        self.num_without_gradients = 0
 
     def forward(self, size: tuple[int, int]) -> torch.Tensor:
         x = torch.linspace(-1, 1, size[0] * size[1] * 8).view(*size, 8).to(self.blocks[0].up.weight.dtype)
         for index in self.order:
-            x = self.blocks[index](x, **self.arguments)
+            with torch.no_grad() if index < self.num_without_gradients else nullcontext():
+                x = self.blocks[index](x, **self.arguments)
         return x.float().square().mean()
 
 
@@ -245,8 +249,31 @@ def exchange_memory(model: Stack) -> None:
     model.blocks[1].shift.data = torch.ones(8)
 
 
+def exchange_forward(model: Stack) -> None:
+    own = model.blocks[1].drop.forward
+    model.blocks[1].drop.forward = lambda x: 2 * own(x)
+
+
+class Doubles(nn.Dropout):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def exchange_class(model: Stack) -> None:
+    model.blocks[1].drop.__class__ = Doubles
+
+
 def set_argument(model: Stack) -> None:
     model.arguments["scale"] = 0.5
+
+
+def give_a_tensor(model: Stack) -> None:
+    model.arguments["pair"] = torch.ones(8)
+
+
+def stop_gradients(model: Stack) -> None:
+    """Of the first block, so the input of the second one requires none."""
+    model.num_without_gradients = 1
 
 
 def freeze(model: Stack) -> None:
@@ -257,12 +284,28 @@ def hook(model: Stack) -> None:
     model.blocks[1].drop.register_forward_hook(lambda module, args, output: output * 2)
 
 
+def hook_before(model: Stack) -> None:
+    model.blocks[1].drop.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def hook_in_backward(model: Stack) -> None:
+    model.blocks[1].drop.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
+
+
 def hook_all(model: Stack) -> Any:
     return nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
 
 
 def give_object(model: Stack) -> None:
     model.arguments["pair"] = object()
+
+
+def autocast(model: Stack) -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def choose_kernels(model: Stack) -> Any:
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def reverse(model: Stack) -> None:
@@ -282,10 +325,19 @@ CHANGES: list[tuple[Callable[[Stack], Any], str]] = [
     (exchange_module, "a parameter, buffer or module of Block changed"),
     (exchange_buffer, "a parameter, buffer or module of Block changed"),
     (exchange_memory, "the memory of a buffer changed"),
-    (set_argument, ""),
+    (exchange_forward, "Dropout.forward changed"),
+    (exchange_class, "the class of a module in it changed"),
+    (set_argument, "an argument changed"),
+    (give_a_tensor, "an argument changed"),
+    (choose_kernels, "a setting of torch changed"),
+    (stop_gradients, "gradients are off"),
+    (stop_gradients, "requires_grad of an argument changed"),
     (freeze, "requires_grad of a parameter changed"),
     (hook, "a module in it has hooks"),
+    (hook_before, "a module in it has hooks"),
+    (hook_in_backward, "a module in it has hooks"),
     (hook_all, "torch has hooks of all modules"),
+    (autocast, "autocast is on"),
     (give_object, "it gets or returns a object"),
     (reverse, ""),
     (call_twice, "it is called more than once"),
@@ -312,14 +364,57 @@ def test_a_block_that_changes_is_captured_again_or_runs_eagerly(
     assert_equals_eager(found, run, monkeypatch)
 
 
-def test_a_setting_that_chooses_kernels_captures_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def set_flag(model: Stack, step: int) -> None:
-        torch.backends.cuda.enable_flash_sdp(step < 3)
+@pytest.mark.parametrize("placement", [PLACEMENTS[0], PLACEMENTS[1], PLACEMENTS[4]])
+def test_nothing_is_captured_after_the_second_step_of_a_shape(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, captured, step = RunAgain.capture, list[int](), 0
 
-    try:
-        assert train(Stack(), [(2, 3)] * 6, change=set_flag)[2] == 12
-    finally:
-        torch.backends.cuda.enable_flash_sdp(True)
+    def capture(self: RunAgain, work: Any) -> Any:
+        captured.append(step)
+        return own(self, work)
+
+    def note(model: Stack, now: int) -> None:
+        nonlocal step
+        step = now
+
+    monkeypatch.setattr(RunAgain, "capture", capture)
+    assert train(Stack(), [(2, 3 + index % 2) for index in range(2 * 11)], placement, note)[2] == 2 * 3 * 2
+    assert len(captured) == 2 * 3 * 2
+    assert max(captured) < 2 * 2
+
+
+@pytest.mark.parametrize("to", [PLACEMENTS[0], PLACEMENTS[1]])
+def test_a_plan_that_moves_captures_again(to: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights come from RAM before the move."""
+
+    def run() -> Trained:
+        def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
+            plan = engine.plan
+            for step in range(6):
+                if step == 3:
+                    engine.move(replace(plan, placements=(to,) * len(plan.placements)))
+                    assert engine.placed.graphs is None or not engine.placed.graphs.num_graphs()
+                yield engine((2, 3))
+
+        return train_by(Stack(), forwards, PLACEMENTS[4])
+
+    found = run()
+    assert found[2] == 6
+    assert_equals_eager(found, run, monkeypatch)
+
+
+@pytest.mark.parametrize("how", ["run_eval", "run_generation"])
+def test_evaluation_and_generation_free_the_graphs_which_are_captured_again(how: str) -> None:
+    with OffloadEngine(Stack(), OffloadConfig(working_dtype="fp32", placement=Placement()), device="cpu") as engine:
+        graphs = engine.placed.graphs
+        assert graphs is not None
+        for _ in range(2):
+            for _ in range(3):
+                engine.backward(engine((2, 3)))
+                engine.step()
+            assert graphs.num_graphs() == 6
+            assert getattr(engine, how)(graphs.num_graphs) == 0
 
 
 class HoldsMuch(Block):

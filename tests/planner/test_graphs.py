@@ -18,6 +18,7 @@ from offloadkit.facts.fitted import (
     GRAPHS_WORKSPACE_BYTES,
     LAYER_LAUNCHES,
 )
+from offloadkit.facts.units import format_bytes
 from offloadkit.planner import MicroBatch, Pass, Plan, make_plan
 from offloadkit.planner.graphs import GraphBytes
 from offloadkit.planner.layout import GRAPHS, choices
@@ -53,7 +54,8 @@ def test_a_plan_counts_the_graphs_of_its_blocks() -> None:
     assert plan.needs()["vram"] == plan.total_bytes("vram")
     assert plan.to_dict()["graphs"] == {"number": 8, "num_bytes": plan.graphs.num_bytes, "fit": True}
     assert "blocks run as 8 CUDA graphs" in plan.details()
-    assert "blocks run as 8 CUDA graphs, which take" in plan.explain()
+    size = format_bytes(plan.graphs.num_bytes)
+    assert f"blocks run as 8 CUDA graphs, which take {size} of VRAM, the driver's 64 MiB included" in plan.explain()
 
 
 def test_a_recomputed_block_is_the_pools_temporary_memory() -> None:
