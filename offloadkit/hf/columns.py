@@ -11,7 +11,7 @@
 | `conversations` (a list of from/value dicts: ShareGPT) | messages |
 
 The first match wins. Pairs win over `text`, because a `text` column next to a pair often repeats the whole row, and
-training on it would include the prompt. Ambiguous names are an error.
+training on it would include the prompt. Ambiguous names are an error. Rows of messages may have `FOR_TEMPLATES` too.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ LEARNED = ("completion_mask", "assistant_masks")
 _TOKENIZED = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "labels", *LEARNED)
 TEXTS = (*_QUESTIONS, *_CONTEXTS, *_TARGETS)
 CONVERSATIONS = ("messages", "conversations", "prompt", "completion")
+FOR_TEMPLATES = ("tools", "chat_template_kwargs")
+"""TRL's columns of the chat template's arguments: a list of JSON schemas, and a dict of other arguments."""
 IMAGES = ("images", "image")
 """Columns with the images of `messages`: a list, or one image."""
 
@@ -169,6 +171,8 @@ def choose(names: Sequence[str], kinds: Collection[Kind], column_options: Column
 def columns_to_read(names: Collection[str], named: Collection[str]) -> set[str]:
     """The columns to read. Values of other columns may have no common type."""
     base = {"input", "target", "text", "label", "messages", "prompt", "completion", *_TOKENIZED, *named}
+    if not {*CONVERSATIONS}.isdisjoint(names):
+        base |= {*FOR_TEMPLATES}
     if not named and any(columns.kind in ("tokenized", "pairs", "labelled text") for columns in _exact(names)):
         return base
     return {*base, *TEXTS, *CONVERSATIONS}

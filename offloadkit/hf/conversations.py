@@ -9,6 +9,8 @@ is what differs, and the special token that follows.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -25,31 +27,33 @@ _LAST = 8
 
 
 def conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], row: int
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], row: int, **options: Any
 ) -> tuple[list[int], list[bool]]:
     """Tokens of a conversation, and whether the assistant wrote each of them.
 
     Args:
         messages: dicts with role and content.
         row: its number, for messages of errors.
+        options: arguments of the chat template, such as `tools`.
 
     Raises:
         DataError: the template refuses the messages, or does not show a message of the assistant.
     """
-    whole = rendered(tokenizer, messages, row=row)
+    write: Callable[..., str] = partial(rendered, tokenizer, **options)
+    whole = write(messages, row=row)
     answers = [at for at, message in enumerate(messages) if message["role"] in ASSISTANT]
-    if tokenizer.is_fast and _GENERATION.search(str(tokenizer.get_chat_template())):
+    if tokenizer.is_fast and _GENERATION.search(template_of(tokenizer, options)):
         for at in answers:
             if _called(messages[at]):
-                begin, end = _place(tokenizer, messages, at, whole)
+                begin, end = _place(tokenizer, write, messages, at, whole)
                 check_calls(messages[at], whole[begin:end] if begin >= 0 else whole, row, at)
         template: Any = tokenizer.apply_chat_template
-        found = template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        found = template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options)
         return list(found["input_ids"]), list(map(bool, found["assistant_masks"]))
     tokens = _ids(tokenizer, whole)
     learned = [False] * len(tokens)
     for at in answers:
-        message, (begin, end) = messages[at], _place(tokenizer, messages, at, whole)
+        message, (begin, end) = messages[at], _place(tokenizer, write, messages, at, whole)
         if begin >= 0:
             check_calls(message, whole[begin:end], row, at)
         if begin < 0 or _end_of(message) not in whole[begin:end]:
@@ -103,16 +107,18 @@ def _num_equal(one: Any, other: Any) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def _place(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], at: int, whole: str) -> tuple[int, int]:
+def _place(
+    tokenizer: PreTrainedTokenizerBase, write: Callable[..., str], messages: list[dict[str, Any]], at: int, whole: str
+) -> tuple[int, int]:
     """Begin and end of message `at` in the text `whole`; a begin of -1 if the template does not tell."""
-    opened, closed = _begin(tokenizer, messages, at, whole), _length(tokenizer, messages[: at + 1], whole)
+    opened, closed = _begin(write, messages, at, whole), _length(write, messages[: at + 1], whole)
     if opened and closed:
         return opened, closed
     other = [*messages]
     has_parts = isinstance(messages[at]["content"], list)
     content = [{"type": "text", "text": _OTHER_TEXT}] if has_parts else _OTHER_TEXT
     other[at] = {"role": messages[at]["role"], "content": content}  # without calls of tools and thoughts, which differ
-    asked = rendered(tokenizer, other)
+    asked = write(other)
     if _OTHER_TEXT not in asked:
         return -1, -1
     begin, end = _num_equal(whole, asked), len(whole) - _num_equal(whole[::-1], asked[::-1])
@@ -121,22 +127,27 @@ def _place(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], a
     return opened or begin, len(whole) - len(rest) + len(token) if (token := next(special, "")) else end
 
 
-def _begin(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], at: int, whole: str) -> int:
+def _begin(write: Callable[..., str], messages: list[dict[str, Any]], at: int, whole: str) -> int:
     """Begin of message `at` in `whole`, as the template opens answers; 0 if the template does not tell. Some templates
     open an answer with a thought that earlier answers lack.
     """
-    before = _length(tokenizer, messages[:at], whole)
-    opened = rendered(tokenizer, messages[:at], add_generation_prompt=True)
+    before = _length(write, messages[:at], whole)
+    opened = write(messages[:at], add_generation_prompt=True)
     if whole.startswith(opened):
         return len(opened)
     text = whole.find(_texts(messages[at])[0].strip(), before)
     return min(max(before, _num_equal(whole, opened)), text if text > 0 else before) if before else 0
 
 
-def _length(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], whole: str) -> int:
+def _length(write: Callable[..., str], messages: list[dict[str, Any]], whole: str) -> int:
     """Length of the text of the first messages if `whole` begins with it, else 0."""
-    text = rendered(tokenizer, messages)
+    text = write(messages)
     return len(text) if whole.startswith(text) else 0
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> str:
+    """The chat template that writes rows with these arguments: some tokenizers have one for rows with `tools`."""
+    return str(options.get("chat_template") or tokenizer.get_chat_template(tools=options.get("tools")))
 
 
 def rendered(

@@ -23,12 +23,22 @@ from torch.utils.data import Dataset
 from offloadkit.errors import ConfigError, DataError, ModelError, cut, shown
 from offloadkit.facts.changes import longest_of_model
 from offloadkit.facts.units import counted
-from offloadkit.hf.columns import IMAGES, ColumnOptions
+from offloadkit.hf.columns import FOR_TEMPLATES, IMAGES, ColumnOptions
 from offloadkit.hf.conversations import ASSISTANT, conversation
 from offloadkit.hf.data import PreparedData, with_evaluation
 from offloadkit.hf.read import is_stream, load_dataset_like
 from offloadkit.hf.streams import NUM_FIRST, Rows
-from offloadkit.hf.tokenize import IGNORED, NO_TEMPLATE, messages_of, parsed, parts_of, type_of
+from offloadkit.hf.tokenize import (
+    IGNORED,
+    NO_TEMPLATE,
+    UNWRITTEN_TOOLS,
+    lacks_tools,
+    messages_of,
+    parsed,
+    parts_of,
+    template_options,
+    type_of,
+)
 from offloadkit.hf.widths import PadToWidths, Widths, rounded_up, width_step
 
 if TYPE_CHECKING:
@@ -74,7 +84,8 @@ class GivenRows:
         messages = messages or _MESSAGES
         self.messages, self._rows, self._table = messages, _in_memory(data), None
         if self._rows is None:
-            self._table = load_dataset_like(data, split=split, columns=(messages, *IMAGES)).with_format("arrow")
+            self._table = load_dataset_like(data, split=split, columns=(messages, *FOR_TEMPLATES, *IMAGES))
+            self._table = self._table.with_format("arrow")
         names = (name for row in self._rows or () for name in row) if self._table is None else self._table.column_names
         self.names = tuple(dict.fromkeys(names))
 
@@ -88,11 +99,12 @@ class GivenRows:
         return found
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Rows of messages and images."""
+        """Rows of messages, images and arguments of the chat template."""
         if self._table is None:
             yield from map(dict, self._rows or ())
             return
-        kept = self._table.select_columns([name for name in self.names if name in (self.messages, *IMAGES)])
+        read = (self.messages, *FOR_TEMPLATES, *IMAGES)
+        kept = self._table.select_columns([name for name in self.names if name in read])
         for table in kept.iter(batch_size=_AT_A_TIME):
             yield from table.to_pylist()
 
@@ -168,6 +180,8 @@ class _Conversation:
     messages: list[dict[str, Any]]
     """Up to the assistant's last one, with a list of parts in each, and without the images themselves."""
     images: list[Any]
+    options: dict[str, Any]
+    """Arguments of the chat template."""
 
 
 def _conversation(row: Mapping[str, Any], column: str, index: int) -> _Conversation:
@@ -206,7 +220,7 @@ def _conversation(row: Mapping[str, Any], column: str, index: int) -> _Conversat
         )
     end = max((at for at, each in enumerate(messages, 1) if each["role"] in ASSISTANT), default=len(messages))
     later = (part for message in messages[end:] for part in message["content"] if part["type"] == "image")
-    return _Conversation(index, messages[:end], images[: number - len(list(later))])
+    return _Conversation(index, messages[:end], images[: number - len(list(later))], template_options(row, index))
 
 
 def _plain(value: Any) -> list[Any]:
@@ -286,8 +300,8 @@ class _Texts:
         Raises `DataError` if the template cannot write the messages, or does not show the images.
         """
         template: Any = self.tokenizer.apply_chat_template
-        tokens, learned = conversation(self.tokenizer, row.messages, row.index)
-        text = str(template(row.messages, tokenize=False))
+        tokens, learned = conversation(self.tokenizer, row.messages, row.index, **row.options)
+        text = str(template(row.messages, tokenize=False, **row.options))
         if text.count(str(self.image)) != len(row.images):
             raise DataError(
                 f"row {row.index} has {counted(len(row.images), 'image')}, and the chat template of the processor "
@@ -491,10 +505,11 @@ def _prepared(
         )
     limit = longest_of_model(config)
     most = min(each for each in (max_input_length, limit, np.inf) if each is not None)
-    rows, longer, silent = [], [], 0
+    rows, longer, silent, without_tools = [], [], 0, 0
     for index, row in enumerate(given):
         found = _conversation(row, given.messages, index)
         text, learned, number = texts.of(found)
+        without_tools += lacks_tools(texts.tokenizer, found.options)
         costs = [texts.cost(_size(image, index), index) for image in found.images]
         number += sum(tokens - 1 for tokens, _ in costs)
         if not learned:
@@ -514,6 +529,8 @@ def _prepared(
             f"{len(longer):,} of {len(given):,} rows left out: with the tokens of their images they are longer than "
             f"{name} (the longest has {max(longer):,})"
         )
+    if without_tools:
+        logger.warning(UNWRITTEN_TOOLS, without_tools, len(given))
     if silent:
         logger.warning(f"{silent:,} of {len(given):,} rows left out: they have nothing to learn")
     lengths = [row.num_tokens for row in rows]

@@ -8,12 +8,13 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from offloadkit.errors import DataError, DataNotFoundError, cut, shown
 from offloadkit.facts.files import check_depth, is_pattern, matching, parse_json, why_no_name, why_not_plain
-from offloadkit.hf.columns import CONVERSATIONS, IMAGES, TEXTS, columns_to_read
+from offloadkit.hf.columns import CONVERSATIONS, FOR_TEMPLATES, IMAGES, TEXTS, columns_to_read
 from offloadkit.hf.hub import causes, hub_answers, readable_hub_errors, unreachable
 from offloadkit.hf.quiet import no_loader_messages
 
@@ -67,9 +68,27 @@ def _rows(path: str, columns: tuple[str, ...], read: tuple[str, ...]) -> Iterato
 
 
 def _value(column: str, row: dict[str, Any]) -> Any:
-    """Messages are stored as JSON text, because the types of their tool calls vary; names of images too."""
+    """Messages and tools are stored as JSON text, because the types of their arguments vary; names of images too."""
     value = row.get(column)
-    return json.dumps(value) if column in (*CONVERSATIONS, *IMAGES) and isinstance(value, list) else value
+    return json.dumps(value) if column in (*_AS_JSON, *IMAGES) and isinstance(value, list | dict) else value
+
+
+_AS_JSON = (*CONVERSATIONS, *FOR_TEMPLATES)
+
+
+def _without_structs(name: Any, column: list[Any]) -> list[Any]:
+    """Messages and tools as JSON text. In a table, each dict would get the keys of all dicts, with values of None."""
+    if name not in _AS_JSON or not any(_has_dicts(value) for value in column):
+        return column
+    with suppress(TypeError):  # a value that JSON does not have
+        return [json.dumps(value) if isinstance(value, list | tuple | dict) else value for value in column]
+    return column
+
+
+def _has_dicts(value: Any) -> bool:
+    return isinstance(value, dict) or (
+        isinstance(value, list | tuple) and any(isinstance(each, dict) for each in value)
+    )
 
 
 def _features(path: Path, named: Collection[str]) -> Features:
@@ -263,7 +282,10 @@ def _load(data: object, split: str, columns: Collection[str]) -> Dataset:
         frame = cast(Any, data)
         for name in frame.columns:
             if str(frame[name].dtype) in ("object", "str", "string"):
-                _check_cells(name, frame[name])
+                cells = list(frame[name])
+                _check_cells(name, cells)
+                if (texts := _without_structs(name, cells)) is not cells:
+                    frame = frame.assign(**{name: texts})
         return _as_table(lambda: datasets.Dataset.from_pandas(frame, preserve_index=False))
     if are_paths(data):
         return _joined([(os.fspath(each), _from_name(each, split, columns)) for each in data])
@@ -326,6 +348,7 @@ def _from_columns(columns: Mapping[Any, Any]) -> Dataset:
             raise DataError(f"column {name!r} mixes {mixed}: give every row the same type")
     for name, column in values.items():
         _check_cells(name, column)
+    values = {name: _without_structs(name, column) for name, column in values.items()}
     return _as_table(lambda: datasets.Dataset.from_dict(values))
 
 

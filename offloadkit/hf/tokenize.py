@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from offloadkit.errors import DataError, shown
 from offloadkit.facts.files import parse_json
-from offloadkit.hf.columns import LEARNED, Columns, strings
-from offloadkit.hf.conversations import check_calls, conversation, rendered
+from offloadkit.hf.columns import FOR_TEMPLATES, LEARNED, Columns, strings
+from offloadkit.hf.conversations import check_calls, conversation, rendered, template_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -132,6 +132,8 @@ class Tokenizing:
     id2label: dict[int, str] | None
     num_positions: int | None = None
     """The model's learned position embeddings; None: it computes positions."""
+    num_without_tools: int = 0
+    """Rows with tools that the chat template does not write."""
     num_skipped: int = 0
     """Rows left out because they have no target (empty text, all labels -100)."""
     cut_off: list[int] = field(default_factory=list)
@@ -157,6 +159,8 @@ class Tokenizing:
             logger.warning("%d of %d rows left out: they have nothing to learn", self.num_skipped, len(self.dataset))
         if self.cut_off:
             logger.warning("%d of %d rows left out: %s", len(self.cut_off), len(self.dataset), self.why_cut_off())
+        if self.num_without_tools:
+            logger.warning(UNWRITTEN_TOOLS, self.num_without_tools, len(self.dataset))
         for each in (self.inputs_cut, self.targets_cut):
             if each.num_rows:
                 logger.warning("%s", each.in_words(len(self.dataset)))
@@ -289,11 +293,12 @@ def _with_chat_template(run: Tokenizing, batch: _Columns, indices: list[int]) ->
     assistant message with all tokens that the template adds. Lists of messages stay unchanged.
     """
     texts = []
-    for index, prompt, target in zip(indices, *_both_messages(run, batch, indices), strict=True):
-        whole = rendered(run.tokenizer, prompt + target, index)
-        opened = rendered(run.tokenizer, prompt, index, add_generation_prompt=True)
+    both, options = _both_messages(run, batch, indices), _template_options(run, batch, indices)
+    for index, prompt, target, given in zip(indices, *both, options, strict=True):
+        write: Callable[..., str] = partial(rendered, run.tokenizer, row=index, **given)
+        whole, opened = write(prompt + target), write(prompt, add_generation_prompt=True)
         if not whole.startswith(opened):  # some templates change the answer's start when it follows
-            opened = rendered(run.tokenizer, prompt, index)
+            opened = write(prompt)
         if not whole.startswith(opened):
             raise DataError(
                 f"row {index}: the tokenizer's chat template writes the input differently if an answer follows, so the "
@@ -342,7 +347,11 @@ def _messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     if run.tokenizer.chat_template is None:
         raise DataError(NO_TEMPLATE.format(column=column))
     conversations = [messages_of(value, column, index) for index, value in zip(indices, batch[column], strict=True)]
-    found = (conversation(run.tokenizer, each, index) for index, each in zip(indices, conversations, strict=True))
+    options = _template_options(run, batch, indices)
+    found = (
+        conversation(run.tokenizer, each, index, **given)
+        for index, each, given in zip(indices, conversations, options, strict=True)
+    )
     labelled = (
         (row, [token if is_learned else IGNORED for token, is_learned in zip(row, learned, strict=True)])
         for row, learned in found
@@ -350,6 +359,44 @@ def _messages(run: Tokenizing, batch: _Columns, indices: list[int]) -> _Columns:
     return _learned_in_part(run, indices, labelled)
 
 
+def _template_options(run: Tokenizing, batch: _Columns, indices: list[int]) -> list[dict[str, Any]]:
+    """The arguments of the chat template for each row. Rows of texts have none."""
+    named = (*run.columns.inputs, run.columns.target)
+    if not any(_are_messages(value) for name in named if name in batch for value in batch[name]):
+        return [{} for _ in indices]
+    columns = {name: batch[name] for name in FOR_TEMPLATES if name in batch}
+    found = [template_options({name: columns[name][at] for name in columns}, row) for at, row in enumerate(indices)]
+    run.num_without_tools += sum(lacks_tools(run.tokenizer, options) for options in found)
+    return found
+
+
+def template_options(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The arguments of the chat template that a row's columns give, as TRL reads them.
+
+    Raises `DataError` if a column holds something else.
+    """
+    tools, others = (parsed(row.get(name)) or None for name in FOR_TEMPLATES)
+    if tools and not (isinstance(tools, list) and all(isinstance(each, dict) or callable(each) for each in tools)):
+        raise DataError(
+            f"row {index} has {shown(tools)} in 'tools': write a list of JSON schemas, such as "
+            '[{"type": "function", "function": {"name": ...}}], or its JSON text'
+        )
+    if others and not isinstance(others, dict):
+        raise DataError(
+            f"row {index} has {shown(others)} in 'chat_template_kwargs': write a dict of arguments of the chat template"
+        )
+    return {**({"tools": tools} if tools else {}), **(others or {})}
+
+
+def lacks_tools(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> bool:
+    """Whether the chat template writes no tools, and there are some."""
+    return "tools" in options and "tools" not in template_of(tokenizer, options)
+
+
+UNWRITTEN_TOOLS = (
+    "%d of %d rows have `tools` that the tokenizer's chat template does not write: set tokenizer.chat_template to one "
+    "that does, or drop the column"
+)
 NO_TEMPLATE = (
     "the tokenizer has no chat template, so `{column}` cannot become text: use the instruct version, set "
     "tokenizer.chat_template, or write the conversation into a `text` column"

@@ -341,6 +341,17 @@ def test_what_the_assistant_says_is_learned_and_no_place_of_an_image() -> None:
         assert (batch["labels"][batch["labels"] >= 0] == batch["input_ids"][batch["labels"] >= 0]).all()
 
 
+def test_the_template_writes_the_tools_of_a_row() -> None:
+    data = [{**row, "tools": [{"name": f"colour{at}"}] if at < 2 else None} for at, row in enumerate(rows(3))]
+    model, processor = FAMILIES["qwen"]()
+    processor.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + processor.chat_template
+    how: dict[str, Any] = {"max_input_length": None, "column_options": BY_NAME}
+    found = prepare_images(data, None, processor, model.config, torch.float32, **how)[0]
+    whole = [processor.tokenizer.decode(found.collator([row])["input_ids"][0]) for row in found.dataset]
+    assert [text.startswith('[{"name": "colour') for text in whole] == [True, True, False]
+    assert "colour1" in whole[1]
+
+
 def test_an_image_in_an_answer_is_not_learned() -> None:
     data = rows(1)
     data[0]["messages"][1]["content"].append({"type": "image", "image": picture(True)})

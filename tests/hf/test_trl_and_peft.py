@@ -3,6 +3,7 @@ engine."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from datasets import Dataset
 from transformers import LlamaForCausalLM, Seq2SeqTrainer
 
 from offloadkit import OffloadSeq2SeqTrainer, OffloadTrainerMixin
+from offloadkit.hf.data import load_dataset_like, prepare
+from tests import images
 from tests.hf.tiny import llama_config, word_tokenizer
 from tests.hf.training import assert_close, logged, seq2seq_rows, t5, train
 
@@ -93,6 +96,31 @@ def test_rows_that_trl_packs_are_learned_as_without_packing(options: dict[str, A
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
     assert norms[1] == pytest.approx(norms[0], abs=1e-5)
     assert_close(weights[1], weights[0], 1e-5)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_of_a_row_are_in_the_tokens_of_trls_trainer(as_text: bool, tmp_path: Path) -> None:
+    class Mine(OffloadTrainerMixin, trl.SFTTrainer):  # type: ignore[misc]
+        pass
+
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja"
+    tokenizer = images.qwen()[1].tokenizer
+    tokenizer.chat_template = template.read_text()
+    model = LlamaForCausalLM(llama_config(vocab_size=384, max_position_embeddings=4096))
+    schemas = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("weather", "add")]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    asked, said = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}
+    tools: Any = json.dumps(schemas) if as_text else schemas
+    rows = [{"messages": [asked, call, {"role": "tool", "content": "2"}, said], "tools": tools}]
+    args = trl.SFTConfig(
+        str(tmp_path), use_cpu=True, bf16=False, report_to="none", assistant_only_loss=True, max_length=None
+    )
+    table = Dataset.from_list(rows, on_mixed_types="use_json")
+    (theirs,) = Mine(model=model, args=args, train_dataset=table, processing_class=tokenizer).train_dataset
+    (ours,) = prepare(load_dataset_like(rows), tokenizer, model.config, max_input_length=4096).dataset
+    assert '"name": "weather"' in tokenizer.decode(ours["input_ids"])
+    assert ours["input_ids"] == theirs["input_ids"]
+    assert ours["labels"] == theirs["labels"]
 
 
 def test_batches_of_trls_collator_have_few_widths(tmp_path: Path) -> None:
