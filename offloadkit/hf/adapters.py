@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,9 @@ _READ_THE_BASE = (
     "layer_replication",
 )
 """Options of `LoraConfig` that compute adapters from the base's weights, or copy whole layers."""
+_NAMED = dict.fromkeys(("target_modules", "modules_to_save", "exclude_modules"), "module")
+_NAMED |= {"target_parameters": "parameter"}
+"""Options of `LoraConfig` that may be lists of names, and what they name."""
 _DRAWN = (True, False, "gaussian")
 """Values of `init_lora_weights` that read no weight of the base."""
 
@@ -72,11 +76,14 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
     weights that are copied or that the adapters begin from are read before.
 
     Raises:
+        ConfigError: `config` names a module or parameter that the model lacks; the model is as before.
         ModelError: PEFT cannot adapt the model in this way.
     """
     from peft import get_peft_model
 
-    config = copy.deepcopy(config)
+    given, config = config, copy.deepcopy(config)
+    modules = [name for name, _ in model.named_modules() if name]
+    trains = {name: each.requires_grad for name, each in model.named_parameters()}
     if is_unread(model):
         make_real(_needed(model, config))
     waits = is_unread(model)
@@ -84,13 +91,40 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
     try:
         with warnings.catch_warnings(), _kept_draws() if waits else nullcontext():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an old name of transformers
-            return get_peft_model(model, config, low_cpu_mem_usage=is_empty)
+            adapted: Any = get_peft_model(model, config, low_cpu_mem_usage=is_empty)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         linear = [name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)]
         names = cut(", ".join(dict.fromkeys(linear)))
         raise ModelError(
             f"PEFT cannot adapt a {type(model).__name__} so: {cut(str(error)).rstrip('.')}. Its linear layers: {names}"
         ) from error
+    for option, kind in _NAMED.items():
+        # PEFT translates names that transformers has changed. It leaves out other unknown names of a list in silence.
+        for name in sorted(_listed(given, option) & _listed(adapted.active_peft_config, option)):
+            known = modules if kind == "module" else [*trains]
+            end = name if option == "modules_to_save" else f".{name}"
+            if any(f".{each}".endswith(end) for each in known):
+                continue
+            for each, parameter in adapted.unload().named_parameters():
+                parameter.requires_grad_(trains[each])
+            raise ConfigError(
+                f"{option} of the LoraConfig has {name!r}, which matches no {kind} of the {type(model).__name__}"
+                f"{_meant(name, known)}: correct or drop it"
+            )
+    return adapted
+
+
+def _meant(name: str, names: Iterable[str]) -> str:
+    """The name of as many parts that is closest to `name`, in a question; "" if none is close."""
+    ends = dict.fromkeys(".".join(each.split(".")[-1 - name.count(".") :]) for each in names)
+    near = difflib.get_close_matches(name, ends, 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _listed(config: LoraConfig, option: str) -> set[str]:
+    """The names of a list; none if there is a regular expression, "all-linear" or nothing."""
+    names = getattr(config, option, None)
+    return set() if names is None or isinstance(names, str) else {*names}
 
 
 def _needed(model: nn.Module, config: Any) -> list[nn.Parameter]:

@@ -15,6 +15,8 @@ from transformers import (
     BitsAndBytesConfig,
     ByT5Tokenizer,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     T5ForConditionalGeneration,
@@ -26,6 +28,7 @@ from typer.testing import CliRunner
 import offloadkit
 from offloadkit.doors.cli import app
 from offloadkit.errors import ConfigError, ModelError
+from offloadkit.hf.adapters import add_adapters
 from offloadkit.planner.make import replanned
 from tests.hf.tiny import bert_config, llama_config, t5_config
 from tests.hf.training import causal_rows, losses_of_peft, t5
@@ -290,6 +293,47 @@ def test_what_trains_all_weights_refuses_adapters(folder: Path, tmp_path: Path) 
     config = peft.LoraConfig(r=4, target_modules=["nothing_of_that_name"])
     with pytest.raises(ModelError, match=r"PEFT cannot adapt a LlamaForCausalLM .* Its linear layers: q_proj, k_proj"):
         offloadkit.plan(folder, lora=config)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"target_modules": ["q_proj", "v_porj"]}, r"target_modules .* 'v_porj', .* no module of .*mean 'v_proj'\?"),
+        ({"target_modules": ["model.layers.0.mlp.up_proj", "x"]}, r"has 'x', which matches no module of the LlamaFor"),
+        ({"modules_to_save": ["lm_head", "embed_tokenz"]}, r"modules_to_save .* 'embed_tokenz', .*mean 'embed_tokens'"),
+        ({"exclude_modules": ["k_porj"]}, r"exclude_modules .* 'k_porj', .*did you mean 'k_proj'\?"),
+        (
+            {"target_parameters": ["mlp.up_proj.weight", "mlp.up_porj.weight"]},
+            r"target_parameters .* no parameter .*mean 'mlp.up_proj.weight'\?",
+        ),
+    ],
+)
+def test_a_name_that_matches_nothing_is_refused_and_the_model_left_as_it_was(
+    options: dict[str, Any], told: str, folder: Path, tmp_path: Path
+) -> None:
+    config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"]} | options)
+    model = base()
+    model.lm_head.requires_grad_(False)
+    before = {name: (each.clone(), each.requires_grad) for name, each in model.named_parameters()}
+    for given in (model, folder):
+        with pytest.raises(ConfigError, match=told):
+            offloadkit.finetune(given, TEXTS, lora=config, output_dir=tmp_path / "out", **USUAL)
+    with pytest.raises(ConfigError, match=told):
+        offloadkit.plan(folder, lora=config)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    for name, (value, is_trained) in before.items():
+        assert torch.equal(after[name], value)
+        assert after[name].requires_grad == is_trained
+
+
+def test_names_that_peft_or_an_expression_gives_may_match_nothing(folder: Path) -> None:
+    for targets in (None, "all-linear", r".*\.(q_proj|v_porj)", ["q_proj"]):
+        assert offloadkit.plan(folder, lora=peft.LoraConfig(r=4, target_modules=targets)).fits
+    shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 64}
+    config = MixtralConfig(**shape, num_attention_heads=2, num_key_value_heads=2, num_local_experts=2)
+    renamed = peft.LoraConfig(r=4, target_modules=["q_proj", "w1", "w2", "w3"])  # as in transformers 4
+    assert add_adapters(MixtralForCausalLM(config), renamed).active_peft_config.target_modules == {"q_proj"}
 
 
 def test_quantised_bases_are_refused_by_name(tmp_path: Path) -> None:
