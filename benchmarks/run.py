@@ -234,8 +234,19 @@ def row_of(
         "placements": planned.get("placements"),
         "phases": {name: float(f"{number:.4g}") for name, number in phases.items()},
         "rates": planned.get("hardware"),
-        "figures": _by_width(raws) if case.mask == "ragged" and "seconds_by_width" in last else last.get("figures"),
+        "figures": _figures(case, raws),
     }
+
+
+def _figures(case: Case, raws: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of the last turn. Ragged rows have no planned range and no bound, because both are of the longest rows."""
+    last = raws[-1]
+    found: dict[str, Any] | None = last.get("figures")
+    if case.mask != "ragged" or "seconds_by_width" not in last:
+        return found
+    return {name: each for name, each in (found or {}).items() if name not in (table.RANGE, table.BOUND)} | _by_width(
+        raws
+    )
 
 
 def _by_width(raws: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

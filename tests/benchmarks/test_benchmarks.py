@@ -85,6 +85,19 @@ def test_an_engine_in_a_fresh_process_makes_a_whole_row(tmp_path: Path) -> None:
     assert plans.hardware_of(read["rates"]).device == "cpu"
 
 
+def test_a_row_of_ragged_rows_says_that_blocks_ran_as_graphs(
+    tmp_path: Path, answers: Callable[..., list[Work]]
+) -> None:
+    own = {"graphs": 96, "operation_launches": [5.0, 4.0], table.BOUND: 0.3, table.RANGE: [0.3, 0.4]}
+    answers(lambda work: measured(0.4, figures=own, seconds_by_width={"512": 0.4}))
+    (row,) = run.run(["w1-ragged"], engines=["offloadkit"], out=tmp_path / "a.csv", commit="abc")
+    assert row["figures"] == {
+        "graphs": 96,
+        "operation_launches": [5.0, 4.0],
+        table.BY_WIDTH: {"512": 0.4, "slowest": 0.4},
+    }
+
+
 def test_turns_alternate_and_their_spread_is_in_the_row(
     tmp_path: Path, answers: Callable[..., list[Work]], capsys: pytest.CaptureFixture[str]
 ) -> None:
