@@ -233,8 +233,9 @@ class OffloadConfig:
     """Recompute each layer's activations in backward: less VRAM for about a third more compute."""
 
     compile_blocks: bool = False
-    """Compile repeated blocks with `torch.compile`, equal blocks once. Steps may be faster, and their results are
-    rounded differently. The first step takes minutes on a machine without cached compilations."""
+    """Compile repeated blocks with `torch.compile`, equal blocks once, in place of CUDA graphs and of the kernels for
+    decoders. Steps are seldom faster, and their results are rounded differently. The first step takes minutes on a
+    machine without cached compilations."""
 
     attention: Literal["ours", "keep"] = "ours"
     """Attention implementation of transformers models: "ours" selects the implementation used to train the model's

@@ -122,7 +122,7 @@ class FinetuneOptions:
     """RAM that may be used, in bytes or such as 32GiB. Default: what is available."""
 
     compile_blocks: bool | None = None
-    """Compile the blocks: faster steps after a first step that takes minutes."""
+    """Compile the blocks, which then do not run as CUDA graphs: seldom faster, and the first step takes minutes."""
 
     grace_seconds: float | None = None
     """Seconds for a save between SIGTERM or SIGHUP and the process being killed. Default: 25.
