@@ -315,7 +315,6 @@ class CudaPool(_Draws):
 
     def free(self) -> None:
         self._eager_bytes = self._outside_bytes = 0
-        self.dropped()
         torch.cuda.empty_cache()
 
 

@@ -102,6 +102,22 @@ def test_losses_of_two_lengths_at_once_have_the_bits_of_eager_blocks(
     assert_equals_eager(found, run, monkeypatch)
 
 
+def test_graphs_are_dropped_before_their_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their replays are waited for when they are dropped, and memory is freed without another wait."""
+    told = list[str]()
+    monkeypatch.setattr(RunAgain, "dropped", lambda self: told.append("dropped"))
+    monkeypatch.setattr(RunAgain, "free", lambda self: told.append("freed"))
+    with OffloadEngine(llama().train(), OffloadConfig(placement=PLACEMENTS[0]), device="cpu") as engine:
+        for batch in batches("llama", 4):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        num_entries = sum(entry.num_graphs() > 0 for entry in entries_of(engine.placed.graphs))
+        told.clear()
+        engine.placed.graphs.release()
+    assert told[: num_entries + 1] == ["dropped"] * num_entries + ["freed"]
+    assert num_entries >= 2
+
+
 def test_lengths_and_blocks_share_static_memory() -> None:
     def num_bytes(data: list[dict[str, torch.Tensor]], **changes: Any) -> int:
         config = OffloadConfig(working_dtype="fp32", placement=PLACEMENTS[4])
