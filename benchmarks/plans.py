@@ -31,6 +31,8 @@ DECODER_KERNELS = "2026-11-27T16:30"
 """Rows of earlier dates ran gated activations and rotary embeddings in torch's operations."""
 LOSS_KERNELS = "2026-11-27T19:40"
 """Rows of earlier dates computed the loss of a chunk in torch's operations."""
+SLOWER_GRAPHS = ("eee5c4c",)
+"""Commits whose graphed blocks took Python one and a half times as long."""
 LINK_OF_SMALL_PIECES = {"e91ecd8": 251e9, "ad13262": 54e9}
 """Commits that measured the link with pieces of 32 MiB, which gave 136 and 34 to 37 GB/s. The pieces of later commits
 gave these bytes per second between the same cards, with NCCL's own number of thread blocks and with few."""

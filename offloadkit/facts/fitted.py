@@ -182,11 +182,22 @@ CHEAP_LAUNCHES = (11, 18)
 launches of the operations that backward computes again. Not measured beside a GPU: blocks of T5 and Llama on one core
 gave 11 to 13 and 14 to 27, where a recomputed block gave 0.9 to 1.8 and 2.6 to 5.4.
 """
-GRAPHED_LAUNCHES = (45, 50)
+GRAPHED_LAUNCHES = (20, 22)
 """Python's time in forward and backward for a block that runs as a CUDA graph: guards, copies between graphs, gradients
-of parameters; without `ENGINE_LAUNCHES`. It is scaled as the blocks' timed Python is. On H100s
-eager steps of T5-base took 93 and 106 ms, with graphs 36 and 42; of T5-large, recomputed, 342 and 322, with graphs 85
-and 86: 2.5 and 4 times less, planned 2.5 and 3.6. Forward and backward were not measured apart.
+of parameters. It is scaled as the blocks' timed Python is, like `OUTSIDE_LAUNCHES`.
+
+With `GRAPH_CALLS` and `OUTSIDE_LAUNCHES` from T5 with 8 x (512+128) tokens on H200 hosts (7566f52, 3ce0a60): 18.8 ms
+with 12 blocks, 28.2 with 24. Their proportions are as on a CPU, where graphs did nothing: forward took 97 us a block,
+backward 104, the rest 2.8 ms (`benchmarks.python_step` with 12, 24 and 48 blocks). There eee5c4c took 160 and 155 us a
+block; with constants larger by that, its 40.0 ms on an H100 are planned 40.1.
+"""
+GRAPH_CALLS = 18
+"""CUDA's calls in each direction of such a block: replay, events, copies. Not scaled: with T5-base and older commits an
+H100 host took 40 ms and an H200 host, whose Python was as fast and whose bare launch took 0.6 of the time, 33 ms.
+"""
+OUTSIDE_LAUNCHES = (535, 250)
+"""Python's time in forward and backward that does not grow with the number of graphed blocks, beyond the operations
+outside the blocks: the model's own code, the start of autograd, `step()`. The constants of eager blocks contain it.
 """
 STREAMED_LAUNCHES = (37, 33)
 """Python's time in forward and backward for a flat layer whose weights are streamed. Launches."""

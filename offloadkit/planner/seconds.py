@@ -37,11 +37,13 @@ from offloadkit.facts.fitted import (
     EXCHANGE_SECONDS,
     FEW_EXCHANGE_EFFICIENCY,
     FORWARD_LAUNCHES,
+    GRAPH_CALLS,
     GRAPHED_LAUNCHES,
     KERNEL_SECONDS,
     LAYER_LAUNCHES,
     MATRIX_SECONDS,
     NORM_EFFICIENCY,
+    OUTSIDE_LAUNCHES,
     PRODUCT_EFFICIENCY,
     PRODUCT_SECONDS,
     PYTHON_VARIES,
@@ -157,9 +159,9 @@ class StepModel:
         forward, backward = (number * launch for number in timed)
         own = ENGINE_LAUNCHES * launch if work.operation_launches else 0.0
         slowness = sum(timed) / (FORWARD_LAUNCHES + BACKWARD_LAUNCHES)  # of Python on this host
-        graphed_forward, graphed_backward = (slowness * number * launch for number in GRAPHED_LAUNCHES)
-        graphed_forward += ENGINE_LAUNCHES * launch
         captured = capturable(layers, work) if graphed else set[str]()
+        as_graph = [(slowness * number + GRAPH_CALLS) * launch for number in GRAPHED_LAUNCHES]
+        outside = [slowness * number * launch * bool(captured) for number in OUTSIDE_LAUNCHES]
         self.cpu_rate = cpu_step_rate(layers[0].kind.precision, hardware)
         self.slowed_beside_cpu = RANKS_SLOW if hardware.num_ranks > 1 else THREAD_SLOWS
         sizes: Counter[Dtype] = Counter()
@@ -173,17 +175,19 @@ class StepModel:
         for of, its_layers in zip(work.stages, members, strict=True):
             is_compiled = compiled and bool(of.block)
             again = of.cheap.again if of.cheap else Pass()
+            # Each is the last in its phase, because Python starts before the GPU has done the phase before it.
+            ending = outside[0] * (len(self.stages) == len(work.stages) - 1), outside[1] * (not self.stages)
             cost = _StageCost(
                 pass_seconds(of.forward, hardware, dtype, compiled=is_compiled),
                 pass_seconds(of.backward, hardware, dtype, compiled=is_compiled),
-                forward * weighed(of.forward, compiled=is_compiled) + own * bool(of.block),
-                backward * weighed(of.backward, compiled=is_compiled),
+                forward * weighed(of.forward, compiled=is_compiled) + own * bool(of.block) + ending[0],
+                backward * weighed(of.backward, compiled=is_compiled) + ending[1],
                 launch * weighed(of.forward, compiled=is_compiled, of_attention=0),
                 pass_seconds(again, hardware, dtype),
                 forward * weighed(again),
                 of.block in captured,
-                graphed_forward,
-                graphed_backward,
+                as_graph[0] + ending[0],
+                as_graph[1] + ending[1],
                 of.input_bytes if of.block else 0,
                 tuple(its_layers),
             )

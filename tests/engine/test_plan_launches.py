@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from statistics import mean, median
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks import table
-from benchmarks.plans import as_placed, inputs_of, layers_and_work, ran_as_graphs
+from benchmarks.plans import SLOWER_GRAPHS, as_placed, inputs_of, layers_and_work, ran_as_graphs
 from offloadkit.facts import fitted
-from offloadkit.planner.seconds import step_range, weighed
+from offloadkit.planner.seconds import IN_VRAM, StepModel, step_range, weighed
 
 
 def timed_by(commit: str) -> dict[tuple[str, bool, str], dict[str, Any]]:
@@ -106,6 +107,24 @@ def test_what_is_the_engines_own_is_what_loops_without_one_leave() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("model", "seconds"), [("t5-small", 0.0188), ("t5-base", 0.0282)])
+def test_graphs_are_planned_as_long_as_models_of_two_depths_took(model: str, seconds: float) -> None:
+    """On H200 hosts whose rates were not kept. The former constants planned T5-base 0.0356 s there and plan 0.0367 s at
+    these rates.
+    """
+    (row,) = [each for each in table.read() if each["case"] == "w3" and each["commit"] == "dd09ce8"]
+    machine = inputs_of(row)[2]
+    layers, work = layers_and_work(model, "bf16", 8, 512, 128)
+    work = replace(work, operation_launches=tuple(row["figures"]["operation_launches"]))
+    placements = [IN_VRAM] * len(layers)
+    planned = StepModel(layers, work, machine, 1, graphed=True).seconds(placements).step
+    assert planned == pytest.approx(seconds, rel=0.08)
+    least_and_most = step_range(layers, work, machine, 1, placements, graphed=True)
+    assert least_and_most is not None
+    assert least_and_most[0] < seconds < least_and_most[1]
+
+
+@pytest.mark.slow
 def test_rows_whose_blocks_were_timed_take_about_as_long_as_planned_in_the_median() -> None:
     """Rows of one GPU with few tokens: Python bounds most of them. These have a range, and most of them took as long,
     although the spread of their blocks' time was not recorded.
@@ -114,6 +133,7 @@ def test_rows_whose_blocks_were_timed_take_about_as_long_as_planned_in_the_media
     for row in table.read():
         timed = row["status"] == "measured" and "operation_launches" in (row["figures"] or {}) and row["rates"]
         timed = timed and not row["engine"].endswith(("-muon", "-lora", "any"))  # `inputs_of` knows AdamW's
+        timed = timed and not (ran_as_graphs(row) and row["commit"] in SLOWER_GRAPHS)
         if timed and row["mask"] == "full" and row["rates"].get("num_ranks", 1) == 1 and row["tokens"] <= 5120:
             search, counts = as_placed(row)
             planned = search.phases(counts)
