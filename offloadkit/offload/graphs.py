@@ -125,6 +125,7 @@ class BlockGraphs:
         is_open: a forward of the engine is running.
         has_begun: there are graphs, or were.
         is_planned: the plan has VRAM for graphs, or does not know the micro-batch.
+        grew: graphs were dropped in this forward, because they need larger static memory.
         pool: the memory of all graphs.
         hooks_of_saved_tensors: those of the engine.
         num_calls, num_graphed: calls of blocks with gradients, and those that ran as graphs.
@@ -139,6 +140,7 @@ class BlockGraphs:
         self.weights: dict[nn.Module, Sequence[LayerWeights]] = {}
         self._statics: dict[tuple[str, int, Meta], _Static] = {}
         self._rooms: dict[tuple[str, int], _Room] = {}
+        self._largest: dict[tuple[str, int], int] = {}
         self._passed_on: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.take: Take = _takes_nothing
         self._dropped: list[_Entry] = []
@@ -151,9 +153,9 @@ class BlockGraphs:
         self.num_calls = self.num_graphed = 0
         self._counted: set[_Block] = set()
         self._kept_bytes, self._scale = 0, 1.0
-        self.has_begun = self._is_out_of_order = self._is_watching = False
+        self.has_begun = self._is_out_of_order = self._is_watching = self.grew = False
         self._given_up: str | None = None
-        self._num_shortages = self._num_first_runs = 0
+        self._num_shortages = self._num_first_runs = self._num_growths = 0
         self.hooks_of_saved_tensors: Any = None
 
     def arrange(self, weights: Mapping[nn.Module, Sequence[LayerWeights]], take: Take) -> None:
@@ -232,7 +234,7 @@ class BlockGraphs:
         try:
             yield
         finally:
-            self.is_open = before
+            self.is_open, self.grew = before, False
             self._passed_on.clear()
             if self._num_captures > num_captures:
                 logger.info("%d graphs of blocks take %.0f MiB of VRAM", self.num_graphs(), self.num_bytes() / 2**20)
@@ -400,14 +402,35 @@ class BlockGraphs:
 
         Args:
             least: bytes of the largest shape, where it is known.
+
+        Raises:
+            _EagerlyError: the memory of other graphs is smaller. They are dropped, at most `MOST_CHANGES` times, so
+                that two such memories never live.
         """
         key = (what, index, meta)
         if key not in self._statics:
             room, num_bytes = self._rooms.get(key[:2]), _bytes_of(meta)
+            largest = self._largest[key[:2]] = max(num_bytes, least, self._largest.get(key[:2], 0))
             if room is None or room.storage.nbytes() < num_bytes:
-                room = self._rooms[key[:2]] = _Room(max(num_bytes, least), self.device)
+                in_backward = torch._C._current_graph_task_id() >= 0
+                if room is not None and not in_backward and self._num_growths < MOST_CHANGES:
+                    self._num_growths += 1
+                    self.grew, self.is_open = True, False  # in this forward
+                    self.release()
+                    raise _EagerlyError("it got larger inputs than before, so all blocks are captured again")
+                room = self._rooms[key[:2]] = _Room(largest, self.device)
             self._statics[key] = _Static(meta, room)
         return self._statics[key]
+
+    def saw(self, arguments: Any, output: Any) -> None:
+        """Note the sizes in an eager run, so that memory which is made later suffices for them."""
+        tensors, made = (
+            [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)] for found in (arguments, output)
+        )
+        made = [each for each in made if not any(each is tensor for tensor in tensors)]
+        for what, found in (("input", tensors), ("handed on", tensors), ("gradient", made)):
+            for index, each in enumerate(found):
+                self._largest[what, index] = max(_bytes_of(_meta(each)), self._largest.get((what, index), 0))
 
     def largest(self, index: int) -> int:
         """Bytes of the largest layer number `index` of a block whose weights move."""
@@ -613,6 +636,7 @@ class _Block:
             with graphs.watch_eager(), entry:
                 found = self._eagerly(args, kwargs)
             graphs.watch_backward(found)
+            graphs.saw((args, kwargs), found)
             return found
         if (recomputed := self.recomputed) is None:
             return entry.run(tensors)
@@ -627,8 +651,12 @@ class _Block:
     def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.ran_eagerly |= torch.is_grad_enabled()
         if self.recomputed is None or not torch.is_grad_enabled():
-            return self.own_forward(*args, **kwargs)
-        return self.recomputed.run(self.own_forward, *args, **kwargs)
+            found = self.own_forward(*args, **kwargs)
+        else:
+            found = self.recomputed.run(self.own_forward, *args, **kwargs)
+        if self.graphs.grew:
+            self.graphs.saw((args, kwargs), found)
+        return found
 
     def _entry(self, spec: Any, tensors: list[torch.Tensor]) -> _Entry | _FirstRun:
         """The captured graphs for this call, or the first run of such a call, before it is captured next time."""

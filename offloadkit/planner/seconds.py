@@ -171,7 +171,7 @@ class StepModel:
         members: list[list[LayerCost]] = [[] for _ in work.stages]
         for index, (layer, stage) in enumerate(zip(layers, place_in_stages(layers, work.stages), strict=True)):
             members[stage].append(layer_cost(index, layer, hardware, accumulation))
-        self.stages = []
+        self.stages: list[_StageCost] = []
         for of, its_layers in zip(work.stages, members, strict=True):
             is_compiled = compiled and bool(of.block)
             again = of.cheap.again if of.cheap else Pass()

@@ -137,6 +137,32 @@ def test_lengths_and_blocks_share_static_memory() -> None:
     long, short = batches("t5", 2)
     one, both = num_bytes([long] * 3), num_bytes([long] * 3 + [short] * 3)
     assert both == one
+    assert num_bytes([short, long, short, short, long]) == one
+    assert num_bytes([short] * 3 + [long] * 3 + [short]) == one, "larger memory takes the place of smaller memory"
+
+
+@pytest.mark.parametrize("placement", [PLACEMENTS[0], PLACEMENTS[4]])
+def test_blocks_are_captured_again_for_longer_rows(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The long rows come in a forward whose first blocks ran as graphs, with a second loss before backward."""
+    caplog.set_level(logging.INFO)
+    long, short = batches("t5", 2)
+
+    def run() -> Trained:
+        def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
+            for batch in [short] * 3:
+                yield engine(**batch).loss
+            yield engine(**short).loss + engine(**long).loss
+            for batch in [long, long, short, short, long]:
+                yield engine(**batch).loss
+
+        return train_by(t5(), forwards, placement)
+
+    found = run()
+    assert found[2] > 0
+    assert caplog.text.count("larger inputs than before") == 1
+    assert_equals_eager(found, run, monkeypatch)
 
 
 # ---- guards
