@@ -417,8 +417,9 @@ class OffloadEngine:
     def profile(self, *, steps: int = 3, path: str | Path = "offloadkit-trace.json") -> Profile:
         """Trace `steps` steps, starting at the next boundary.
 
-        Then writes a Chrome trace to `path` and prints the time of each phase and its bound. All ranks must call it;
-        rank 1 writes to "NAME-rank1.json", and so on. The track "ranks" shows communication.
+        Then writes a Chrome trace to `path` and prints the time of each phase and its bound, Python's time, and why
+        blocks did not run as CUDA graphs. All ranks must call it; rank 1 writes to "NAME-rank1.json", and so on. The
+        track "ranks" shows communication.
 
         Raises:
             OffloadkitError: `steps` is not a positive int, a trace is already running, or `path` cannot be written.

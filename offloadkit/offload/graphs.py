@@ -26,6 +26,7 @@ import logging
 import math
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ class BlockGraphs:
         pool: the memory of all graphs.
         hooks_of_saved_tensors: those of the engine.
         num_calls, num_graphed: calls of blocks with gradients, and those that ran as graphs.
+        num_eager: calls that did not, by reason. First runs of a length have none.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class BlockGraphs:
         self._waiting: list[weakref.ref[_Call]] = []
         self._unsealed: list[_Entry] = []
         self.num_calls = self.num_graphed = 0
+        self.num_eager: Counter[str] = Counter()
         self._counted: set[_Block] = set()
         self._kept_bytes, self._scale = 0, 1.0
         self.has_begun = self._is_out_of_order = self._is_watching = self.grew = False
@@ -205,6 +208,12 @@ class BlockGraphs:
         else:
             self.is_open, self._num_first_runs = False, FIRST_RUNS  # the former in this forward
             self.release()
+
+    def why_not(self) -> str:
+        """Why no block runs as a graph now."""
+        if self._given_up is not None:
+            return self._given_up
+        return "too little VRAM was free in their forward" if self.is_planned else "the plan has no VRAM for graphs"
 
     @property
     def runs_first(self) -> bool:
@@ -617,6 +626,7 @@ class _Block:
             return self._eagerly(args, kwargs)
         graphs.num_calls += 1
         if not (graphs.is_open and graphs.is_planned):
+            graphs.num_eager[graphs.why_not()] += 1
             if graphs.has_passed_on:  # by blocks before, in this forward
                 args, kwargs = _rebuilt((args, kwargs), graphs.newest)
             return self._eagerly(args, kwargs)
@@ -627,6 +637,7 @@ class _Block:
             entry = self._entry(spec, tensors)
         except _EagerlyError as reason:
             self._say(str(reason))
+            graphs.num_eager[str(reason)] += 1
             entry = None
         if entry is None:
             args, kwargs = _rebuilt((args, kwargs), graphs.newest)

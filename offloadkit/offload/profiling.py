@@ -8,7 +8,8 @@ The bound of the step is the sum of both phases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -160,6 +161,7 @@ class Profile:
         self.bound: Bound | None = None
         self.python_seconds = 0.0
         self._done, self._graphs, self._calls_before = 0, graphs, (0, 0)
+        self._eager_before: Counter[str] = Counter()
         # Measured now, because there may be no VRAM left at the end.
         self._machine = measured_by(ranks, device)
         self._trace = trace.prepare(device, partial(record_compute, device, timing=True))
@@ -171,6 +173,7 @@ class Profile:
             trace.begin()
             self._trace.note_cpu_time()
             self._calls_before = self._calls()
+            self._eager_before = self._eager()
         elif self._done == self.num_steps:
             self._trace.note_cpu_time()
             trace.end()
@@ -196,18 +199,23 @@ class Profile:
         self.bound = bound(ranges, records, self._machine)
         numbers = f"steps {records[0].step} to {records[-1].step}" if len(records) > 1 else f"step {records[0].step}"
         print(f"{numbers} traced in {self.path} (open it in ui.perfetto.dev)", *map(breakdown, records), sep="\n")
-        print(*self.bound.lines(), self._python(), sep="\n", flush=True)
+        print(*self.bound.lines(), *self._python(), sep="\n", flush=True)
         return True
 
     def _calls(self) -> tuple[int, int]:
         """Calls of blocks, and those that ran as graphs."""
         return (0, 0) if self._graphs is None else (self._graphs.num_calls, self._graphs.num_graphed)
 
-    def _python(self) -> str:
-        """Python's time, and how many of the blocks' calls it launched as graphs."""
+    def _eager(self) -> Counter[str]:
+        return Counter() if self._graphs is None else self._graphs.num_eager.copy()
+
+    def _python(self) -> Iterator[str]:
+        """Python's time, how many of the blocks' calls it launched as graphs, and why it did not launch all of them."""
         total, graphed = (now - before for now, before in zip(self._calls(), self._calls_before, strict=True))
         took = f"Python takes {format_seconds(self.python_seconds)} a step"
-        return f"{took}; {graphed / total:.0%} of the blocks' calls ran as graphs" if total else took
+        yield f"{took}; {graphed / total:.0%} of the blocks' calls ran as graphs" if total else took
+        for why, number in (self._eager() - self._eager_before).most_common():
+            yield f"  {number / total:.0%} ran eagerly: {why}"
 
     def _end_with_engine(self) -> None:
         if trace.prepared() is self._trace:

@@ -159,6 +159,27 @@ def test_some_steps_of_an_engine(
     assert 0 < profile.python_seconds < profile.bound.step_seconds * 1.5
 
 
+def test_a_profile_says_why_blocks_ran_eagerly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts_graphs, "device_types", {"cpu"})
+    with engine_of(placement=offloadkit.Placement()) as engine:
+        steps(engine, 2)
+        first = next(module for name, module in engine.module.named_modules() if name.endswith("0"))
+        next(first.children()).register_forward_hook(lambda module, args, output: None)
+        engine.profile(steps=2, path=tmp_path / "trace.json")
+        steps(engine, 3)
+        assert engine.placed.graphs is not None
+        engine.placed.graphs.give_up("the GPU was full")
+        engine.profile(steps=2, path=tmp_path / "trace.json")
+        steps(engine, 3)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "ran eagerly" in line] == [
+        "  25% ran eagerly: a module in it has hooks",
+        "  100% ran eagerly: the GPU was full",
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_what_is_traced_is_whole_steps_each_beside_the_update_of_the_one_before(
