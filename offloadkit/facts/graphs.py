@@ -18,7 +18,11 @@ def may_capture(device: str, *, compiled: bool) -> bool:
         device: a device or its type.
         compiled: `OffloadConfig.compile_blocks`.
     """
-    return device.partition(":")[0] in device_types and not compiled and not torch_is_too_old()
+    return has_graphs(device) and not compiled and not torch_is_too_old()
+
+
+def has_graphs(device: str) -> bool:
+    return device.partition(":")[0] in device_types
 
 
 @cache

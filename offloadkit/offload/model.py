@@ -17,7 +17,7 @@ from offloadkit.device.streams import BusyTime, Waits
 from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.facts.changes import caching_configs, without_caches
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.facts.graphs import FIRST_TORCH, may_capture, torch_is_too_old
+from offloadkit.facts.graphs import FIRST_TORCH, has_graphs, may_capture, torch_is_too_old
 from offloadkit.facts.hardware import trim_heap
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.external_writes import ExternalWrites, refuse_to_empty, unwatched
@@ -101,7 +101,7 @@ class PlacedModel:
         if may_capture(device.type, compiled=config.compile_blocks):
             self.graphs = BlockGraphs(repeated_blocks(module), device, tied)
             undo.callback(self.graphs.close)
-        elif device.type == "cuda" and torch_is_too_old():
+        elif has_graphs(device.type) and torch_is_too_old():
             logger.warning("blocks run eagerly: CUDA graphs need torch %d.%d", *FIRST_TORCH)
         self.recomputation = Recomputation(
             module,

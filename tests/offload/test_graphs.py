@@ -446,6 +446,18 @@ def test_a_plan_that_moves_captures_again(to: Placement, monkeypatch: pytest.Mon
     assert_equals_eager(found, run, monkeypatch)
 
 
+def test_with_an_older_torch_blocks_run_eagerly_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(facts_graphs, "version", lambda _: "2.10.1")
+    facts_graphs.torch_is_too_old.cache_clear()
+    try:
+        assert train(Stack(), [(2, 3)] * 3)[2] == 0
+    finally:
+        facts_graphs.torch_is_too_old.cache_clear()
+    assert "blocks run eagerly: CUDA graphs need torch 2.11" in caplog.text
+
+
 @pytest.mark.parametrize("how", ["run_eval", "run_generation"])
 def test_evaluation_and_generation_free_the_graphs_which_are_captured_again(how: str) -> None:
     with OffloadEngine(Stack(), OffloadConfig(working_dtype="fp32", placement=Placement()), device="cpu") as engine:
