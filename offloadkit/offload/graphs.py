@@ -32,7 +32,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, zip_longest
-from types import FunctionType, MethodType, ModuleType
+from numbers import Number
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -852,10 +853,9 @@ class _Facts:
         self._owners = [*self.modules, *(module for module, _ in members)]
         self._classes = list(map(type, self.modules))
         self._dicts = UnchangedContainers([*map(vars, self.modules), *(each for _, each in members)])
-        contents = _contents(self.modules)
-        self._has_too_many = contents is None
-        self._names = [name for name, _ in contents or ()]
-        self._contents = UnchangedContainers([each for _, each in contents or ()])
+        contents, self._why_not = _contents(self.modules)
+        self._names = [name for name, _ in contents]
+        self._contents = UnchangedContainers([each for _, each in contents])
         self.parameters: list[nn.Parameter] = list(block.parameters())
         self._requires_grad = list(map(_requires_grad, self.parameters))
         self._hooks = [hooks for module in self.modules[1:] for hooks in hooks_of(module)]
@@ -876,8 +876,8 @@ class _Facts:
         """Why the block cannot be captured, or None."""
         if self._is_hooked:
             return "a module in it has hooks"
-        if self._has_too_many:
-            return f"its attributes hold more than {MOST_CONTENTS} values"
+        if self._why_not is not None:
+            return self._why_not
         for module in self.modules:
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
                 return f"its {type(module).__name__} writes its statistics"
@@ -912,12 +912,16 @@ class _Facts:
 _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes of every module, which are compared apart."""
-_WITHOUT_CONTENTS = (nn.Module, torch.Tensor, torch.Generator, type, FunctionType, MethodType, ModuleType)
+_WITHOUT_CONTENTS = (
+    *(nn.Module, torch.Tensor, torch.Generator, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, weakref.ReferenceType),
+    *(type(None), Number, str, bytes, frozenset, range, slice),
+)
 
 
-def _contents(modules: Sequence[nn.Module]) -> list[tuple[str, Collection[Any]]] | None:
-    """(name of the attribute, container) of the dicts, lists, sets and objects that the attributes of
-    modules hold, such as configs, with those inside them. None if they hold more than `MOST_CONTENTS` values.
+def _contents(modules: Sequence[nn.Module]) -> tuple[list[tuple[str, Collection[Any]]], str | None]:
+    """(name of the attribute, container) of the dicts, lists, sets and objects that the attributes of modules hold,
+    such as configs, with those inside them; and why they cannot be compared, or None.
     """
     found: list[tuple[str, Collection[Any]]] = []
     seen, num_values = set(map(id, modules)), 0
@@ -925,17 +929,19 @@ def _contents(modules: Sequence[nn.Module]) -> list[tuple[str, Collection[Any]]]
     left = [(f"{kind}.{name}", each) for kind, name, each in held if name not in _OWN_ATTRIBUTES]
     while left:
         owner, value = left.pop()
-        container = value if isinstance(value, dict | list | tuple | set) else getattr(value, "__dict__", None)
-        if container is None or id(value) in seen or isinstance(value, _WITHOUT_CONTENTS):
+        if id(value) in seen or isinstance(value, _WITHOUT_CONTENTS):
             continue
+        container = value if isinstance(value, dict | list | tuple | set) else getattr(value, "__dict__", None)
+        if container is None:
+            return [], f"{owner} holds a {type(value).__name__}, whose contents are not compared"
         seen.add(id(value))
         values = list(container.values() if isinstance(container, dict) else container)
         found.append((owner, container))
         num_values += len(values)
         if num_values > MOST_CONTENTS:
-            return None
+            return [], f"its attributes hold more than {MOST_CONTENTS} values"
         left += [(owner, each) for each in values]
-    return found
+    return found, None
 
 
 def _members(module: nn.Module) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -477,6 +478,22 @@ class HoldsMuch(Block):
         self.rows = list(range(3000))
 
 
+class HoldsAnArray(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options["table"] = np.ones(2)  # type: ignore[assignment]
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+
+class HoldsASlottedObject(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slotted = Slotted()
+
+
 KINDS: list[tuple[type[Block], str]] = [
     (DrawsInPython, "it draws random numbers on the host"),
     (Reads, "it waits for the device (aten._local_scalar_dense.default)"),
@@ -485,6 +502,8 @@ KINDS: list[tuple[type[Block], str]] = [
     (CountsCalls, "it writes a buffer"),
     (Remembers, "its attributes change in every step"),
     (HoldsMuch, "its attributes hold more than 2000 values"),
+    (HoldsAnArray, "HoldsAnArray.options holds a ndarray, whose contents are not compared"),
+    (HoldsASlottedObject, "HoldsASlottedObject.slotted holds a Slotted, whose contents are not compared"),
     (Normalizes, "its BatchNorm1d writes its statistics"),
 ]
 
