@@ -306,6 +306,19 @@ class Guarded:
         with unwatched():
             return func(*args, **kwargs)
 
+    # The engine's hook asks for the gradient of every parameter.
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        with unwatched():
+            gradient: torch.Tensor | None = _grad.__get__(self)
+            return gradient
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with unwatched():
+            _grad.__set__(self, value)
+
 
 def _guarded_in(value: Any) -> Iterator[Any]:
     if isinstance(value, Guarded):

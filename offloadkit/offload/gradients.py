@@ -155,9 +155,10 @@ class Gradients:
         layer = self._of_weights.get(weights)
         if layer is None or layer.at_end_only or layer.received or layer.stage is not Stage.FILLING:
             return False
-        for each in weights.parameters:
-            if each.grad is not None or not each.requires_grad or has_hooks(each):
-                return False
+        with unwatched():  # the ring may guard them
+            for each in weights.parameters:
+                if each.grad is not None or not each.requires_grad or has_hooks(each):
+                    return False
         weights.check_held(weights.layer.views[0])  # they leave VRAM together
         layer.received.update(range(len(gradients)))
         self._gather(layer, range(len(gradients)), gradients)

@@ -149,6 +149,7 @@ class BlockGraphs:
         self._dropped: list[_Entry] = []
         self._blocks = [_Block(self, name, block, tied) for name, block in blocks]
         self.recomputes_in_training_only = False
+        self._of_module = {each.module: each for each in self._blocks}
         self._undo = replace_forwards({each.module: each.forward for each in self._blocks})
         self._num_captures = self._num_disorders = self._generation = 0
         self._waiting: list[weakref.ref[_Call]] = []
@@ -187,6 +188,13 @@ class BlockGraphs:
             self.pool.free()
         self._kept_bytes, self._scale, self._generation = 0, 1.0, self._generation + 1
         self.has_begun = self._is_out_of_order = self._is_watching = False
+
+    def reads_copies(self, module: nn.Module) -> bool:
+        """Whether the forward of `module` reads copies of its weights, or calls `use` before it reads them. Other hooks
+        of the module might read them before, or after a graph.
+        """
+        block = self._of_module.get(module)
+        return block is not None and block.reads_copies()
 
     @property
     def gave_up(self) -> bool:
@@ -227,6 +235,7 @@ class BlockGraphs:
         self.take = _takes_nothing
         self.release()
         self._blocks.clear()
+        self._of_module.clear()
 
     @contextmanager
     def in_forward(self) -> Iterator[None]:
@@ -619,6 +628,11 @@ class _Block:
     def num_graphs(self) -> int:
         return sum(entry.num_graphs() for entry in self._entries.values() if isinstance(entry, _Entry))
 
+    def reads_copies(self) -> bool:
+        module = self.module
+        own_hooks_only = len(module._forward_pre_hooks) == len(module._forward_hooks) == 1  # those of `ForwardHooks`
+        return self.streams and own_hooks_only and vars(module).get("forward") == self.forward
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         graphs = self.graphs
         if not torch.is_grad_enabled():
@@ -662,6 +676,9 @@ class _Block:
 
     def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.ran_eagerly |= torch.is_grad_enabled()
+        if self.streams:
+            for layer in self.graphs.weights.get(self.module, ()):
+                layer.use()
         if self.recomputed is None or not torch.is_grad_enabled():
             found = self.own_forward(*args, **kwargs)
         else:

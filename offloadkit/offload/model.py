@@ -118,7 +118,11 @@ class PlacedModel:
         undo.callback(self.external_writes.close)
         undo.callback(refuse_to_empty(module))
         self.forward_hooks = ForwardHooks(
-            module, [state.weights for state in self.states], settle, self.external_writes
+            module,
+            [state.weights for state in self.states],
+            settle,
+            self.external_writes,
+            reads_copies=_reads_none if self.graphs is None else self.graphs.reads_copies,
         )
         undo.callback(self.forward_hooks.remove)
         self.gradients = Gradients(
@@ -435,6 +439,10 @@ class PlacedModel:
             slab.make_ordinary()
         if slabs:
             self.module.to("cpu")
+
+
+def _reads_none(_: nn.Module) -> bool:
+    return False
 
 
 def _memory_and_version(parameter: nn.Parameter) -> tuple[int, int]:

@@ -10,6 +10,9 @@ stepped the layer. No rank steps too early, because every rank finishes its fetc
 between steps go to a private copy (copy-on-write) and must be equal on all ranks; `step()` publishes the range that
 each rank owns.
 
+A graph of a block reads a copy of its weights. Then the parameters are not bound to the buffer until other code reads
+them: between blocks they are watched, and in backward guarded.
+
 Autograd never keeps a view of a buffer: a saved weight is packed as its position in the block. Tensors of a
 recomputation are not packed: their views live until the block's backward is done. If the buffer goes to another block
 before that, as when several blocks are recomputed as one, the next gradient raises an error.
@@ -45,6 +48,14 @@ class SharedRam(NamedTuple):
     stepped: Stepped
 
 
+class _Place(NamedTuple):
+    """A layer's part of a ring buffer, the parameters' views of it, and their addresses."""
+
+    flat: torch.Tensor
+    views: list[torch.Tensor]
+    addresses: list[int]
+
+
 class StreamedWeights(LayerWeights):
     """The working weights of a flat layer in RAM.
 
@@ -72,10 +83,10 @@ class StreamedWeights(LayerWeights):
         self.copied: Event | None = None
         self.written: Event | None = None
         self.block: StreamedBlock
-        self._views: dict[int, list[torch.Tensor]] = {}
-        self._flats: dict[int, tuple[torch.Tensor, list[int]]] = {}
-        """By address: the layer's part of a ring buffer, and the addresses of its views."""
-        self._fetched_versions: list[int] = []
+        self._places: dict[int, _Place] = {}
+        """By address."""
+        self._lent = flat
+        self._bound_versions: list[int] = []
         self._read_outside: set[ParameterView] = set()
         nan = torch.full((), torch.nan, dtype=layer.dtype, device=device)
         self._unbound = [nan.expand(view.parameter.shape) for view in layer.views]
@@ -87,8 +98,8 @@ class StreamedWeights(LayerWeights):
 
     def forget_views(self) -> None:
         """Drop the views of buffers that are freed."""
-        self._views.clear()
-        self._flats.clear()
+        self._places.clear()
+        self._lent = self.flat_bytes
 
     def leave_ring(self) -> None:
         self.forget_views()
@@ -100,47 +111,66 @@ class StreamedWeights(LayerWeights):
             self.bind(self._home)
 
     def unbind(self) -> None:
-        """Bind the parameters to a NaN on the device, while another block uses the buffer.
+        """Bind the parameters to a NaN on the device, while another block uses the buffer, or a graph the block.
 
         A read that bypasses the ring then shows. The parameters are not bound to RAM, because that is another device:
         autograd would make new gradient accumulators, and add gradients of a block used twice in another order.
         """
-        self.bind(self._unbound)
+        if self.bound is not self._unbound:
+            self.bind(self._unbound)
 
-    def fetched(self) -> None:
-        self._fetched_versions = self._present_versions()
+    @property
+    def _is_bound_to_vram(self) -> bool:
+        return self.bound is not self._home and self.bound is not self._unbound
 
     def leaves_vram(self) -> None:
-        """Save weights that the model itself wrote in VRAM since the fetch, as layers with a max-norm do."""
-        if self._present_versions() != self._fetched_versions:
+        """Save weights that the model itself wrote in VRAM, as layers with a max-norm do."""
+        if self._is_bound_to_vram and self._present_versions() != self._bound_versions:
             self.save(self.layer.views)
 
     def save(self, views: Sequence[ParameterView]) -> None:
         """Copy the parameters of `views`, written in VRAM, to RAM. Does nothing if the parameters are bound to RAM."""
-        if self.bound is self._home or self.bound is self._unbound:
+        if not self._is_bound_to_vram:
             return
         self.begin_write()
         with unwatched():
             for view in views:
                 self.flat[view.elements].copy_(view.parameter.data.reshape(-1))
-        self.fetched()  # so that `leaves_vram` does not write again, possibly after another rank has begun to step
+        # So that `leaves_vram` does not write again, possibly after another rank has begun to step.
+        self._bound_versions = self._present_versions()
 
     def bind_to_vram(self, memory: torch.Tensor) -> None:
         """Bind the parameters to `memory`: uint8, the layer's part of a ring buffer."""
+        views = self._place(memory).views
+        if self.bound is not views:
+            self.bind(views)
+            self._bound_versions = self._present_versions()
+
+    def lend(self, memory: torch.Tensor) -> None:
+        """Let `copy_to` read `memory`: uint8, the layer's part of a ring buffer. The parameters are not bound to it,
+        but leave RAM, because autograd expects their gradients on their device.
+        """
+        self._lent = self._place(memory).flat
+        if self.bound is self._home:
+            self.unbind()
+
+    def _place(self, memory: torch.Tensor) -> _Place:
         address = memory.data_ptr()
-        if address not in self._views:
+        if address not in self._places:
             with torch.inference_mode(False):  # autograd refuses tensors made in inference mode
                 flat = memory.view(self.layer.dtype)
-                views = self._views[address] = self.tensors(flat)
-            self._flats[address] = flat, list(map(torch.Tensor.data_ptr, views))
-        if self.bound is not self._views[address]:
-            self.bind(self._views[address])
+                views = self.tensors(flat)
+            self._places[address] = _Place(flat, views, list(map(torch.Tensor.data_ptr, views)))
+        return self._places[address]
 
     def copy_to(self, flat: torch.Tensor) -> None:
+        if self.bound is self._unbound and self.block.lent and self.block.ring.computes_with(self.block):
+            flat.copy_(self._lent)
+            return
         addresses = list(map(torch.Tensor.data_ptr, self.parameters))
-        source, known = self._flats.get(addresses[0], (flat, []))
-        if addresses == known:
-            flat.copy_(source)
+        place = self._places.get(addresses[0])
+        if place is not None and addresses == place.addresses:
+            flat.copy_(place.flat)
         else:  # code of the model has exchanged `.data`
             super().copy_to(flat)
 
@@ -160,7 +190,7 @@ class StreamedWeights(LayerWeights):
 
     def is_viewed(self) -> bool:
         """Whether other tensors share the VRAM that the parameters are bound to."""
-        if self.bound is self._home or self.bound is self._unbound:
+        if not self._is_bound_to_vram:
             return False
         counts = [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in self.bound]
         return max(counts) > _own_users()
@@ -222,6 +252,8 @@ class StreamedWeights(LayerWeights):
                 f"a weight of {self.layer.name!r} was used outside its block's forward, while the engine keeps it in "
                 "RAM: call the block, read the weight before or after the step, or train with Placement(weights='vram')"
             )
+        else:
+            ring.use(self.block)  # it may have run as a graph
 
     def changed(self) -> None:
         super().changed()
@@ -271,6 +303,7 @@ class StreamedBlock:
         recomputed: a recomputation in this backward may still hold views of the block's buffer.
         lost: the buffer went to another block while such views existed.
         guarded: touching a parameter of the block uses the block.
+        lent: the last use was by copy, so the parameters are not bound to the buffer.
         buffer: holds the block, or None.
         num_updates: number of updates of each layer.
     """
@@ -278,7 +311,7 @@ class StreamedBlock:
     def __init__(self, layers: Sequence[StreamedWeights], ring: WeightRing) -> None:
         self.layers: Sequence[StreamedWeights] = layers
         self.ring = ring
-        self.recomputed = self.lost = self.guarded = False
+        self.recomputed = self.lost = self.guarded = self.lent = False
         self.buffer: _Buffer | None = None
         self.num_updates = [0] * len(layers)
         for layer in layers:
@@ -303,7 +336,7 @@ class StreamedBlock:
             )
         if not by_copy:
             self.recomputed = self.ring.in_backward
-        self.ring.use(self)
+        self.ring.use(self, by_copy=by_copy)
 
     def is_viewed(self) -> bool:
         return self.recomputed and any(layer.is_viewed() for layer in self.layers)
@@ -399,16 +432,18 @@ class WeightRing:
         self._successor: dict[tuple[bool, StreamedBlock], StreamedBlock] = {}
         self._num_uses = 0
 
-    def use(self, block: StreamedBlock) -> None:
-        """Have `block` in VRAM, bind its parameters, and prefetch the block that followed it last time."""
+    def use(self, block: StreamedBlock, *, by_copy: bool = False) -> None:
+        """Have `block` in VRAM, bind its parameters, and prefetch the block that followed it last time.
+
+        by_copy: a graph reads a copy. The parameters are not bound, and in backward stay guarded.
+        """
         current = self._current
-        if block.guarded:
-            self._release_guarded(block)
         if current is not None and current.block is block:
+            if (block.lent or block.guarded) and not by_copy:
+                self._bind(block)
             return
-        if (own := block.buffer) is not None and block in self._own:
-            for layer, memory in own.parts(block):
-                layer.bind_to_vram(memory)
+        if block in self._own and block.buffer is not None:
+            self._bind(block)
             return
         for layer in block.layers:
             layer.wait()
@@ -418,14 +453,26 @@ class WeightRing:
         self._waits.delay(buffer.arrived, began=left)
         self._num_uses += 1
         buffer.last_use, buffer.released, buffer.reads_on, self._current = self._num_uses, None, False, buffer
-        for layer, memory in buffer.parts(block):
-            layer.bind_to_vram(memory)
+        block.lent = by_copy
+        if by_copy:
+            for layer, memory in buffer.parts(block):
+                layer.lend(memory)
+        else:
+            self._bind(block)
         following = self._successor.get((self.in_backward, block))
         if following is not None and following.buffer is None and following.ready():
             self.fetch(following)
 
+    def _bind(self, block: StreamedBlock) -> None:
+        if block.guarded:
+            self._release_guarded(block)
+        assert block.buffer is not None
+        block.lent = False
+        for layer, memory in block.buffer.parts(block):
+            layer.bind_to_vram(memory)
+
     def computes_with(self, block: StreamedBlock) -> bool:
-        """Whether the block is the last one used, with its parameters bound to VRAM."""
+        """Whether the block is the last one used."""
         return self._current is not None and self._current.block is block
 
     def holds(self, block: StreamedBlock) -> bool:
@@ -581,7 +628,7 @@ class WeightRing:
             self._empty(buffer)
             buffer.memory.view(torch.float32).fill_(torch.nan)
         buffer.released = record_compute(self.device, timing=True)
-        if self.in_backward:
+        if self.in_backward and not left.guarded:
             self._guard(left)
         return buffer.released
 
@@ -599,7 +646,6 @@ class WeightRing:
         buffer.block, block.buffer = block, buffer
         for layer in block.layers:
             layer.copied = buffer.arrived
-            layer.fetched()
         return buffer
 
     def _least_needed(self) -> _Buffer:

@@ -337,7 +337,12 @@ class ForwardHooks:
         weights: Sequence[LayerWeights],
         settle: weakref.WeakMethod[Callable[[], None]],
         external_writes: ExternalWrites,
+        reads_copies: Callable[[nn.Module], bool],
     ) -> None:
+        """`reads_copies`: whether a module's forward reads copies of the weights, or calls `LayerWeights.use` before it
+        reads them.
+        """
+        self._reads_copies = reads_copies
         self._model: nn.Module | None = model
         self._weights, self._settle, self._external_writes = weights, settle, external_writes
         self._order_of_use: dict[LayerWeights, int] = {}
@@ -374,10 +379,11 @@ class ForwardHooks:
 
         def ask(module: nn.Module, args: Any) -> None:
             _check_not_traced()
+            by_copy = self._reads_copies(module)
             for weight in self._waiting_for.get(module, ()):
                 self._ran.add(module)
                 self._order_of_use.setdefault(weight, len(self._order_of_use))
-                weight.use()
+                weight.use(by_copy=by_copy)
                 self._external_writes.release(weight.layer)
                 if (tracing := trace.active()) is not None:
                     tracing.reaches_layer(weight.layer.name)

@@ -247,12 +247,15 @@ class Stack(nn.Module):
         self.arguments: dict[str, Any] = {}
         self.order = [0, 1, 2]
         self.num_without_gradients = 0
+        self.after: dict[int, Callable[[torch.Tensor], Any]] = {}
+        """Called with the output of a block."""
 
     def forward(self, size: tuple[int, int]) -> torch.Tensor:
         x = torch.linspace(-1, 1, size[0] * size[1] * 8).view(*size, 8).to(self.blocks[0].up.weight.dtype)
         for index in self.order:
             with torch.no_grad() if index < self.num_without_gradients else nullcontext():
                 x = self.blocks[index](x, **self.arguments)
+            self.after.get(index, lambda _: None)(x)
         return x.float().square().mean()
 
 
@@ -762,6 +765,67 @@ def test_a_graph_copies_streamed_weights_from_where_the_parameters_are() -> None
         block.register_forward_pre_hook(look)
         engine((2, 3))
     assert found == [True, True]
+
+
+def in_a_hook_before(model: Stack, read: Callable[..., None]) -> None:
+    model.blocks[1].register_forward_pre_hook(read)
+
+
+def in_a_hook_after(model: Stack, read: Callable[..., None]) -> None:
+    model.blocks[1].register_forward_hook(read, prepend=True)
+
+
+def in_a_wrapped_forward(model: Stack, read: Callable[..., None]) -> None:
+    block: Any = model.blocks[1]
+    own = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        read()
+        return own(*args, **kwargs)
+
+    block.forward = forward
+
+
+def between_blocks(model: Stack, read: Callable[..., None]) -> None:
+    model.after = {1: read}
+
+
+def in_backward(model: Stack, read: Callable[..., None]) -> None:
+    """Before and after the block's backward."""
+    model.after = {at: lambda x: x.register_hook(read) for at in (0, 1)}
+
+
+READERS = [in_a_hook_before, in_a_hook_after, in_a_wrapped_forward, between_blocks, in_backward]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+def test_other_code_reads_the_newest_streamed_weights_beside_a_graph(
+    reader: Callable[..., None], activations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs read copies, and parameters are not bound to the ring's memory until other code reads them."""
+
+    def run(placement: Placement) -> tuple[Trained, list[torch.Tensor]]:
+        model, found = Stack(), []
+
+        def read(*_: Any) -> None:
+            found.append(cast(Any, model.blocks[1]).up.weight.detach().clone())
+
+        def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
+            for step in range(5):
+                if step == 3:
+                    reader(model, read)
+                yield engine((2, 3))
+
+        return train_by(model, forwards, placement), found
+
+    trained, found = run(Placement(weights="ram", activations=activations))
+    assert trained[2] == 6
+    monkeypatch.setattr(facts_graphs, "device_types", set())
+    expected, seen = run(Placement(activations=activations))
+    assert trained[0] == expected[0]
+    assert len(found) == len(seen) >= 2
+    assert all(map(torch.equal, found, seen))
 
 
 class Scales(Block):

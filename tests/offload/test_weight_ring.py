@@ -228,9 +228,9 @@ def test_blocks_are_fetched_ahead_and_not_twice(device: str, monkeypatch: pytest
     asked_late: list[bool] = []
     real = WeightRing.use
 
-    def use(self: WeightRing, block: StreamedBlock) -> None:
+    def use(self: WeightRing, block: StreamedBlock, **how: bool) -> None:
         asked_late.append(not self.holds(block))
-        real(self, block)
+        real(self, block, **how)
 
     fetched: list[StreamedBlock] = []
     fetch = WeightRing.fetch
