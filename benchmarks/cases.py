@@ -403,7 +403,7 @@ CASES: dict[str, Case] = {
     "llama-3b-1x131072-40": _llama("long", 1, 131_072, 40, engines=("offloadkit",)),
     "llama-8b-1x131072-77": _llama("long", 1, 131_072, 77, "llama-3.1-8b", engines=("offloadkit",)),
     "qwen3-moe-6b-1x131072-24": _llama("long", 1, 131_072, 24, "qwen3-moe-6b", engines=("offloadkit",)),
-    "lora-llama-8b-1x131072-24": _llama("long", 1, 131_072, 24, "llama-3.1-8b", engines=("offloadkit-lora",)),
+    "lora-llama-8b-1x131072-28": _llama("long", 1, 131_072, 28, "llama-3.1-8b", engines=("offloadkit-lora",)),
     **{
         f"{model}-{rows}x1024-h200": _llama(
             "largest", rows, 1024, 138, model, ram=120, precision="tiny", engines=("offloadkit",)

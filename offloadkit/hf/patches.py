@@ -398,7 +398,7 @@ def _with_parameters(module: nn.Module, kind: type[nn.Module], tensors: Mapping[
 def _is_experts(module: nn.Module) -> bool:
     """Whether `module` has the weights of all experts in 3-D parameters, and transformers chooses its forward."""
     draws = any(isinstance(each, nn.Dropout) for each in module.modules())
-    return hasattr(module, "_is_expert_parallel") and not draws and any(True for _ in module.parameters())
+    return hasattr(module, "is_concatenated") and not draws and any(True for _ in module.parameters())
 
 
 def _experts(
@@ -418,7 +418,8 @@ def _experts(
     """
     given = (hidden_states, *routing)
     is_usual = not named and len(given) == 3 and all(isinstance(each, Tensor) and each.dim() == 2 for each in given)
-    is_usual &= not (autocasts(hidden_states.device.type) or torch.compiler.is_compiling() or self._is_expert_parallel)
+    is_parallel = getattr(self, "_is_expert_parallel", False)  # older versions of transformers have no such attribute
+    is_usual &= not (autocasts(hidden_states.device.type) or torch.compiler.is_compiling() or is_parallel)
 
     @cache
     def tensors() -> list[Tensor]:

@@ -146,7 +146,7 @@ def experts(model_type: str) -> Any:
 def layer_of_experts(model_type: str, dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
     """The experts of one layer, and their arguments."""
     model = tiny(model_type, **EXPERTS)
-    layer = next(each for each in model.modules() if hasattr(each, "_is_expert_parallel"))
+    layer = next(each for each in model.modules() if hasattr(each, "is_concatenated"))
     draw = torch.Generator().manual_seed(0)
     for weight in layer.parameters():
         weight.data = (torch.randn(weight.shape, generator=draw) / weight.shape[-1] ** 0.5).to(dtype)
