@@ -390,6 +390,7 @@ CASES: dict[str, Case] = {
             ("1.5b", "qwen2.5-1.5b", 16, None),
             ("3b", "qwen2.5-3b", 8, None),
             ("7b", "qwen2.5-7b", 16, None),
+            ("7b-77", "qwen2.5-7b", 16, 77),  # an H100's memory
             ("7b-24", "qwen2.5-7b", 16, 24),
         )
     },
