@@ -172,12 +172,12 @@ def phase(name: str, peaks: Peaks, device: torch.device) -> Iterator[None]:
     statistics at both ends.
     """
     here = _Phase(name, peaks, device)
-    _note(device)
+    restart_peaks(device)
     open_phases.append(here)
     try:
         yield
     finally:
-        _note(device)
+        restart_peaks(device)
         open_phases.remove(here)
 
 
@@ -192,11 +192,6 @@ def peak_reserved_bytes(device: torch.device) -> int:
     return max(torch.cuda.max_memory_reserved(device), _highest_reserved.get(device.index or 0, 0))
 
 
-def restart_peaks(device: torch.device) -> None:
-    """Reset torch's peak statistics, after recording them in the open phase."""
-    _note(device)
-
-
 def forget_peak(device: torch.device) -> None:
     """Reset `peak_reserved_bytes` and torch's peak statistics, after recording them in the open phase."""
     if device.type == "cuda":
@@ -204,7 +199,8 @@ def forget_peak(device: torch.device) -> None:
         _highest_reserved.pop(device.index or 0, None)
 
 
-def _note(device: torch.device) -> None:
+def restart_peaks(device: torch.device) -> None:
+    """Reset the system's and torch's peak statistics, after recording them in the open phase."""
     inner = open_phases[-1] if open_phases else None
     peak = hardware.restart_peak_ram()
     if inner is not None:
