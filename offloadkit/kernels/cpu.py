@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ _NEWER = {"plan_seconds", "split", "round"}
 """Functions missing in older builds of the library."""
 SLICE = 1 << 18
 """Elements that torch splits or rounds at a time: temporaries in the caches are five times as fast."""
-_LEVELS = ("baseline", "avx2", "avx512")
+LEVELS = ("baseline", "avx2", "avx512")
 _NO_LIBRARY = (
     "offloadkit's C kernels are missing or do not load, so the CPU optimizer step runs on torch operations: the same "
     "result, 5 to 20 times slower. To build them, install a C compiler (gcc or clang) and reinstall offloadkit: "
@@ -115,22 +114,7 @@ def available() -> bool:
 def cpu_levels() -> list[str]:
     """Levels that this CPU supports, slowest first, of "baseline", "avx2", "avx512"; [] without the library."""
     library = c_library()
-    return [] if library is None else [name for i, name in enumerate(_LEVELS) if library.level_usable(i)]
-
-
-@contextmanager
-def forced_level(name: str) -> Iterator[None]:
-    """Force one level's kernels in this process, for tests. All levels are bit-equal. Raises ValueError for an
-    unsupported level.
-    """
-    library = c_library()
-    if library is None or name not in cpu_levels():
-        raise ValueError(f"level {name!r} is not one of this machine's: {cpu_levels()}")
-    library.force_level(_LEVELS.index(name))
-    try:
-        yield
-    finally:
-        library.force_level(-1)
+    return [] if library is None else [name for i, name in enumerate(LEVELS) if library.level_usable(i)]
 
 
 def default_num_threads(num_cores: int | None = None) -> int:

@@ -24,6 +24,7 @@ from tests.optim.states import (
     assert_same_bits,
     clone,
     flat,
+    forced_level,
     make_gradient,
     make_state,
     special_state,
@@ -46,7 +47,7 @@ def test_the_levels_are_those_that_the_processor_has() -> None:
 
 @pytest.fixture(params=cpu.cpu_levels() or [pytest.param("none", marks=needs_library)])
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    with cpu.forced_level(request.param):
+    with forced_level(request.param):
         yield request.param
 
 
@@ -309,13 +310,6 @@ def test_nothing_to_do_is_fine() -> None:
     cpu.optimizer_step(state, torch.zeros(0), [], 1.0)
     cpu.optimizer_step(state, torch.zeros(0), [Segment(0, 0, SCALARS)], 1.0)
     cpu.accumulate(torch.zeros(0), torch.zeros(0), add=True)
-
-
-@needs_library
-def test_a_level_this_cpu_cannot_run_is_refused() -> None:
-    assert cpu.cpu_levels()[0] == "baseline"
-    with pytest.raises(ValueError, match="'sve2' is not one of this machine's"), cpu.forced_level("sve2"):
-        pass
 
 
 def test_without_the_library_the_step_is_the_same_and_warns_once(without_library: None) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from offloadkit.facts.config import Precision
+from offloadkit.kernels import cpu
 from offloadkit.optim.reference import split_master
 from offloadkit.optim.table import OPTIMIZERS, FlatState, state_table
 from offloadkit.optim.table import PRECISIONS as KEPT
@@ -158,3 +162,15 @@ def assert_same_array_bits(actual: Tensor, expected: Tensor, name: str = "") -> 
         f"{name}: {int(differs.sum())} of {differs.numel()} elements differ, first at {int(differs.nonzero()[0])}: "
         f"{actual[differs][0].item()!r} and {expected[differs][0].item()!r}"
     )
+
+
+@contextmanager
+def forced_level(name: str) -> Iterator[None]:
+    """In this process, the C kernels of one level. `name`: one of `cpu.cpu_levels()`."""
+    library = cpu.c_library()
+    assert library is not None
+    library.force_level(cpu.LEVELS.index(name))
+    try:
+        yield
+    finally:
+        library.force_level(-1)

@@ -18,6 +18,7 @@ from tests.optim.states import (
     assert_same_array_bits,
     assert_same_bits,
     clone,
+    forced_level,
     make_gradient,
     make_state,
     special_state,
@@ -58,7 +59,7 @@ def test_it_steps_by_the_learning_rate_against_the_gradient() -> None:
 @pytest.mark.parametrize("level", cpu.cpu_levels())
 def test_the_c_kernel_gives_the_reference_s_bits(level: str) -> None:
     scalars = lion_scalars(step=1, **OPTIONS)
-    with cpu.forced_level(level):
+    with forced_level(level):
         for weights, gradients, place in product(DTYPES, DTYPES, ("master", "exp_avg")):
             state, gradient = special_state(weights, gradients, place, optimizer="lion")
             expected, segments = clone(state), [Segment(3, 700, scalars), Segment(900, 64, scalars)]

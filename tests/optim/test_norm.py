@@ -17,7 +17,7 @@ import torch
 from offloadkit.kernels import cpu
 from offloadkit.kernels.dispatch import block_sums
 from offloadkit.optim.norm import NORM_BLOCK, block_sums_reference, norm_blocks, sum_in_order
-from tests.optim.states import DTYPES, assert_same_array_bits, make_gradient
+from tests.optim.states import DTYPES, assert_same_array_bits, forced_level, make_gradient
 
 LEVELS = cpu.cpu_levels() or [pytest.param("none", marks=pytest.mark.skip(reason="the C kernel is not built"))]
 RANGES = [(3, 2 * NORM_BLOCK + 777), (140_000, 1), (140_001, 31), (140_032, 64), (140_100, 65), (141_000, NORM_BLOCK)]
@@ -25,7 +25,7 @@ RANGES = [(3, 2 * NORM_BLOCK + 777), (140_000, 1), (140_001, 31), (140_032, 64),
 
 @pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    with cpu.forced_level(request.param):
+    with forced_level(request.param):
         yield request.param
 
 
