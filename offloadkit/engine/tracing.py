@@ -524,26 +524,32 @@ def _traced(model: nn.Module, given: Call, loss_of: Callable[[Any], torch.Tensor
     args, kwargs = tree_map_only(torch.Tensor, on_meta, (given.args, dict(given.kwargs)))
     call = replace(given, args=args, kwargs=kwargs)
     known = [*model.parameters(), *model.buffers(), *call.tensors()]
-    counter = OpCounter(known, values, mask_is_full=call.masks_nothing or not masks)
-    stages = _Stages(counter)
+    stages = _Stages(OpCounter(known, values, mask_is_full=call.masks_nothing or not masks))
+    with _counted(model, dict(repeated_blocks(model)), stages):
+        output = model(*call.args, **call.kwargs)
+        loss = (loss_of or _loss_of)(output)
+        stages.end_of_forward()
+        del output
+        loss.backward()  # type: ignore[no-untyped-call]
+        stages.end_of_backward()
+    return MicroBatch(stages.in_order(), num_tokens(model, dict(call.kwargs)) or 0)
+
+
+@contextmanager
+def _counted(model: nn.Module, blocks: Mapping[str, nn.Module], stages: _Stages) -> Iterator[None]:
+    """Inside, operations count as those of stages, as on a GPU. Gradients are dropped."""
     with ExitStack() as undo:
         undo.callback(HostRandom().restore)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 undo.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)  # type: ignore[no-untyped-call]
-        for name, block in repeated_blocks(model):
+        for name, block in blocks.items():
             undo.enter_context(_followed(name, block, stages))
         undo.enter_context(AsOnGpu())
         undo.enter_context(_autocast_as_on_gpu())
-        undo.enter_context(counter)
-        with torch.enable_grad():
-            output = model(*call.args, **call.kwargs)
-            loss = (loss_of or _loss_of)(output)
-            stages.end_of_forward()
-            del output
-            loss.backward()  # type: ignore[no-untyped-call]
-            stages.end_of_backward()
-    return MicroBatch(stages.in_order(), num_tokens(model, dict(call.kwargs)) or 0)
+        undo.enter_context(stages.counter)
+        undo.enter_context(torch.enable_grad())
+        yield
 
 
 def trace_blocks(model: nn.Module, calls: Sequence[tuple[str, Call]], tokens: int) -> MicroBatch:
@@ -562,17 +568,7 @@ def trace_blocks(model: nn.Module, calls: Sequence[tuple[str, Call]], tokens: in
     def on_meta(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_meta else values.on_meta(tensor, is_mask=False)
 
-    with ExitStack() as undo:
-        undo.callback(HostRandom().restore)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                undo.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)  # type: ignore[no-untyped-call]
-        for name, _ in calls:
-            undo.enter_context(_followed(name, model.get_submodule(name), stages))
-        undo.enter_context(AsOnGpu())
-        undo.enter_context(_autocast_as_on_gpu())
-        undo.enter_context(stages.counter)
-        undo.enter_context(torch.enable_grad())
+    with _counted(model, {name: model.get_submodule(name) for name, _ in calls}, stages):
         for name, call in calls:
             args, kwargs = tree_map_only(torch.Tensor, on_meta, (call.args, dict(call.kwargs)))
             model.get_submodule(name)(*args, **kwargs)
