@@ -194,7 +194,7 @@ def config_of(model: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     if model.startswith("t5"):
-        preset = PRESETS["t5-small" if model == "t5-tiny" else model].config_values()
+        preset = PRESETS["t5-small" if model == "t5-tiny" else model].values
         tiny = _T5_TINY if model == "t5-tiny" else {}
         return AutoConfig.for_model("t5", **preset | tiny, dropout_rate=0.0)
     shape = dict(SHAPES[model])

@@ -22,13 +22,10 @@ class Preset:
 
     values: dict[str, Any]
 
-    def config_values(self) -> dict[str, Any]:
-        return dict(self.values)
-
     def config(self) -> PreTrainedConfig:
         from transformers import AutoConfig
 
-        return AutoConfig.for_model(self.model_type, **self.config_values())
+        return AutoConfig.for_model(self.model_type, **self.values)
 
 
 # -- T5

@@ -108,8 +108,8 @@ def test_preset_of_a_decoder_has_the_parameters_of_the_checkpoint(name: str) -> 
 
 
 def test_every_preset_is_checked_and_builds_whole() -> None:
-    checked = {PRESETS[name].config_values()["architectures"][0] for name in (*PARAMETERS, *DECODERS)}
-    assert checked == {preset.config_values()["architectures"][0] for preset in PRESETS.values()}
+    checked = {PRESETS[name].values["architectures"][0] for name in (*PARAMETERS, *DECODERS)}
+    assert checked == {preset.values["architectures"][0] for preset in PRESETS.values()}
     shapes = {str(PRESETS[name].values) for name in DECODERS}
     assert shapes == {str(preset.values) for preset in PRESETS.values() if preset.model_type != "t5"}
     source = resolve("llama-3.2-1b", init="random")

@@ -104,7 +104,7 @@ def t5_3b(
     from offloadkit.hf.patches import fuse_norms
     from offloadkit.hf.presets import PRESETS
 
-    config = T5Config(**PRESETS["t5-3b"].config_values(), dropout_rate=0.0, use_cache=False)
+    config = T5Config(**PRESETS["t5-3b"].values, dropout_rate=0.0, use_cache=False)
     config._attn_implementation = "eager"
     with torch.device("meta"):
         model = T5ForConditionalGeneration(config).bfloat16().train()
