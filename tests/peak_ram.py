@@ -1,6 +1,7 @@
 """Runs for tests of peak RAM, each in a fresh process.
 
-`python -m tests.peak_ram train|head FOLDER|WAY`, or `checkpoint FOLDER all|compact|weights large|small ram|disk`.
+`python -m tests.peak_ram train FOLDER folder|memory`, `head WAY`, or
+`checkpoint FOLDER all|compact|weights large|small ram|disk`.
 """
 
 from __future__ import annotations
@@ -33,13 +34,19 @@ def save(folder: str) -> None:
     LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(Path(folder) / "checkpoint")
 
 
-def train(folder: str) -> None:
-    """Print planned and measured bytes of a few steps of `finetune`; then [planned, measured] by phase."""
+def train(folder: str, where: str) -> None:
+    """Print planned and measured bytes of a few steps of `finetune`; then [planned, measured] by phase.
+
+    Args:
+        where: "folder": the model is read from `folder`/checkpoint. "memory": it was made before.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     import offloadkit
     from offloadkit.facts import hardware
 
     result = offloadkit.finetune(
-        Path(folder) / "checkpoint",
+        Path(folder) / "checkpoint" if where == "folder" else LlamaForCausalLM(LlamaConfig(**SHAPE)),
         [{"text": "a" * NUM_TOKENS}] * NUM_STEPS,
         tokenizer="byte",
         output_dir=Path(folder) / "output",

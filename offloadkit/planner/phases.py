@@ -52,20 +52,21 @@ def phases_of(
     work: MicroBatch | None,
     *,
     on_cpu: bool,
-    reads: bool = True,
+    held_bytes: int = 0,
     generating: int | None = None,
 ) -> tuple[Phase, ...]:
     """The phases in time order.
 
     Args:
         tiers: the training step's bytes (`layout.run_bytes`), with the same omissions.
-        reads: whether weights are read or initialised; False if the model is in memory.
+        held_bytes: RAM of a model in memory; 0: weights are read or initialised.
         generating: VRAM of keys, values and of weights that stream in training; None: keys and values of the longest
             rows of `work`.
 
     - Reading: all slabs are populated, then each layer is staged, in the working dtype, and copied to its place
       (`PlacedLayers.read`). On a GPU several layers are staged at once, in the RAM that the framework takes later.
-      Gradient buckets are allocated in the first backward.
+      Gradient buckets are allocated in the first backward. A model in memory is beside all of it; on the CPU, its
+      layers are freed one by one.
     - First step and training: the bytes of `tiers`. All buffers are allocated in the first step.
     - Evaluation: no gradients, and one stage's activations at a time. Its micro-batch may have more rows.
     - Generation: as evaluation, with keys and values of all blocks.
@@ -85,9 +86,11 @@ def phases_of(
     if on_cpu:
         built, forward, full = lasting - buckets, forward_bytes(work), framework + slabs + held_in_ram
         generates = forward + (cache_bytes(work) if generating is None else generating)
-        read = framework + slabs + max(built, _read_beside(layers, placements))
+        read, taken = (
+            framework + slabs + max(built, _read_beside(layers, placements, held)) for held in (0, held_bytes)
+        )
         found: dict[PhaseName, tuple[Any, Any]] = {
-            "reading": (built, read),
+            "reading": (built, taken),
             "first step": (lasting + held, full + lasting + held),
             "training": (lasting + held, full + lasting + held),
             "evaluation": (lasting + forward, full + lasting + forward),
@@ -97,8 +100,9 @@ def phases_of(
             "resuming": (built, read),
         }
     else:
-        on_gpu = PhasesOnGpu(layers, work, framework, reads=reads, generating=generating)
+        on_gpu = PhasesOnGpu(layers, work, framework, reads=not held_bytes, generating=generating)
         found = on_gpu.of(slabs, lasting, buckets, held=held, held_in_ram=held_in_ram, moved=moved)
+        found["reading"] = found["reading"][0], found["reading"][1] + held_bytes
     return tuple(Phase(name, *map(int, found[name])) for name in PHASES)
 
 
@@ -145,13 +149,17 @@ class PhasesOnGpu:
         }
 
 
-def _read_beside(layers: Sequence[LayerShape], placements: Sequence[Placement]) -> int:
-    """Without a GPU: peak bytes in addition to the slabs while layers are read one after the other."""
-    most = read = 0
+def _read_beside(layers: Sequence[LayerShape], placements: Sequence[Placement], held_bytes: int) -> int:
+    """Without a GPU: peak bytes in addition to the slabs while layers are read, or taken over from a model in memory,
+    one after the other. `held_bytes`: of that model, which each layer frees its share of.
+    """
+    most = read = taken = 0
+    numel = sum(layer.numel for layer in layers)
     for layer, where in zip(layers, placements, strict=True):
         read += layer.weight_bytes() if where.weights == "vram" else 0
         read += sum(layer.state_bytes().values()) if where.states == "vram" else 0
-        most = max(most, read + layer.weight_bytes())
+        most = max(most, read + (held_bytes * (numel - taken) // numel if held_bytes else layer.weight_bytes()))
+        taken += layer.numel
     return most
 
 
@@ -182,16 +190,18 @@ def _decoder(blocks: Sequence[Stage]) -> Iterator[Stage]:
     return (stage for stage in blocks if stage.block.rpartition(".")[0] in where)
 
 
-def differing(phases: Sequence[Phase], peaks: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+def differing(phases: Sequence[Phase], peaks: Mapping[str, Mapping[str, int]], *, held_bytes: int = 0) -> Iterator[str]:
     """Sentences on phases whose measured peak (`Telemetry.peaks`) differs from the plan by more than both 5 % and 0.5
     GiB. On a GPU reading may take `_LATE_FRAMEWORK_BYTES` more RAM: a step that was measured before has loaded them.
+    So may it take `held_bytes` of a model in memory: if its file is mapped, it is resident until all of it is read.
     """
     for phase in phases:
         for tier, planned in (("ram", phase.ram), ("vram", phase.vram)):
             took = peaks.get(phase.name, {}).get(tier)
             if took is None:
                 continue
-            loaded = _LATE_FRAMEWORK_BYTES if (phase.name, tier) == ("reading", "ram") and phase.vram else 0
+            is_reading = (phase.name, tier) == ("reading", "ram")
+            loaded = is_reading * (held_bytes + _LATE_FRAMEWORK_BYTES * bool(phase.vram))
             if max(planned - took, took - planned - loaded) > max(_TOLERANCE * planned, _TOLERATED_BYTES):
                 both = f"took {format_bytes(took)} of {tier.upper()}, {format_bytes(planned)} were planned"
                 yield f"memory: {phase.name} {both}"

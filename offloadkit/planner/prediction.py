@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from offloadkit.facts.calls import BY_CONFIG, WrittenCall
@@ -125,16 +125,14 @@ class Prediction:
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
         """Peak memory of each phase of a run, from reading the model to closing. Omits the same bytes as `tiers`."""
-        cache, held = self.basis.cache_bytes, self.basis.held_bytes
+        cache = self.basis.cache_bytes
         if cache is not None and self.generates_in_vram:
             cache += self._streamed_bytes
-        return tuple(
-            replace(each, ram=each.ram + held) if each.name == "reading" else each for each in self._phases(cache)
-        )
+        return self._phases(cache)
 
     def _phases(self, generating: int | None) -> tuple[Phase, ...]:
         args = self.layers, self.placements, self.accumulation, self.tiers, self.basis.work
-        return phases_of(*args, on_cpu=self.on_cpu, reads=not self.basis.held_bytes, generating=generating)
+        return phases_of(*args, on_cpu=self.on_cpu, held_bytes=self.basis.held_bytes, generating=generating)
 
     @cached_property
     def generates_in_vram(self) -> bool:

@@ -81,6 +81,17 @@ def test_of_a_model_in_memory_no_more_than_a_layer_is_staged() -> None:
     assert fewer == LAYERS[1].weight_bytes() - GIB
 
 
+def test_without_a_gpu_a_model_in_memory_is_freed_while_it_is_read() -> None:
+    """At first it is whole, beside the weights of one layer in place; at the end all weights are in place."""
+    made = make_plan(LAYERS, OffloadConfig(), work=WORK, hardware=replace(H200, device="cpu"))
+    alone, one = by_name(made)["reading"].ram, LAYERS[0].weight_bytes()
+    for held in (WEIGHTS, 2 * WEIGHTS):
+        phase = by_name(replace(made, basis=replace(made.basis, held_bytes=held)))["reading"]
+        assert phase.ram == alone - (WEIGHTS + one) + held + one
+    resuming = by_name(replace(made, basis=replace(made.basis, held_bytes=WEIGHTS)))["resuming"]
+    assert resuming == by_name(made)["resuming"]
+
+
 def test_without_a_gpu_everything_is_ram_and_activations_go_after_each_step() -> None:
     made = make_plan(LAYERS, OffloadConfig(), work=WORK, hardware=replace(H200, device="cpu"))
     phases = by_name(made)
@@ -112,6 +123,13 @@ def test_a_peak_is_named_if_it_is_not_what_was_planned(took: float, named: bool)
 def test_reading_on_a_gpu_may_begin_with_the_libraries_of_a_measured_step(vram: int, took: float, named: bool) -> None:
     said = list(differing([Phase("reading", vram, GIB)], {"reading": {"ram": int(took * GIB)}}))
     assert len(said) == named
+
+
+@pytest.mark.parametrize("took", [2.4, 2.6])
+def test_reading_may_take_the_file_of_a_model_in_memory(took: float) -> None:
+    phases, peaks = [Phase("reading", 0, GIB), Phase("saving", 0, GIB)], {"reading": {"ram": int(took * GIB)}}
+    assert len(list(differing(phases, peaks, held_bytes=GIB))) == (took > 2.5)
+    assert len(list(differing(phases, peaks | {"saving": {"ram": 2 * GIB}}, held_bytes=GIB))) == 1 + (took > 2.5)
 
 
 def test_a_larger_micro_batch_of_evaluation_counts() -> None:
