@@ -62,6 +62,10 @@ FIRST_RUNS = 128
 """Micro-batches in which blocks run eagerly, after a GPU was full with new lengths beside graphs of other lengths."""
 MOST_CHANGES = 3
 """A block whose attributes changed this often in succession is not captured any more."""
+RARELY = 128
+"""Graphs of blocks that ran in another order are captured anew `MOST_CHANGES` times, then once in so many forwards: a
+changed block is captured after the blocks that follow it.
+"""
 
 
 Take = Callable[[LayerWeights, list[torch.Tensor]], bool]
@@ -151,7 +155,7 @@ class BlockGraphs:
         self.recomputes_in_training_only = False
         self._of_module = {each.module: each for each in self._blocks}
         self._undo = replace_forwards({each.module: each.forward for each in self._blocks})
-        self._num_captures = self._num_disorders = self._generation = 0
+        self._num_captures = self._num_disorders = self._num_forwards = self._generation = 0
         self._waiting: list[weakref.ref[_Call]] = []
         self._unsealed: list[_Entry] = []
         self.num_calls = self.num_graphed = 0
@@ -244,8 +248,9 @@ class BlockGraphs:
         self.hooks_of_saved_tensors = _hooks_of_saved_tensors()
         self._num_first_runs = max(0, self._num_first_runs - 1)
         if not any(each.live for each in self._blocks):
-            if self._is_out_of_order and self._num_disorders < MOST_CHANGES:
-                self._num_disorders += 1
+            self._num_forwards += 1
+            if self._is_out_of_order and (self._num_disorders < MOST_CHANGES or self._num_forwards > RARELY):
+                self._num_disorders, self._num_forwards = self._num_disorders + 1, 0
                 self.release()
             self._seal()
         for block in self._blocks:

@@ -410,6 +410,23 @@ def test_a_block_that_changes_is_captured_again_or_runs_eagerly(
     assert_equals_eager(found, run, monkeypatch)
 
 
+def test_a_block_that_changes_now_and_then_runs_as_a_graph_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is captured after the blocks that follow it, so all are captured anew."""
+    monkeypatch.setattr(offload_graphs, "RARELY", 4)
+    model = Stack()
+    with OffloadEngine(model, OffloadConfig(working_dtype="fp32", placement=Placement()), device="cpu") as engine:
+        graphs = engine.placed.graphs
+        assert graphs is not None
+        for step in range(10 * (MOST_CHANGES + 3)):
+            if step % 10 == 5:
+                cast(Any, model.blocks[1]).drop.p = 0.1 + step / 100
+            num_before = graphs.num_graphed
+            engine.backward(engine((2, 3)))
+            engine.step()
+            if step % 10 == 4:
+                assert graphs.num_graphed - num_before == 3
+
+
 @pytest.mark.parametrize("placement", [PLACEMENTS[0], PLACEMENTS[1], PLACEMENTS[4]])
 def test_nothing_is_captured_after_the_second_step_of_a_shape(
     placement: Placement, monkeypatch: pytest.MonkeyPatch
