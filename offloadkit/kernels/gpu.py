@@ -63,8 +63,8 @@ def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
             some = blocks[first : first + BLOCKS_AT_ONCE]
             num_blocks = some.shape[0]
             rows = torch.empty(num_blocks * pieces * 32, dtype=torch.float64, device=gradient.device)
-            kernels.sum_rows_of_pieces[(num_blocks * pieces // at_once,)](gradient, some, rows, enable_fp_fusion=False)
-            kernels.sum_pieces_of_block[(num_blocks,)](rows, out[first : first + num_blocks], enable_fp_fusion=False)
+            _launch(kernels.sum_rows_of_pieces, num_blocks * pieces // at_once, gradient, some, rows)
+            _launch(kernels.sum_pieces_of_block, num_blocks, rows, out[first : first + num_blocks])
 
 
 def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
@@ -136,9 +136,40 @@ def launch_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment],
     with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
         for start, length, scalars, key, offset, _ in segments:
             if length > 0:
-                grid = (-(-length // (BLOCK * gpu_triton.ROWS)),)
+                num_programs = -(-length // (BLOCK * gpu_triton.ROWS))
                 random = _signed(key), _signed(key >> 32), offset
-                kernel[grid](*arrays, start, length, grad_scale, *scalars, *random, is_bf16, enable_fp_fusion=False)
+                _launch(kernel, num_programs, *arrays, start, length, grad_scale, *scalars, *random, is_bf16)
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+"""Compiled kernels by function, device and what Triton specializes them for."""
+
+
+def _launch(kernel: Any, num_programs: int, *arguments: Any) -> None:
+    """`kernel[(num_programs,)](*arguments, enable_fp_fusion=False)`, in less of Python's time: a kernel that was
+    compiled for arguments of the same kind is launched without Triton's search for it.
+
+    The first argument is a tensor on the current device.
+    """
+    key = kernel, arguments[0].device, *map(_kind, arguments)
+    if (compiled := _compiled.get(key)) is not None:
+        compiled[num_programs, 1, 1](*arguments)
+        return
+    compiled = kernel[(num_programs,)](*arguments, enable_fp_fusion=False)
+    if gpu_triton.LAUNCHES_TAKE_CONSTANTS and compiled is not None:  # Triton's interpreter returns nothing
+        _compiled[key] = compiled
+
+
+def _kind(argument: Any) -> Any:
+    """What Triton specializes a kernel for: a tensor's dtype and alignment, and the width and alignment of an integer
+    or that it is 1. Constants are True or False. Floating-point numbers are always fp32.
+    """
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, float):
+        return float
+    is_short = -(2**31) <= argument < 2**31
+    return is_short, argument % 16 == 0, argument == 1, isinstance(argument, bool)
 
 
 def _as_integers(array: Tensor) -> Tensor:

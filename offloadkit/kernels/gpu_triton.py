@@ -11,6 +11,8 @@ import triton.language as tl
 # mypy: ignore-errors
 
 
+LAUNCHES_TAKE_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
+"""Whether a compiled kernel takes all arguments of its function; earlier versions leave constants out."""
 ROWS = 4
 PRECISIONS = ("exact", "compact", "tiny")
 
