@@ -23,7 +23,7 @@ from offloadkit.doors.engines.work import RAGGED_STEPS, Work
 ROOT = Path(__file__).parent.parent
 WARMUP, STEPS = 6, 6
 """For every engine: layers that the plan moves between processors have settled after six steps."""
-MANY_MICRO_BATCHES, LONG_ROW, FEW_WARMUP, FEW_STEPS = 16, 65_536, 1, 2
+MANY_MICRO_BATCHES, LONG_ROW, FEW_WARMUP, FEW_STEPS = 16, 65_536, 0, 2
 """Warm-up and timed steps where a step has this many micro-batches or more, or rows of this many tokens or more."""
 ROUNDS = 3
 """Number of timings of each step with ragged rows."""
