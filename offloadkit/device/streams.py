@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
@@ -201,7 +201,8 @@ backends: dict[str, Backend] = {"cpu": _Immediate(), "cuda": _Cuda()}
 
 
 class BusyTime:
-    """Device seconds between pairs of events of one stream, summed once the events are done.
+    """Device seconds between pairs of events of one stream, summed once the events are done: `seconds` and `spans` ask
+    no event whether it is.
 
     Attributes:
         first, last: the start of the first pair and the end of the newest pair.
@@ -220,7 +221,7 @@ class BusyTime:
         self.first, self.last = self.first or began, ended
         self.num_bytes += num_bytes
         if len(self._pairs) % 256 == 0:  # keeps few events alive in a long window
-            self._fold()
+            self._fold(next((at for at, (_, end) in enumerate(self._pairs) if not end.done()), len(self._pairs)))
 
     def done(self) -> bool:
         return not self._pairs or self._pairs[-1][1].done()
@@ -230,18 +231,18 @@ class BusyTime:
             self._pairs[-1][1].synchronize()
 
     def seconds(self) -> float:
-        return sum(seconds for _, seconds in self.spans())
+        return sum(seconds for _, seconds in self._spans) + sum(end.seconds_since(began) for began, end in self._pairs)
 
     def spans(self) -> list[tuple[float, float]]:
-        """Finished pairs: (seconds from `first` to the start, duration in seconds)."""
-        self._fold()
+        """Of each pair: (seconds from `first` to the start, duration in seconds)."""
+        self._fold(len(self._pairs))
         return self._spans
 
-    def _fold(self) -> None:
-        while self._pairs and self._pairs[0][1].done():
-            began, ended = self._pairs.pop(0)
+    def _fold(self, num_done: int) -> None:
+        for began, ended in self._pairs[:num_done]:
             assert self.first is not None
             self._spans.append((began.seconds_since(self.first), ended.seconds_since(began)))
+        del self._pairs[:num_done]
 
 
 def seconds_of_any(times: Iterable[BusyTime]) -> float:
@@ -250,7 +251,10 @@ def seconds_of_any(times: Iterable[BusyTime]) -> float:
     Streams that copy in one direction share a copy engine, so a copy may wait between its own events while another copy
     runs; a sum would count those seconds twice.
     """
-    used = [(time.first, time.spans()) for time in times if time.first is not None]
+    busy = [time for time in times if time.first is not None]
+    if len(busy) == 1:
+        return busy[0].seconds()
+    used = [(cast(Event, time.first), time.spans()) for time in busy]
     spans: list[tuple[float, float]] = []
     for first, own in used:
         since = first.seconds_since(used[0][0])

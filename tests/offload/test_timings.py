@@ -103,6 +103,17 @@ def test_copies_of_two_streams_at_once_count_once() -> None:
     assert seconds_of_any([]) == 0
 
 
+def test_finished_work_is_not_asked_again_whether_it_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that takes as long as to ask for the seconds."""
+    one, other = BusyTime(), BusyTime()
+    one.add(At(1.0), At(3.0))
+    other.add(At(2.0), At(4.0))
+    assert one.done()
+    monkeypatch.delattr(Event, "done")
+    assert one.seconds() == seconds_of_any([other]) == 2
+    assert seconds_of_any([one, other]) == 3
+
+
 def test_evaluation_between_steps_is_in_no_step() -> None:
     config = OffloadConfig(learning_rate=1e-3, placement=Placement(weights="ram"))
     with OffloadEngine(TinyLM(), config, device="cpu") as engine:
