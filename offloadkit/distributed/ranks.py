@@ -219,15 +219,15 @@ class Group:
 
     def _connect(self, most_ctas: int) -> None:
         torch.cuda.empty_cache()  # NCCL allocates outside of torch's cache
-        before = hardware.vram_outside_bytes(self._device)
+        before = hardware.own_vram_outside_bytes(self._device)
         self._disconnect()
-        self._took_vram(min(0, hardware.vram_outside_bytes(self._device) - before))
+        self._took_vram(min(0, hardware.own_vram_outside_bytes(self._device) - before))
         counted = self._received.copy()
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         if most_ctas:
             options.config.max_ctas = most_ctas
-        before = hardware.vram_outside_bytes(self._device)
+        before = hardware.own_vram_outside_bytes(self._device)
         self._between_devices = dist.new_group(backend="nccl", timeout=self._timeout, pg_options=options)
         piece = CONNECTING_BYTES // self.size
         cuts = [at * piece for at in range(self.size + 1)]
@@ -240,7 +240,7 @@ class Group:
             torch.cuda.synchronize(self._device)
         del sent, received
         torch.cuda.empty_cache()
-        took = hardware.vram_outside_bytes(self._device) - before
+        took = hardware.own_vram_outside_bytes(self._device) - before
         self._took_vram(min(took, _most_library_bytes(self.size)))
         self._received, self._most_ctas = counted, most_ctas
 
@@ -510,7 +510,9 @@ _ENDED = "died or raised an error: look at that, and resume from a checkpoint"
 
 
 def _most_library_bytes(num_ranks: int) -> int:
-    """Upper bound of NCCL's VRAM: twice the planned bytes. Growth beyond it comes from another process."""
+    """Upper bound of NCCL's VRAM: twice the planned bytes. Growth beyond it comes from another process, where NVML does
+    not tell them apart.
+    """
     return 2 * (NCCL_BYTES + (min(num_ranks, GPUS_PER_HOST) - 2) * NCCL_BYTES_EACH)
 
 

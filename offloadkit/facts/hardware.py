@@ -369,7 +369,7 @@ def vram_context_bytes(device: torch.device, *, growth_bytes: int = 0) -> int:
         return 0
     index = device.index or 0
     outside = vram_outside_bytes(device)
-    if (own := _context_by_nvml(device, outside)) is not None:
+    if (own := _context_by_nvml(device, outside, library_bytes[index])) is not None:
         return own + growth_bytes
     known = library_bytes[index]
     rest = max(0, outside - known)
@@ -379,12 +379,20 @@ def vram_context_bytes(device: torch.device, *, growth_bytes: int = 0) -> int:
     return min(rest + growth_bytes, least + LOADED_LATER_BYTES) + known
 
 
-def _context_by_nvml(device: torch.device, outside: int) -> int | None:
+def own_vram_outside_bytes(device: torch.device) -> int:
+    """`vram_outside_bytes` without other processes, if NVML has a plausible figure."""
+    outside = vram_outside_bytes(device)
+    own = _context_by_nvml(device, outside, 0)
+    return outside if own is None else own
+
+
+def _context_by_nvml(device: torch.device, outside: int, known: int) -> int | None:
+    """`known`: VRAM of communication libraries, which is part of it."""
     own = nvml.process_bytes(device)
     if own is None:
         return None
     context = own - torch.cuda.memory_reserved(device)
-    return context if library_bytes[device.index or 0] + _MIN_CONTEXT_BYTES <= context <= outside else None
+    return context if known + _MIN_CONTEXT_BYTES <= context <= outside else None
 
 
 def note_loaded_libraries(device: torch.device) -> None:
@@ -398,7 +406,10 @@ def note_loaded_libraries(device: torch.device) -> None:
 def context_of_another_time(device: torch.device, num_bytes: int) -> int:
     """`num_bytes`, the context that an earlier process measured, or less if another process's VRAM was part of it."""
     index = device.index or 0
-    if index not in _loaded_bytes or _context_by_nvml(device, vram_outside_bytes(device)) is not None:
+    if (
+        index not in _loaded_bytes
+        or _context_by_nvml(device, vram_outside_bytes(device), library_bytes[index]) is not None
+    ):
         return num_bytes
     _loaded_bytes[index] = min(_loaded_bytes[index], num_bytes)
     return min(num_bytes, _loaded_bytes[index] + LOADED_LATER_BYTES)

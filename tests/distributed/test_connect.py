@@ -13,7 +13,7 @@ import torch.distributed as dist
 from offloadkit.device import streams
 from offloadkit.distributed import ranks as ranks_module
 from offloadkit.distributed.ranks import Group
-from offloadkit.facts import hardware
+from offloadkit.facts import hardware, nvml
 from offloadkit.facts.fitted import NCCL_BYTES, NCCL_BYTES_EACH
 from tests.distributed.pool import RankPool
 
@@ -116,6 +116,20 @@ def once(taken: int) -> Any:
     return with_library(taken, connects_once)
 
 
+def beside_a_neighbour() -> Any:
+    """NVML counts 500 MiB more of this process once its GPUs are connected; the GPU has 2,000 MiB less."""
+
+    def connects(ranks: Group, library: Library) -> int:
+        def own_bytes(_: Any) -> int:
+            return (700 + 500 * (len(library.made) - len(library.destroyed))) * MIB
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nvml, "process_bytes", own_bytes)
+            return connects_once(ranks, library)
+
+    return with_library(2000 * MIB, connects)
+
+
 def apart() -> Any:
     return with_library(0, wants_another_number)
 
@@ -131,6 +145,10 @@ def test_ranks_connect_once_for_a_number_of_thread_blocks(ranks: RankPool) -> No
 def test_what_another_process_takes_meanwhile_is_not_the_ranks(ranks: RankPool) -> None:
     (first, *_), _ = ranks.run(2, again, taken=10_000 * MIB)
     assert first[2] == 2 * NCCL_BYTES
+
+
+def test_nvml_tells_what_another_process_takes_from_the_ranks(ranks: RankPool) -> None:
+    assert ranks.run(2, beside_a_neighbour) == [500 * MIB] * 2
 
 
 def test_more_ranks_of_a_host_may_take_more(ranks: RankPool) -> None:

@@ -47,6 +47,8 @@ class Offloadkit(Engine):
             figures |= {"planned_range": made.step_range, "python_spread": work and work.python_spread}
         if made.bound is not None:
             figures["bound_seconds"] = made.bound.step
+        if context := hardware.vram_context_bytes(self._model.device):
+            figures["VRAM of context"] = context
         if taken := hardware.library_bytes[self._model.device.index or 0]:
             figures["VRAM of NCCL"] = taken
         return {
