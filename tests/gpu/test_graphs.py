@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import combinations
 from typing import Any, cast
 
 import pytest
@@ -42,6 +43,24 @@ def test_graphs_train_the_bits_of_eager_blocks(
     found = run()
     assert found[2] >= 2 * 3 * 2  # forward and backward, three blocks, two lengths
     assert_equals_eager(found, run, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_without_deterministic_mode_graphs_are_as_near_to_eager_runs_as_these_are(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, data = {"t5": t5, "llama": llama}[kind], batches(kind, 8, "cuda", length=96)
+
+    def run(device_types: set[str]) -> Any:
+        monkeypatch.setattr(facts_graphs, "device_types", device_types)
+        return train(make(**SIZES[kind]), data, Placement(), device="cuda", working_dtype="bf16")
+
+    def apart(one: Any, other: Any) -> float:
+        return max(float((weight - other[1][name]).abs().max()) for name, weight in one[1].items())
+
+    graphed, eager = run({"cuda"}), [run(set()) for _ in range(3)]
+    assert graphed[2] > 0
+    assert min(apart(graphed, each) for each in eager) <= 2 * max(apart(*pair) for pair in combinations(eager, 2))
 
 
 _sleep: Any = torch.cuda._sleep
