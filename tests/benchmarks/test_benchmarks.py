@@ -314,6 +314,19 @@ def test_a_new_row_makes_the_documents_stale() -> None:
         report.filled("<!-- figures:nothing -->\n<!-- /figures -->", ROWS)
 
 
+def test_the_newest_row_of_a_case_takes_the_place_of_its_older_rows_in_the_score() -> None:
+    def score(rows: list[Row]) -> list[tuple[int, int]]:
+        planned = report.planned_rows(rows)
+        names = (report.GRAPHED, report.NEWEST)
+        return [report.planned_right(planned[name], "planned_seconds", "seconds", report.WITHIN) for name in names]
+
+    (right, every), (right_of_newest, newest) = score(ROWS)
+    row = next(each for each in report.planned_rows(ROWS)[report.NEWEST] if each["case"] == "w3")
+    assert abs(row["planned_seconds"] / row["seconds"] - 1) < report.WITHIN
+    assert score([*ROWS, row | {"seconds": 9.87}]) == [(right, every + 1), (right_of_newest - 1, newest)]
+    assert score([*ROWS, row | {"seconds": 9.87, "case": "w1"}])[1] == (right_of_newest, newest + 1), "of another GPU"
+
+
 def test_the_readme_is_read_in_four_minutes() -> None:
     assert len(report.README.read_text().split()) <= 900
 
