@@ -340,6 +340,12 @@ def _help(plan: Prediction) -> Iterator[str]:
             if less > _MIN_SAVED * plan.total_bytes(tier):
                 saves += f" would save {saved} of {TIERS[tier]}"
             yield f"{saves}: {_faster(other, step / other.seconds.step)}"
+    if plan.basis.config.compile_blocks:
+        other = replanned(plan, compile_blocks=False)
+        assert other.seconds is not None
+        if other.is_graphed and step / other.seconds.step >= _MIN_SPEEDUP:
+            faster = _faster(other, step / other.seconds.step)
+            yield f"without compile_blocks, blocks would run as CUDA graphs: {faster}"
     yield from _help_of_gpus(plan)
 
 

@@ -82,7 +82,17 @@ def test_plans_without_graphs(options: Any) -> None:
     plan = planned(**options)
     assert plan.graphs is None
     assert GRAPHS not in plan.tiers["vram"]
-    assert "CUDA graphs" not in plan.details() + plan.explain()
+    assert "CUDA graphs" not in plan.details()
+    assert "blocks run" not in plan.explain()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_compiled_plan_says_that_graphs_would_be_faster(compiled: bool) -> None:
+    passes = {"forward": Pass(num_operations=100), "backward": Pass(num_operations=200)}
+    work = MicroBatch(tuple(stage(f"block.{index}", **passes) for index in range(4)), 640)
+    config = OffloadConfig(placement=IN_VRAM, compile_blocks=compiled)
+    text = make_plan(LAYERS, config, work=work, hardware=H200).explain()
+    assert ("without compile_blocks, blocks would run as CUDA graphs: " in text) is compiled
 
 
 def test_where_the_vram_does_not_suffice_blocks_run_eagerly() -> None:
