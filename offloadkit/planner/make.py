@@ -274,28 +274,21 @@ def _search(
     layers: tuple[LayerShape, ...], basis: Basis, work: MicroBatch, hardware: Hardware, *, graphed: bool = False
 ) -> Search:
     config = basis.config
-    beside = tuple(at for model in basis.frozen_models for at in model.layers)
-    generating = basis.cache_bytes if basis.generates else None
-    how = config.activation_checkpointing, config.compile_blocks, graphed, generating, beside
-    return _kept_search(layers, work, hardware, config.gradient_accumulation, basis.frozen_bytes, *how)
+    return _kept_search(
+        layers,
+        work,
+        hardware,
+        config.gradient_accumulation,
+        frozen_bytes=basis.frozen_bytes,
+        all_recomputed=config.activation_checkpointing,
+        compiled=config.compile_blocks,
+        graphed=graphed,
+        generating=basis.cache_bytes if basis.generates else None,
+        beside=tuple(at for model in basis.frozen_models for at in model.layers),
+    )
 
 
-@lru_cache(maxsize=4)
-def _kept_search(
-    layers: tuple[LayerShape, ...],
-    work: MicroBatch,
-    hardware: Hardware,
-    accumulation: int,
-    frozen_bytes: int,
-    all_recomputed: bool,
-    compiled: bool,
-    graphed: bool,
-    generating: int | None,
-    beside: tuple[int, ...],
-) -> Search:
-    options: dict[str, Any] = {"all_recomputed": all_recomputed, "compiled": compiled, "graphed": graphed}
-    options |= {"generating": generating, "beside": beside}
-    return Search(layers, work, hardware, accumulation, frozen_bytes=frozen_bytes, **options)
+_kept_search = lru_cache(maxsize=4)(Search)
 
 
 def _room(config: OffloadConfig, budgets: Mapping[str, int], hardware: Hardware) -> tuple[int, int, int]:
