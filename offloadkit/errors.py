@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,17 @@ def shown(value: object) -> str:
     except Exception:  # repr of a user's object, a deeply nested list or an integer of 4,300 digits may fail
         return f"a {type(value).__name__} that cannot be written out"
     return cut(text, 200)
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """End of a message about `name`: the known name that is spelled most like it; "" if none is.
+
+    `cutoff`: least likeness, from 0 to 1.
+    """
+    import difflib
+
+    near = difflib.get_close_matches(name, list(known), 1, cutoff)
+    return f"; did you mean {shown(near[0])}?" if near else ""
 
 
 def warn_once(message: str, stacklevel: int = 2) -> None:

@@ -5,17 +5,16 @@ docs/from-deepspeed.md shows the table.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from offloadkit.errors import ConfigError, shown
+from offloadkit.errors import ConfigError, did_you_mean, shown
 from offloadkit.facts.config import DynamicLossScale, OffloadConfig, Placement
 from offloadkit.facts.files import path_of, read_json
 
@@ -451,15 +450,10 @@ def _leaves(section: dict[str, Any], prefix: str, where: str) -> Iterator[tuple[
         elif name in KEYS:
             yield name, value
         else:
-            near = _nearest(name, {*KEYS, *_SECTIONS})
+            near = did_you_mean(name, {*KEYS, *_SECTIONS}, cutoff=0.8)
             if prefix or near:
                 raise ConfigError(f"{where}: no key {shown(name)}{near}")
             _warn(f"{where}: {shown(name)} is not a key of DeepSpeed, and is ignored")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.8)
-    return f"; did you mean {shown(near[0])}?" if near else ""
 
 
 def _asks(value: Any) -> bool:

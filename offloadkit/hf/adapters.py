@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from offloadkit.checkpoint.folder import read_object
-from offloadkit.errors import ConfigError, ModelError, cut, shown
+from offloadkit.errors import ConfigError, ModelError, cut, did_you_mean, shown
 from offloadkit.hf.load import Task
 from offloadkit.hf.options import check_lora
 from offloadkit.offload.unread import become, is_unread, make_real
@@ -108,17 +107,15 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
             for each, parameter in adapted.unload().named_parameters():
                 parameter.requires_grad_(trains[each])
             raise ConfigError(
-                f"{option} of the LoraConfig has {name!r}, which matches no {kind} of the {type(model).__name__}"
-                f"{_meant(name, known)}: correct or drop it"
+                f"{option} of the LoraConfig has {name!r}, which matches no {kind} of the {type(model).__name__}: "
+                f"correct or drop it{did_you_mean(name, _ends(known, name))}"
             )
     return adapted
 
 
-def _meant(name: str, names: Iterable[str]) -> str:
-    """The name of as many parts that is closest to `name`, in a question; "" if none is close."""
-    ends = dict.fromkeys(".".join(each.split(".")[-1 - name.count(".") :]) for each in names)
-    near = difflib.get_close_matches(name, ends, 1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+def _ends(names: Iterable[str], name: str) -> Iterable[str]:
+    """The ends of `names` that have as many parts as `name`."""
+    return dict.fromkeys(".".join(each.split(".")[-1 - name.count(".") :]) for each in names)
 
 
 def _listed(config: LoraConfig, option: str) -> set[str]:

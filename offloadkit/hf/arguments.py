@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from transformers.training_args import trainer_log_levels
 from transformers.utils import logging
 
 from offloadkit.distributed import world
-from offloadkit.errors import ConfigError, cut, shown
+from offloadkit.errors import ConfigError, cut, did_you_mean, shown
 from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.options import LEARNING_RATES, FinetuneOptions
@@ -83,12 +82,9 @@ INSTEAD = {
 """Name in other libraries or versions -> argument of `finetune` to suggest."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """End of an error message that suggests a known argument; "" if none is close."""
-    if name in INSTEAD:
-        return f"; did you mean {INSTEAD[name]}?"
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f"; did you mean {shown(near[0])}?" if near else ""
+def argument_meant(name: str, known: Iterable[str]) -> str:
+    """`did_you_mean` for an argument of `finetune`."""
+    return f"; did you mean {INSTEAD[name]}?" if name in INSTEAD else did_you_mean(name, known)
 
 
 def _order(options: FinetuneOptions) -> str:
@@ -114,7 +110,7 @@ def arguments_of_finetune(options: FinetuneOptions) -> Seq2SeqTrainingArguments:
         if name in signature(Trainer.__init__).parameters:
             raise ConfigError(f"finetune has no {name}: offloadkit.OffloadTrainer and OffloadSeq2SeqTrainer take it")
         ours = (field.name for field in fields(FinetuneOptions))
-        raise ConfigError(f"no argument {shown(name)}{did_you_mean(name, [*known, *ours])}")
+        raise ConfigError(f"no argument {shown(name)}{argument_meant(name, [*known, *ours])}")
     if given.get("resume_from_checkpoint"):  # the Trainer ignores this argument
         why = "resume=True (--resume) goes on from the newest checkpoint in output_dir"
         raise ConfigError(f"finetune does not take resume_from_checkpoint: {why}")

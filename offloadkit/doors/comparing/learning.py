@@ -82,13 +82,13 @@ def check_arguments(arguments: dict[str, Any], of_sweep: Iterable[str]) -> None:
 
     `of_sweep`: argument names of `sweep`, for spelling suggestions.
     """
-    from offloadkit.hf.arguments import argument_names, did_you_mean
+    from offloadkit.hf.arguments import argument_meant, argument_names
 
     own = {"output_dir", "max_steps", "epochs", "batch_size", "resume", "overwrite"}
     known = {*of_sweep, *inspect.signature(finetune).parameters, *argument_names()}
     for name, value in arguments.items():
         if name not in known:
-            raise ConfigError(f"sweep has no argument {name!r}{did_you_mean(name, known - own)}")
+            raise ConfigError(f"sweep has no argument {name!r}{argument_meant(name, known - own)}")
         if name in own:
             raise ConfigError(f"sweep sets {name} of finetune by itself: leave it out")
         try:
