@@ -77,9 +77,9 @@ def in_words(sample: Sample, task: str) -> str:
     return f"{shown}  (right)" if sample.correct else f"{shown}  (should be {_short(sample.target)!r})"
 
 
-def _short(text: str, longest: int = 60) -> str:
+def _short(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= longest else line[: longest - 1] + "…"
+    return line if len(line) <= 60 else line[:59] + "…"
 
 
 def share_correct(samples: list[Sample]) -> float:

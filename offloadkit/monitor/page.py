@@ -121,7 +121,7 @@ def step_chart(split: Parts, beside: Parts, ident: str) -> str:
     return chart(y, "Where a step's time went", f"{said}{meanwhile}", "".join(drawn), ident)
 
 
-def loss_chart(figures: Figures, ident: str, *, logarithmic: bool = False, height: int = 225) -> str:
+def loss_chart(figures: Figures, ident: str, *, logarithmic: bool = False) -> str:
     """Training loss and its running mean, and the evaluation losses, by step."""
     points, trend, evaluations = figures.loss_curve, figures.loss_trend, figures.evaluations
     losses = [loss for _, loss in (*points, *evaluations)]
@@ -131,6 +131,7 @@ def loss_chart(figures: Figures, ident: str, *, logarithmic: bool = False, heigh
     room = (high - low or abs(high) or 1.0) * 0.06
     low, high = low - room, high + room
     first, last = points[0][0], max(points[-1][0], points[0][0] + 1, *(step for step, _ in evaluations))
+    height = 225
     left, top, right, bottom = 58, 8, WIDTH - 8, height - 36
     across, down = (right - left) / (last - first), (bottom - top) / (high - low)
 

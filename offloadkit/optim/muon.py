@@ -109,14 +109,14 @@ PRODUCTS = 3
 """Matrix products of an iteration."""
 
 
-def newton_schulz_flops(rows: int, columns: int, steps: int = STEPS) -> int:
+def newton_schulz_flops(rows: int, columns: int) -> int:
     short, long = sorted((rows, columns))
-    return steps * (4 * short * short * long + 2 * short**3)
+    return STEPS * (4 * short * short * long + 2 * short**3)
 
 
-def newton_schulz_bytes(rows: int, columns: int, steps: int = STEPS) -> int:
+def newton_schulz_bytes(rows: int, columns: int) -> int:
     """Memory traffic of the operations between the products: the update is written, read for the norm, divided by the
     norm, and applied; every iteration copies it and the Gram matrix, because `addmm` adds to a copy.
     """
     numel, short = rows * columns, min(rows, columns)
-    return 10 * numel + steps * 4 * (numel + short**2)
+    return 10 * numel + STEPS * 4 * (numel + short**2)
