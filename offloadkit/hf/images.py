@@ -42,6 +42,7 @@ from offloadkit.hf.tokenize import (
 from offloadkit.hf.widths import PadToWidths, Widths, rounded_up, width_step
 
 if TYPE_CHECKING:
+    from datasets import Features
     from PIL.Image import Image
     from transformers import PreTrainedConfig
 
@@ -85,6 +86,7 @@ class GivenRows:
         self.messages, self._rows, self._table = messages, _in_memory(data), None
         if self._rows is None:
             self._table = load_dataset_like(data, split=split, columns=(messages, *FOR_TEMPLATES, *IMAGES))
+            self._json = _of_json(self._table.features, (messages, *FOR_TEMPLATES))
             self._table = self._table.with_format("arrow")
         names = (name for row in self._rows or () for name in row) if self._table is None else self._table.column_names
         self.names = tuple(dict.fromkeys(names))
@@ -95,8 +97,7 @@ class GivenRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self._table is None:
             return dict((self._rows or ())[index])
-        found: dict[str, Any] = self._table[index].to_pylist()[0]
-        return found
+        return self._decoded(self._table[index].to_pylist()[0])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Rows of messages, images and arguments of the chat template."""
@@ -106,11 +107,24 @@ class GivenRows:
         read = (self.messages, *FOR_TEMPLATES, *IMAGES)
         kept = self._table.select_columns([name for name in self.names if name in read])
         for table in kept.iter(batch_size=_AT_A_TIME):
-            yield from table.to_pylist()
+            yield from map(self._decoded, table.to_pylist())
+
+    def _decoded(self, row: dict[str, Any]) -> dict[str, Any]:
+        return row | dict(self._json.decode_example({name: row[name] for name in self._json}))
 
     def has_images(self) -> bool:
         is_possible = {self.messages, *IMAGES} & {*self.names}
         return bool(is_possible) and any(_has_image(row, self.messages) for row in self)
+
+
+def _of_json(features: Features, names: Sequence[str]) -> Features:
+    """Those of `names` that hold JSON, such as the arguments of tools, and no images, which are not to be decoded."""
+    from datasets import Features
+
+    written = {name: repr(features[name]) for name in names if name in features}
+    return Features(
+        {name: features[name] for name, said in written.items() if "Json(" in said and "Image(" not in said}
+    )
 
 
 def stream_has_images(data: Any, messages: str | None) -> bool:

@@ -341,15 +341,24 @@ def test_what_the_assistant_says_is_learned_and_no_place_of_an_image() -> None:
         assert (batch["labels"][batch["labels"] >= 0] == batch["input_ids"][batch["labels"] >= 0]).all()
 
 
-def test_the_template_writes_the_tools_of_a_row() -> None:
-    data = [{**row, "tools": [{"name": f"colour{at}"}] if at < 2 else None} for at, row in enumerate(rows(3))]
+@pytest.mark.parametrize("as_table", [False, True])
+def test_the_template_writes_the_tools_of_a_row(as_table: bool) -> None:
+    tools = [[{"name": "colour", "of": {"red": 1}}], [{"name": "size", "of": {"width": "px"}}], None]
+    data: Any = [{**row, "tools": given} for row, given in zip(rows(3), tools, strict=True)]
+    if as_table:
+        names = {"messages": [], "images": []} | {"tools": tools}
+        names["images"] = [[part["image"] for part in row["messages"][0]["content"][:1]] for row in data]
+        for row in data:
+            texts = [{"role": each["role"], "content": each["content"][-1]["text"]} for each in row["messages"]]
+            names["messages"].append(texts)
+        data = datasets.Dataset.from_dict(names, on_mixed_types="use_json")
     model, processor = FAMILIES["qwen"]()
     processor.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + processor.chat_template
     how: dict[str, Any] = {"max_input_length": None, "column_options": BY_NAME}
     found = prepare_images(data, None, processor, model.config, torch.float32, **how)[0]
-    whole = [processor.tokenizer.decode(found.collator([row])["input_ids"][0]) for row in found.dataset]
-    assert [text.startswith('[{"name": "colour') for text in whole] == [True, True, False]
-    assert "colour1" in whole[1]
+    texts = [processor.tokenizer.decode(found.collator([row])["input_ids"][0]) for row in found.dataset]
+    for text, given in zip(texts, tools, strict=True):
+        assert text.split("<|im_start|>")[0] == (json.dumps(given) if given else "")
 
 
 def test_an_image_in_an_answer_is_not_learned() -> None:
