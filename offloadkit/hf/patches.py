@@ -285,8 +285,7 @@ def change_feed_forwards(model: nn.Module, *, kernels: bool) -> Callable[[], Non
 def _feed_forward(self: Any, hidden_states: Tensor, *, kernels: bool) -> Tensor:
     into = self.gate_proj, self.up_proj
     whole = partial(_whole_feed_forward, kernels=kernels)
-    tiled = _tiled(self, hidden_states, into, self.down_proj, self.act_fn, whole, kernels=kernels)
-    return whole(self, hidden_states) if tiled is None else tiled
+    return _tiled(self, hidden_states, into, self.down_proj, self.act_fn, whole, kernels=kernels)
 
 
 def _whole_feed_forward(self: Any, hidden_states: Tensor, *, kernels: bool) -> Tensor:
@@ -306,8 +305,7 @@ def _joint_feed_forward(self: Any, hidden_states: Tensor, *, kernels: bool) -> T
     """`_feed_forward` with one matrix for gate and up."""
     into = (self.gate_up_proj,)
     whole = partial(_whole_joint_feed_forward, kernels=kernels)
-    tiled = _tiled(self, hidden_states, into, self.down_proj, self.activation_fn, whole, kernels=kernels)
-    return whole(self, hidden_states) if tiled is None else tiled
+    return _tiled(self, hidden_states, into, self.down_proj, self.activation_fn, whole, kernels=kernels)
 
 
 def _whole_joint_feed_forward(self: Any, hidden_states: Tensor, *, kernels: bool) -> Tensor:
@@ -333,20 +331,20 @@ def _tiled(
     whole: Callable[[Any, Tensor], Tensor],
     *,
     kernels: bool,
-) -> Tensor | None:
-    """The layer in tiles if the rows of `x` are long; None if they are not, or if a projection, or the base of LoRA's
-    adapters, is no plain linear layer in the dtype of `x`, such as one with hooks.
+) -> Tensor:
+    """The layer in tiles if the rows of `x` are long. It is computed by `whole` if they are not, or if a projection, or
+    the base of LoRA's adapters, is no plain linear layer in the dtype of `x`, such as one with hooks.
     """
     features = getattr(back, "in_features", 0)
     if not feed_forward_kernel.is_long(x, features) or not _is_known(activation) or autocasts(x.device.type):
-        return None
+        return whole(self, x)
     matrices = *into, back
     bases = [each.get_base_layer() if _has_lora(each) else each for each in matrices]
     if not all(map(_is_plain, bases)):
-        return None
+        return whole(self, x)
     weights, biases = [each.weight for each in bases], [each.bias for each in bases]
     if not all(each is None or each.dtype == x.dtype in feed_forward_kernel.DTYPES for each in (*weights, *biases)):
-        return None
+        return whole(self, x)
     if bases == list(matrices):
         name = _ACTIVATIONS[type(activation).__name__]
         return feed_forward_kernel.gated_feed_forward(x, weights[:-1], weights[-1], biases, name, kernels=kernels)
