@@ -309,6 +309,15 @@ def exchange_class(model: Stack) -> None:
     model.blocks[1].drop.__class__ = Doubles
 
 
+def exchange_dict(model: Stack) -> None:
+    model.blocks[1].drop.__dict__ = {**vars(model.blocks[1].drop), "p": 0.25}
+
+
+def exchange_dict_of_tensors(model: Stack) -> None:
+    own = vars(model.blocks[1])
+    model.blocks[1].__dict__ = {**own, "_buffers": {name: each + 1 for name, each in own["_buffers"].items()}}
+
+
 def set_argument(model: Stack) -> None:
     model.arguments["scale"] = 0.5
 
@@ -372,7 +381,9 @@ CHANGES: list[tuple[Callable[[Stack], Any], str]] = [
     (exchange_buffer, "a parameter, buffer or module of Block changed"),
     (exchange_memory, "the memory of a buffer changed"),
     (exchange_forward, "Dropout.forward changed"),
-    (exchange_class, "the class of a module in it changed"),
+    (exchange_class, "the class or the __dict__ of a module in it changed"),
+    (exchange_dict, "the class or the __dict__ of a module in it changed"),
+    (exchange_dict_of_tensors, "the class or the __dict__ of a module in it changed"),
     (set_argument, "an argument changed"),
     (give_a_tensor, "an argument changed"),
     (choose_kernels, "a setting of torch changed"),
