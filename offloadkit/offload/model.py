@@ -20,7 +20,6 @@ from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.facts.graphs import FIRST_TORCH, has_graphs, may_capture, torch_is_too_old
 from offloadkit.facts.hardware import trim_heap
 from offloadkit.offload.compile import compile_blocks
-from offloadkit.offload.dict_versions import Uncounted
 from offloadkit.offload.external_writes import ExternalWrites, refuse_to_empty, unwatched
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.graphs import BlockGraphs
@@ -267,7 +266,7 @@ class PlacedModel:
         """While open: forward builds a graph and does not use the key/value cache."""
         saved_tensors = nullcontext() if self.layers.weight_ring is None else self.layers.weight_ring.saved_tensors()
         graphed = nullcontext() if self.graphs is None else self.graphs.in_forward()
-        with self._waits.during("forward"), Uncounted(without_caches(self.caching)), saved_tensors, graphed:
+        with self._waits.during("forward"), without_caches(self.caching), saved_tensors, graphed:
             try:
                 yield
             except BaseException:

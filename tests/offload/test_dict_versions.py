@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -12,13 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from offloadkit.device.graphs import _Function
-from offloadkit.engine.engine import OffloadEngine
-from offloadkit.facts import graphs as facts_graphs
-from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload import dict_versions
-from offloadkit.offload.dict_versions import COUNTED, COUNTED_TOGETHER, UnchangedContainers, Uncounted
-from tests.graphs import batches, t5
+from offloadkit.offload.dict_versions import COUNTED, UnchangedContainers
 
 Change = Callable[[nn.Module], Any]
 
@@ -54,18 +48,16 @@ def dicts_of(module: nn.Module) -> list[Any]:
     return [vars(module), module._parameters, module._buffers, module._modules, up._buffers]
 
 
-@pytest.mark.parametrize(("is_counted", "together"), [(COUNTED, COUNTED_TOGETHER), (COUNTED, False), (False, False)])
+@pytest.mark.parametrize("is_counted", [COUNTED, False])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_value_is_found_in_each_later_call(
-    change: Change, is_counted: bool, together: bool, monkeypatch: pytest.MonkeyPatch
+    change: Change, is_counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dict_versions, "COUNTED", is_counted)
-    monkeypatch.setattr(dict_versions, "COUNTED_TOGETHER", together)
     module = Module()
     for _ in range(50):  # so that the interpreter specializes writes of attributes
         write(module, module.factor)  # type: ignore[arg-type]
     dicts = UnchangedContainers(dicts_of(module))
-    assert dicts.first_changed() is None
     assert dicts.first_changed() is None
     change(module)
     assert dicts.first_changed() is not None
@@ -94,54 +86,3 @@ def test_tables_that_are_no_dicts_are_compared() -> None:
     assert dicts.first_changed() is None
     table["factor"] = 2.0
     assert dicts.first_changed() == 0
-
-
-@contextmanager
-def changed(module: Module) -> Iterator[None]:
-    before, module.factor = module.factor, 2.0
-    yield
-    module.factor = before
-
-
-def looks_at_dicts(monkeypatch: pytest.MonkeyPatch) -> list[UnchangedContainers]:
-    own, found = UnchangedContainers._versions_now, list[UnchangedContainers]()
-
-    def look(self: UnchangedContainers) -> list[int]:
-        found.append(self)
-        return own(self)
-
-    monkeypatch.setattr(UnchangedContainers, "_versions_now", look)
-    return found
-
-
-def test_dicts_are_looked_at_only_if_one_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, other = Module(), Module()
-    dicts = UnchangedContainers([*dicts_of(module), *dicts_of(other)])
-    with Uncounted(changed(other)):
-        assert dicts.first_changed() is not None
-        dicts = UnchangedContainers([*dicts_of(module), *dicts_of(other)])
-        assert dicts.first_changed() is None
-    looks = looks_at_dicts(monkeypatch)
-    for _ in range(2):
-        with Uncounted(changed(other)):
-            assert dicts.first_changed() is None
-    assert (not looks) == COUNTED_TOGETHER
-    with Uncounted(changed(other)):
-        write(module, 3.0)
-        assert dicts.first_changed() == 0
-    assert looks
-
-
-@pytest.mark.skipif(not COUNTED_TOGETHER, reason="torch counts writes together on Python 3.12")
-def test_no_step_looks_at_the_dicts_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts_graphs, "device_types", {"cpu"})
-    looks = looks_at_dicts(monkeypatch)
-    config = OffloadConfig(working_dtype="fp32", placement=Placement())
-    with OffloadEngine(t5().train(), config, device="cpu") as engine:
-        for batch in batches("t5", 10)[::2]:
-            looks.clear()
-            engine.backward(engine(**batch).loss)
-            engine.step()
-            if engine.placed.graphs is not None and engine.placed.graphs.num_graphs():
-                monkeypatch.setattr(_Function, "replay", lambda self: None)  # on the CPU it runs the block's own code
-    assert not looks
