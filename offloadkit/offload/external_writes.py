@@ -38,6 +38,8 @@ _register_hook: Any = torch.Tensor.register_post_accumulate_grad_hook
 _get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _requires_grad: Any = torch.Tensor.requires_grad
 _grad: Any = torch.Tensor.grad
+grad_of: Any = _grad.__get__
+"""A parameter's gradient, past the Python properties of watched and guarded parameters, in `unwatched`."""
 
 
 class WatchedLayer(Protocol):

@@ -29,7 +29,7 @@ from offloadkit.device.streams import CopyStream, Waits, record_compute
 from offloadkit.distributed.ranks import Group, Solo
 from offloadkit.errors import EngineStateError, ModelError
 from offloadkit.kernels.dispatch import block_sums
-from offloadkit.offload.external_writes import Watched, unwatched
+from offloadkit.offload.external_writes import Watched, grad_of, unwatched
 from offloadkit.offload.gradient_buffers import Buckets, NormSums, RamSums
 from offloadkit.offload.layer_gradient import LayerGradient, Stage, runs
 from offloadkit.offload.layers import ParameterView
@@ -157,7 +157,7 @@ class Gradients:
             return False
         with unwatched():  # the ring may guard them
             for each in weights.parameters:
-                if each.grad is not None or not each.requires_grad or has_hooks(each):
+                if grad_of(each) is not None or not each.requires_grad or has_hooks(each):
                     return False
         weights.check_held(weights.layer.views[0])  # they leave VRAM together
         layer.received.update(range(len(gradients)))
