@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.ragged import SHORTEST_SHARE
 from offloadkit import (
     FinetuneResult,
     OffloadConfig,
@@ -29,7 +30,7 @@ from offloadkit import (
     finetune,
 )
 from offloadkit.device.process_memory import DeviceMemory
-from offloadkit.doors.engines.work import SHORTEST_SHARE, Work, plain_model
+from offloadkit.doors.engines.work import Work, plain_model
 from offloadkit.facts import hardware
 from offloadkit.facts.telemetry import Telemetry
 from offloadkit.optim.table import DTYPES

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.ragged import steps_of
 from benchmarks.sub_models import AnyModel, AnyPlain
 from offloadkit.deepspeed.process import building
 from offloadkit.device.process_memory import VramCap
@@ -14,7 +15,7 @@ from offloadkit.doors.engines import worker
 from offloadkit.doors.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, Engine, EngineFactory
 from offloadkit.doors.engines.ours import Offloadkit
 from offloadkit.doors.engines.plain import Baseline
-from offloadkit.doors.engines.work import Batch, Work, lazy_model, plain_model, random_steps
+from offloadkit.doors.engines.work import Batch, Work, lazy_model, plain_model
 from offloadkit.engine.engine import OffloadEngine
 from offloadkit.errors import ConfigError
 from offloadkit.facts.config import OffloadConfig
@@ -159,7 +160,7 @@ class Lora(Offloadkit):
             vram=None if device.type == "cpu" else work.vram,
             ram=work.ram,
         )
-        self._model = OffloadEngine(model, config, device=device, example=random_steps(work, device)[0][0])
+        self._model = OffloadEngine(model, config, device=device, example=steps_of(work, device)[0][0])
 
 
 class Peft(Baseline):

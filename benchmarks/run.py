@@ -16,9 +16,10 @@ from typing import Any
 
 from benchmarks import table
 from benchmarks.cases import CASES, ENGINES, Case, EngineSetup, config_of
+from benchmarks.ragged import RAGGED_STEPS, steps_of
 from benchmarks.table import BY_WIDTH, Row
 from offloadkit.doors.engines.timing import BY_LEANER_PLAN
-from offloadkit.doors.engines.work import RAGGED_STEPS, Work
+from offloadkit.doors.engines.work import Work
 
 ROOT = Path(__file__).parent.parent
 WARMUP, STEPS = 6, 6
@@ -181,7 +182,8 @@ def measure_here(task: dict[str, Any]) -> dict[str, Any]:
         from benchmarks.peer_engines import ENGINES as FACTORIES
         from offloadkit.doors.engines import worker
 
-        row = worker.measured(work, FACTORIES[name])
+        steps = None if work.mask == "full" else steps_of(work, hardware.default_device())
+        row = worker.measured(work, FACTORIES[name], steps)
     machine = dict(hardware.describe_machine(hardware.default_device()))
     versions = {name: version(name) for name in ("torch", "transformers", "deepspeed", "torchao", "roundpipe", "peft")}
     versions["offloadkit"] = __version__  # a checkout need not be installed

@@ -15,9 +15,10 @@ from benchmarks import plans, report, run, same_script, table
 from benchmarks.cases import CASES, ENGINES, GIB, config_of
 from benchmarks.doors import DOORS
 from benchmarks.peer_engines import ENGINES as RUN
+from benchmarks.ragged import RAGGED_STEPS, steps_of
 from benchmarks.rank_cases import RANK_CASES
 from benchmarks.table import Row
-from offloadkit.doors.engines.work import IGNORED_LABEL, RAGGED_STEPS, Work, num_tokens, random_steps, width
+from offloadkit.doors.engines.work import IGNORED_LABEL, Work, num_tokens, random_steps, width
 from offloadkit.offload.graphs import MOST_KINDS
 
 ROWS = table.read()
@@ -203,7 +204,7 @@ def test_every_case_has_engines_and_a_model_that_are_known() -> None:
 def test_ragged_rows_are_sorted_masked_and_padded_as_in_finetune(tmp_path: Path, model: str) -> None:
     config_of(model).save_pretrained(tmp_path)
     work = Work(str(tmp_path), batch_size=4, input_length=128, target_length=32, accumulation=2, mask="ragged")
-    steps = random_steps(work, torch.device("cpu"))
+    steps = steps_of(work, torch.device("cpu"))
     assert [len(step) for step in steps] == [2] * RAGGED_STEPS
     tokens, lengths = 0, []
     for step in steps:

@@ -17,7 +17,6 @@ from offloadkit.facts.units import parse_bytes
 from offloadkit.hf.load import auto_class_of, build, completed, draw_lazily, infer_task
 from offloadkit.hf.patches import choose_attention, fuse
 from offloadkit.hf.source import resolve
-from offloadkit.hf.widths import LEAST_STEP, Widths, choose_widths, is_compute_bound, width_step
 from offloadkit.offload.compile import compile_blocks
 from offloadkit.offload.unread import become, is_unread, leave_unread
 from offloadkit.optim.table import DTYPES
@@ -30,12 +29,6 @@ TINY = "t5-tiny"
 
 NUM_SPECIAL_IDS = 3
 """Special ids from 0 (padding, end, unknown in most vocabularies), which are not drawn."""
-SHORTEST_SHARE = 4
-"""The shortest ragged row is the longest row divided by this."""
-RAGGED_STEPS = 12
-"""Distinct ragged steps; training cycles through them."""
-_WINDOW_STEPS = 50
-"""Steps whose rows are sorted together, as in HuggingFace's length-grouped sampler."""
 IGNORED_LABEL = -100
 
 Batch = dict[str, torch.Tensor]
@@ -67,7 +60,7 @@ class Work:
     warmup: int = 2
     seed: int = 0
     mask: Literal["full", "ragged"] = "full"
-    """"ragged": rows of a quarter to all of the length, sorted and padded as in `finetune`, with an attention mask."""
+    """"ragged": of several lengths, with a mask that the plan does not know."""
     compiled: bool = False
     """Use `torch.compile` on repeated blocks of offloadkit and the baseline."""
     disk: str | None = None
@@ -196,78 +189,26 @@ def _drawn(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def random_steps(work: Work, device: torch.device) -> list[list[Batch]]:
-    """A list of steps, each a list of micro-batches; training cycles through the steps.
+    """One step of random tokens, a list of micro-batches.
 
-    input_ids and labels are int64 [batch_size, width]. Full work has one step. Ragged work has `RAGGED_STEPS` steps,
-    evenly spaced in a window of rows sorted by input length as in HuggingFace's sampler, longest first. Ragged batches
-    have attention_mask, int64 of the inputs' shape, and label -100 at padding. Widths match `finetune`'s. The very
-    first row has the full lengths.
+    input_ids and labels are int64 [batch_size, length]; labels of a classifier are [batch_size].
     """
     config = config_of(work.model)
-    task = infer_task(config)
-    num_words = config.get_text_config().vocab_size
-    padding = config.get_text_config().pad_token_id or 0
+    task, num_words = infer_task(config), config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(work.seed)
 
-    def tokens(length: int) -> torch.Tensor:
-        return torch.randint(NUM_SPECIAL_IDS, num_words, (work.batch_size, length), generator=generator)
+    def drawn(first: int, end: int, *shape: int) -> torch.Tensor:
+        return torch.randint(first, end, (work.batch_size, *shape), generator=generator)
 
-    full = [(work.input_length, work.target_length)] * work.rows
-    steps, widths = [full], Widths((1, 1) if task == "seq2seq" else (1,))
-    if work.mask == "ragged":
-        drawn = _drawn_lengths(work, generator)
-        steps = _ragged_steps(work, drawn, generator)
-        widths = _widths(work, torch.tensor(drawn)[:, : len(widths.steps)].numpy())
-
-    def real(of_rows: list[int], width: int) -> torch.Tensor:
-        return torch.arange(width) < torch.tensor(of_rows)[:, None]
-
-    def batch(lengths: list[tuple[int, int]]) -> Batch:
-        inputs, targets = map(list, zip(*lengths, strict=True))
-        fitting = widths.fit([max(inputs), max(targets)][: len(widths.steps)])
-        there = mask = real(inputs, fitting[0])
-        ids = tokens(mask.shape[1])
-        found: Batch = {"input_ids": ids.masked_fill(~mask, padding)}
+    def batch() -> Batch:
+        ids = labels = drawn(NUM_SPECIAL_IDS, num_words, work.input_length)
         if task == "classification":
-            found["labels"] = torch.randint(config.num_labels or 2, (work.batch_size,), generator=generator)
+            labels = drawn(0, config.num_labels or 2)
         elif task == "seq2seq":
-            there = real(targets, fitting[1])
-            found["labels"] = tokens(there.shape[1]).masked_fill(~there, IGNORED_LABEL)
-        else:
-            found["labels"] = ids.masked_fill(~mask, IGNORED_LABEL)
-        if work.mask == "ragged":
-            found["attention_mask"] = mask.long()
-        return {name: tensor.to(device) for name, tensor in found.items()}
+            labels = drawn(NUM_SPECIAL_IDS, num_words, work.target_length)
+        return {"input_ids": ids.to(device), "labels": labels.to(device, copy=True)}
 
-    size = work.batch_size
-    return [[batch(rows[first : first + size]) for first in range(0, work.rows, size)] for rows in steps]
-
-
-def _drawn_lengths(work: Work, generator: torch.Generator) -> list[tuple[int, int]]:
-    def drawn(longest: int) -> list[int]:
-        shortest = max(1, longest // SHORTEST_SHARE)
-        size = (4 * work.rows * _WINDOW_STEPS,)
-        found: list[int] = torch.randint(shortest, longest + 1, size, generator=generator).tolist()
-        return [longest, *found[1:]]
-
-    return list(zip(drawn(work.input_length), drawn(work.target_length), strict=True))
-
-
-def _ragged_steps(work: Work, drawn: list[tuple[int, int]], generator: torch.Generator) -> list[list[tuple[int, int]]]:
-    from transformers.trainer_pt_utils import get_length_grouped_indices
-
-    window, grouped = work.rows * _WINDOW_STEPS, cast("Any", get_length_grouped_indices)
-    order = grouped([each for each, _ in drawn], work.rows, generator=generator)[:window]
-    firsts = [round(step * (_WINDOW_STEPS - 1) / (RAGGED_STEPS - 1)) * work.rows for step in range(RAGGED_STEPS)]
-    return [[drawn[at] for at in order[first : first + work.rows]] for first in firsts]
-
-
-def _widths(work: Work, lengths: Any) -> Widths:
-    steps = [width_step(column.mean(), column.max(), None) for column in lengths.T]
-    if is_compute_bound(model_to_plan(work.model), work.batch_size * lengths[:, 0].mean()):
-        return Widths(tuple(steps))
-    multiples = [min(step, LEAST_STEP) for step in steps]
-    return choose_widths(lengths, work.batch_size, "group_by_length", steps, multiples)
+    return [[batch() for _ in range(work.accumulation)]]
 
 
 def width(step: list[Batch]) -> int:
