@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from offloadkit.facts.calls import BY_CONFIG, WrittenCall
@@ -11,7 +11,7 @@ from offloadkit.facts.hardware import Hardware
 from offloadkit.planner.bound import Bound, bound_of
 from offloadkit.planner.graphs import Graphs
 from offloadkit.planner.layout import LayerShape, communicated_bytes
-from offloadkit.planner.phases import NEEDED, Phase, phases_of
+from offloadkit.planner.phases import NEEDED, Phase, cache_bytes, phases_of
 from offloadkit.planner.seconds import Seconds, step_range
 from offloadkit.planner.work import MicroBatch, Rows
 
@@ -126,9 +126,18 @@ class Prediction:
     def phases(self) -> tuple[Phase, ...]:
         """Peak memory of each phase of a run, from reading the model to closing. Omits the same bytes as `tiers`."""
         cache = self.basis.cache_bytes
-        if cache is not None and self.generates_in_vram:
-            cache += self._streamed_bytes
-        return self._phases(cache)
+        if cache is None:
+            return tuple(map(self._with_fewer_rows, self._phases(None)))
+        return self._phases(cache + self._streamed_bytes if self.generates_in_vram else cache)
+
+    def _with_fewer_rows(self, phase: Phase) -> Phase:
+        """Encoder-decoders generate for fewer rows at a time if the GPU is full (`hf.evaluate.predict`)."""
+        work, budget = self.basis.work, self.budgets.get("vram")
+        rows = work and (work.evaluation or work).rows
+        if phase.name != "generation" or not budget or phase.vram <= budget or not (rows and rows.target_length):
+            return phase
+        of_one_row = self._phases(cache_bytes(work) // rows.batch_size)
+        return replace(phase, vram=max(budget, *(each.vram for each in of_one_row if each.name == phase.name)))
 
     def _phases(self, generating: int | None) -> tuple[Phase, ...]:
         args = self.layers, self.placements, self.accumulation, self.tiers, self.basis.work

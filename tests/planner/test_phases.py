@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from offloadkit.facts.config import OffloadConfig, Placement
-from offloadkit.planner import LayerShape, MicroBatch, Plan, make_plan
+from offloadkit.planner import LayerShape, MicroBatch, Plan, Rows, make_plan
 from offloadkit.planner.layout import activations, choices, run_bytes
 from offloadkit.planner.phases import PHASES, READ_AHEAD_BYTES, Phase, differing
 from tests.planner.machines import GIB, H200, shape, stage
@@ -147,3 +147,18 @@ def test_a_larger_micro_batch_of_evaluation_counts() -> None:
     assert plans[6, True].total_bytes("vram") < plans[6, False].total_bytes("vram") - GIB
     assert plans[3, True].lacking()["vram"] > held - 3 * GIB
     assert "evaluation takes the most VRAM: a smaller per_device_eval_batch_size" in plans[3, True].explain()
+
+
+def test_encoder_decoders_generate_for_as_many_rows_as_fit() -> None:
+    read = tuple(replace(each, forward=replace(each.forward, read_key_bytes=2 * GIB)) for each in WORK.stages)
+    found = []
+    for rows in (Rows(64, 512, 128), Rows(64, 512, None)):
+        work = replace(WORK, stages=read, rows=rows)
+        for vram in (64, 24):
+            config = OffloadConfig(working_dtype="bf16", vram=vram * GIB, placement=IN_VRAM)
+            made = make_plan(LAYERS, config, work=work, hardware=H200)
+            assert made.fits
+            found.append(by_name(made)["generation"].vram)
+    whole, small, *of_one_row = found
+    assert whole > 24 * GIB == small
+    assert of_one_row[0] == of_one_row[1] < whole - 15 * GIB
