@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.ours import Ours
 from benchmarks.ragged import steps_of
 from benchmarks.sub_models import AnyModel, AnyPlain
 from offloadkit.deepspeed.process import building
 from offloadkit.device.process_memory import VramCap
 from offloadkit.doors.engines import worker
 from offloadkit.doors.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, Engine, EngineFactory
-from offloadkit.doors.engines.ours import Offloadkit
 from offloadkit.doors.engines.plain import Baseline
 from offloadkit.doors.engines.work import Batch, Work, lazy_model, plain_model
 from offloadkit.engine.engine import OffloadEngine
@@ -144,7 +144,7 @@ def _with_new_names(create_causal_mask: Callable[..., Any]) -> Callable[..., Any
     return created
 
 
-class Lora(Offloadkit):
+class Lora(Ours):
     """`OffloadEngine` with PEFT's adapters on a base of random weights, which are drawn layer by layer."""
 
     def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
@@ -186,6 +186,7 @@ def _draw_adapters(parameters: Any) -> None:
 
 
 ENGINES: dict[str, EngineFactory] = worker.ENGINES | {
+    "offloadkit": Ours,
     "lora": Lora,
     "any": AnyModel,
     "any-plain": AnyPlain,

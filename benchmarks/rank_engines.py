@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.ours import Ours
 from benchmarks.same_numbers import be_deterministic, sha256
 from offloadkit.device.process_memory import VramCap
 from offloadkit.doors.engines.deepspeed import Zero2, Zero3
 from offloadkit.doors.engines.engine import LEARNING_RATE, MAX_GRAD_NORM, Engine, EngineFactory
-from offloadkit.doors.engines.ours import Offloadkit
 from offloadkit.doors.engines.work import Batch, Work, plain_model, random_steps
 from offloadkit.offload.layers import repeated_blocks
 from offloadkit.planner import Dtype
@@ -145,7 +145,7 @@ class Zero2OnGpu(Zero2):
     offloads = False
 
 
-class Hashed(Offloadkit):
+class Hashed(Ours):
     """offloadkit with deterministic kernels. Its row adds the sha256 of all trained weights and the last gradient norm,
     and closes the engine."""
 
@@ -170,7 +170,7 @@ def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 ENGINES: dict[str, EngineFactory] = {
-    "offloadkit": Offloadkit,
+    "offloadkit": Ours,
     "hashed": Hashed,
     "fsdp2": Fsdp2,
     "ddp": Ddp,

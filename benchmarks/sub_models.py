@@ -22,10 +22,10 @@ from torch import nn
 
 from benchmarks import run
 from benchmarks.lora import line_of
+from benchmarks.ours import Ours
 from benchmarks.table import Row
 from offloadkit.doors.engines import worker
 from offloadkit.doors.engines.engine import LEARNING_RATE, MAX_GRAD_NORM
-from offloadkit.doors.engines.ours import Offloadkit
 from offloadkit.doors.engines.plain import Baseline
 from offloadkit.doors.engines.work import Batch, Work
 from offloadkit.engine.engine import OffloadEngine
@@ -74,7 +74,7 @@ def measured(work: Work, engine: str) -> dict[str, Any]:
     return worker.measured(work, made, steps, num_positions(steps[0][0], work))
 
 
-class AnyModel(Offloadkit):
+class AnyModel(Ours):
     """`OffloadEngine` with the batch as its example."""
 
     def __init__(self, work: Work, dtype: Dtype, device: torch.device) -> None:
