@@ -71,3 +71,23 @@ def with_the_rest(work: MicroBatch, held_bytes: int) -> MicroBatch:
     of_blocks = activations(work, ["checkpoint"] * len(work.stages)).vram
     rest = max(0, held_bytes - of_blocks)
     return replace(work, stages=(Stage("", Pass(), Pass(), rest, 0, 0, 0, rest, 0), *work.stages))
+
+
+def with_at_least(work: MicroBatch, held_bytes: int) -> MicroBatch:
+    """`work`, with what was measured beyond it in the backward of its last stage, the loss.
+
+    Args:
+        held_bytes: as for `with_the_rest`.
+    """
+    *others, last = work.stages
+    how = ["checkpoint" if stage.block else "keep" for stage in work.stages]
+
+    def grown(more: int) -> MicroBatch:
+        return replace(work, stages=(*others, replace(last, backward_peak_bytes=last.backward_peak_bytes + more)))
+
+    if activations(work, how).vram >= held_bytes:
+        return work
+    beside = (
+        activations(grown(held_bytes), how).vram - held_bytes
+    )  # what the last stage finds in VRAM, and takes itself
+    return grown(held_bytes - beside)

@@ -27,7 +27,7 @@ from offloadkit.device.process_memory import forget_peak
 from offloadkit.device.state_file import unfit_for_states
 from offloadkit.distributed.machine import measured_by, planning_ranks
 from offloadkit.distributed.ranks import SOLO, Group, Ranks, Solo
-from offloadkit.engine.block_calls import BlockCalls, with_the_rest
+from offloadkit.engine.block_calls import BlockCalls, with_at_least, with_the_rest
 from offloadkit.engine.checks import used_elsewhere
 from offloadkit.engine.python_time import blocks_called
 from offloadkit.engine.tracing import Call, trace_blocks, trace_micro_batch
@@ -66,6 +66,9 @@ class Outline:
     """RAM of the model until the engine has taken over all of it."""
     num_ranks: int = 1
     """Ranks that share the layers. `machine` is one rank's."""
+    lacks_forwards: bool = False
+    """Whether the run calls forwards that other code, such as TRL, has set on modules. Those of their classes are
+    traced."""
 
     def work(
         self, batch: Any, rows: Rows | None = None, loss_of: Callable[[Any], torch.Tensor] | None = None
@@ -170,21 +173,25 @@ def without_memory(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     copied = copy.deepcopy(model, memo)
-    ours = set(model.modules())
     for module in copied.modules():
         for hooks in hooks_of(module):
             hooks.clear()
-        if _calls_one_of(ours, vars(module).get("forward")):
-            del module.forward
+    for name in _with_set_forwards(model):
+        del copied.get_submodule(name).forward
     return copied
 
 
-def _calls_one_of(modules: set[nn.Module], forward: Any) -> bool:
-    """Whether a `forward` that was set on one module (as TRL does) holds a method of one of `modules`."""
-    cells = getattr(getattr(forward, "__func__", forward), "__closure__", None) or ()
-    held = (cell.cell_contents for cell in cells if cell != _EMPTY_CELL)
-    owners = (getattr(each, "__self__", None) for each in held)
-    return any(isinstance(owner, nn.Module) and owner in modules for owner in owners)
+def _with_set_forwards(model: nn.Module) -> list[str]:
+    """Modules on which other code (as TRL does) has set a `forward` that holds a method of one of the modules."""
+    ours = set(model.modules())
+
+    def holds_one(forward: Any) -> bool:
+        cells = getattr(getattr(forward, "__func__", forward), "__closure__", None) or ()
+        held = (cell.cell_contents for cell in cells if cell != _EMPTY_CELL)
+        owners = (getattr(each, "__self__", None) for each in held)
+        return any(isinstance(owner, nn.Module) and owner in ours for owner in owners)
+
+    return [name for name, module in model.named_modules() if holds_one(vars(module).get("forward"))]
 
 
 def needs_plan(config: OffloadConfig, device: torch.device) -> bool:
@@ -324,7 +331,8 @@ def _outline_of_copy(
     ]
     apart = {copies[each] for each in used_elsewhere(model)}
     outline = outlined(copied, config, machine, param_groups=groups, apart=apart)
-    return replace(outline, held_bytes=held_in_ram(model), num_ranks=ranks.size)
+    lacks_forwards = bool(_with_set_forwards(model))
+    return replace(outline, held_bytes=held_in_ram(model), num_ranks=ranks.size, lacks_forwards=lacks_forwards)
 
 
 def held_in_ram(model: nn.Module) -> int:
@@ -367,8 +375,8 @@ class FirstWindow:
 
     Attributes:
         plan: the plan to start with: about the least VRAM that RAM and disk allow, with every block recomputed.
-        is_done: nothing is left to plan. A model that does not run on the meta device has a second window, whose blocks
-            and VRAM are measured.
+        is_done: nothing is left to plan. If the model does not run on the meta device, or lacks forwards there, there
+            is a second window, whose VRAM is measured.
     """
 
     def __init__(
@@ -449,12 +457,14 @@ class FirstWindow:
         if self._outline is None or not self._examples:
             return None
         first, *others = {id(call): call for call in self._examples.values()}.values()
+        largest, lacks_forwards, work = replace(first, alternatives=tuple(others)), self._outline.lacks_forwards, None
+        if self._calls is None or lacks_forwards:
+            work = largest_work(self._outline, largest, self._evaluation_rows)
         if self._calls is not None:
-            work = self._outline.work_of_blocks(self._calls.kept, first, self._held_bytes())
-        else:
-            work = largest_work(self._outline, replace(first, alternatives=tuple(others)), self._evaluation_rows)
-            if work is None and not self._is_on_cpu and any(repeated_blocks(self._outline.model)):
-                return _MEASURE
+            held, calls = self._held_bytes(), self._calls.kept
+            work = with_at_least(work, held) if work else self._outline.work_of_blocks(calls, first, held)
+        elif (work is None or lacks_forwards) and not self._is_on_cpu and any(repeated_blocks(self._outline.model)):
+            return _MEASURE
         made = None if work is None else self._outline.plan(work)
         if made is not None and not made.fits and not self._is_on_cpu:
             logger.warning(

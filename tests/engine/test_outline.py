@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -225,6 +226,49 @@ def test_a_model_that_cannot_be_traced_is_planned_from_a_measured_window(
     with OffloadEngine(TinyLM(**LARGER), unplanned, device="cpu") as engine:
         others = trained(engine)
     assert all(weights[name].equal(weight) for name, weight in others.items())
+
+
+def set_forward(network: nn.Module) -> nn.Module:
+    """Set a forward that holds the network's own, as TRL does."""
+    own: Any = network.forward
+    network.forward = MethodType(lambda self, *args: own(*args), network)  # type: ignore[assignment]
+    return network
+
+
+@pytest.mark.usefixtures("on_a_tiny_card")
+@pytest.mark.parametrize("more", [0, 4 << 20])
+def test_a_set_forward_is_traced_as_its_class_and_a_window_is_measured(
+    more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(TIGHT, vram=BUDGET)
+    planned = outline.plan_for(TinyLM(**LARGER), config, CPU, window(0)[1])
+    assert planned is not None
+    assert planned.basis.work is not None
+    work = planned.basis.work
+    lean = activations(work, ["checkpoint" if stage.block else "keep" for stage in work.stages]).vram
+    first = outline.FirstWindow(set_forward(TinyLM(**LARGER)), flat_layers(TinyLM(**LARGER), config), config, CPU)
+    placed = sum(size for name, size in first.plan.tiers["vram"].items() if name not in ("framework", "activations"))
+    monkeypatch.setattr(outline, "peak_allocated_bytes", lambda _: placed + lean + more)
+    torch.manual_seed(0)
+    with OffloadEngine(set_forward(TinyLM(**LARGER)), config, device="cpu") as engine:
+        plans = []
+        for seed in range(3):
+            for tokens in window(seed):
+                engine.backward(engine(tokens))
+                engine.step()
+            plans.append(engine.plan)
+    assert plans[0].basis.work is None
+    assert plans[1] == plans[2]
+    measured = plans[1].basis.work
+    assert measured is not None
+    *blocks, last = measured.stages
+    assert blocks == list(work.stages[:-1])
+    assert (
+        activations(measured, ["checkpoint" if stage.block else "keep" for stage in measured.stages]).vram
+        == lean + more
+    )
+    assert (last == work.stages[-1]) == (not more)
+    assert plans[1].total_bytes("vram") <= BUDGET
 
 
 @pytest.mark.usefixtures("on_a_tiny_card")
