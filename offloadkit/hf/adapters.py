@@ -39,6 +39,8 @@ _READ_THE_BASE = (
 _NAMED = dict.fromkeys(("target_modules", "modules_to_save", "exclude_modules"), "module")
 _NAMED |= {"target_parameters": "parameter"}
 """Options of `LoraConfig` that may be lists of names, and what they name."""
+_HEADS = ("classifier", "score")
+"""PEFT adds both to `modules_to_save` of classifiers, which have one of them."""
 _DRAWN = (True, False, "gaussian")
 """Values of `init_lora_weights` that read no weight of the base."""
 
@@ -75,42 +77,60 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
     weights that are copied or that the adapters begin from are read before.
 
     Raises:
-        ConfigError: `config` names a module or parameter that the model lacks; the model is as before.
-        ModelError: PEFT cannot adapt the model in this way.
+        ConfigError: `config` names a module or parameter that the model lacks.
+        ModelError: PEFT cannot adapt the model in this way. The model is as before either error.
     """
     from peft import get_peft_model
 
     given, config = config, copy.deepcopy(config)
-    modules = [name for name, _ in model.named_modules() if name]
-    trains = {name: each.requires_grad for name, each in model.named_parameters()}
+    modules = {name: each for name, each in model.named_modules() if name}
+    parameters = dict(model.named_parameters())
     if is_unread(model):
         make_real(_needed(model, config))
     waits = is_unread(model)
     is_empty = not waits and all(each.is_meta for each in model.parameters())
-    try:
-        with warnings.catch_warnings(), _kept_draws() if waits else nullcontext():
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an old name of transformers
-            adapted: Any = get_peft_model(model, config, low_cpu_mem_usage=is_empty)
-    except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
-        linear = [name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)]
-        names = cut(", ".join(dict.fromkeys(linear)))
-        raise ModelError(
-            f"PEFT cannot adapt a {type(model).__name__} so: {cut(str(error)).rstrip('.')}. Its linear layers: {names}"
-        ) from error
-    for option, kind in _NAMED.items():
-        # PEFT translates names that transformers has changed. It leaves out other unknown names of a list in silence.
-        for name in sorted(_listed(given, option) & _listed(adapted.active_peft_config, option)):
-            known = modules if kind == "module" else [*trains]
-            end = name if option == "modules_to_save" else f".{name}"
-            if any(f".{each}".endswith(end) for each in known):
-                continue
-            for each, parameter in adapted.unload().named_parameters():
-                parameter.requires_grad_(trains[each])
-            raise ConfigError(
-                f"{option} of the LoraConfig has {name!r}, which matches no {kind} of the {type(model).__name__}: "
-                f"correct or drop it{did_you_mean(name, _ends(known, name))}"
-            )
+    with _unchanged_if_refused(model):
+        try:
+            with warnings.catch_warnings(), _kept_draws() if waits else nullcontext():
+                warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an old name of transformers
+                adapted: Any = get_peft_model(model, config, low_cpu_mem_usage=is_empty)
+        except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
+            linear = [name.rpartition(".")[2] for name, each in modules.items() if isinstance(each, nn.Linear)]
+            names = cut(", ".join(dict.fromkeys(linear)))
+            raise ModelError(
+                f"PEFT cannot adapt a {type(model).__name__} so: {cut(str(error)).rstrip('.')}. Its linear layers: "
+                f"{names}"
+            ) from error
+        for option, kind in _NAMED.items():
+            # PEFT translates names that transformers has changed. It leaves out other unknown names of a list in
+            # silence.
+            for name in sorted(_listed(given, option) & _listed(adapted.active_peft_config, option)):
+                if option == "modules_to_save" and given.task_type == _TASKS["classification"] and name in _HEADS:
+                    continue
+                known = modules if kind == "module" else parameters
+                end = name if option == "modules_to_save" else f".{name}"
+                if not any(f".{each}".endswith(end) for each in known):
+                    raise ConfigError(
+                        f"{option} of the LoraConfig has {name!r}, which matches no {kind} of the "
+                        f"{type(model).__name__}: correct or drop it{did_you_mean(name, _ends(known, name))}"
+                    )
     return adapted
+
+
+@contextmanager
+def _unchanged_if_refused(model: nn.Module) -> Iterator[None]:
+    """After an error, `model` has its own modules again, and trains the same parameters."""
+    modules = {each: dict(each._modules) for each in model.modules()}
+    trains = {each: each.requires_grad for each in model.parameters()}
+    try:
+        yield
+    except (ConfigError, ModelError):
+        for module, children in modules.items():
+            module._modules.clear()
+            module._modules.update(children)
+        for parameter, is_trained in trains.items():
+            parameter.requires_grad_(is_trained)
+        raise
 
 
 def _ends(names: Iterable[str], name: str) -> Iterable[str]:
@@ -128,7 +148,7 @@ def _needed(model: nn.Module, config: Any) -> list[nn.Parameter]:
     """The weights that PEFT reads or copies when it adds the adapters."""
     if config.init_lora_weights not in _DRAWN or any(getattr(config, name, None) for name in _READ_THE_BASE):
         return list(model.parameters())
-    copied = {*(config.modules_to_save or ()), *(("classifier", "score") if config.task_type == "SEQ_CLS" else ())}
+    copied = {*(config.modules_to_save or ()), *(_HEADS if config.task_type == "SEQ_CLS" else ())}
     if getattr(config, "trainable_token_indices", None):
         copied |= {"embed_tokens", "wte", "shared", "embedding", "embeddings", "lm_head"}
     return [parameter for name, parameter in model.named_parameters() if copied & set(name.split("."))]

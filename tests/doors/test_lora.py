@@ -15,6 +15,7 @@ from transformers import (
     BitsAndBytesConfig,
     ByT5Tokenizer,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
@@ -334,6 +335,33 @@ def test_names_that_peft_or_an_expression_gives_may_match_nothing(folder: Path) 
     config = MixtralConfig(**shape, num_attention_heads=2, num_key_value_heads=2, num_local_experts=2)
     renamed = peft.LoraConfig(r=4, target_modules=["q_proj", "w1", "w2", "w3"])  # as in transformers 4
     assert add_adapters(MixtralForCausalLM(config), renamed).active_peft_config.target_modules == {"q_proj"}
+
+
+def test_heads_that_peft_itself_names_may_be_missing() -> None:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS")
+    adapted = add_adapters(LlamaForSequenceClassification(llama_config()), config).active_peft_config
+    assert adapted.modules_to_save == ["classifier", "score"]
+    again = add_adapters(LlamaForSequenceClassification(llama_config()), adapted)
+    trained = {name.split(".")[2] for name, each in again.named_parameters() if each.requires_grad}
+    assert trained == {"model", "score"}
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"target_modules": ["q_proj", "v_porj"]}, ConfigError),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokenz": [1]}}, ModelError),
+    ],
+)
+def test_a_refused_model_has_its_tied_modules_again(options: dict[str, Any], error: type[Exception]) -> None:
+    model = LlamaForCausalLM(llama_config(tie_word_embeddings=True))
+    before = dict(model.named_modules())
+    with pytest.raises(error) as raised:
+        add_adapters(model, peft.LoraConfig(r=4, modules_to_save=["lm_head"], **options))
+    assert "base_layer" not in str(raised.value)
+    assert dict(model.named_modules()) == before
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(each.requires_grad for each in model.parameters())
 
 
 def test_quantised_bases_are_refused_by_name(tmp_path: Path) -> None:
