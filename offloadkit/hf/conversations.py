@@ -27,7 +27,7 @@ _LAST = 8
 
 
 def conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], row: int, **options: Any
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], row: int, /, **options: Any
 ) -> tuple[list[int], list[bool]]:
     """Tokens of a conversation, and whether the assistant wrote each of them.
 
@@ -40,7 +40,7 @@ def conversation(
         DataError: the template refuses the messages, or does not show a message of the assistant.
     """
     write: Callable[..., str] = partial(rendered, tokenizer, **options)
-    whole = write(messages, row=row)
+    whole = write(messages, row)
     answers = [at for at, message in enumerate(messages) if message["role"] in ASSISTANT]
     if tokenizer.is_fast and _GENERATION.search(template_of(tokenizer, options)):
         for at in answers:
@@ -151,7 +151,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> 
 
 
 def rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], row: int | None = None, **options: Any
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], row: int | None = None, /, **options: Any
 ) -> str:
     """The text of some messages. It is empty if there are none, or if the template refuses them and `row` is None.
 

@@ -140,7 +140,7 @@ def _in_memory(data: Any) -> Sequence[Mapping[str, Any]] | None:
     if isinstance(data, datasets.Dataset | datasets.DatasetDict | str | os.PathLike):
         return None
     if hasattr(data, "columns") and hasattr(data, "iloc"):
-        data = data.to_dict("records")
+        data = data.astype(object).where(data.notna(), None).to_dict("records")
     if isinstance(data, Mapping):
         columns = {name: list(column) for name, column in data.items() if isinstance(column, Sequence)}
         if len(columns) < len(data) or len(set(map(len, columns.values()))) != 1:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from offloadkit.errors import DataError
+from offloadkit.hf.columns import FOR_TEMPLATES
 from offloadkit.hf.read import as_row, load_dataset_like
 from offloadkit.hf.tokenize import Tokenizing, rows_that_teach
 
@@ -94,7 +95,8 @@ class TokenizedStream(EndlessRows):
 
     def _tokenized(self, batch: list[dict[str, Any]], begin: int) -> Iterator[dict[str, Any]]:
         run, indices = self._run, list(range(begin, begin + len(batch)))
-        columns = {name: [row.get(name) for row in batch] for name in run.dataset.column_names}
+        names = dict.fromkeys((*run.dataset.column_names, *FOR_TEMPLATES))  # the first rows may have no tools
+        columns = {name: [row.get(name) for row in batch] for name in names}
         tokens = rows_that_teach(run, columns, indices)
         run.cut_off.clear()
         for values in zip(*tokens.values(), strict=True):

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from inspect import signature
 from itertools import compress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -295,10 +296,10 @@ def _with_chat_template(run: Tokenizing, batch: _Columns, indices: list[int]) ->
     texts = []
     both, options = _both_messages(run, batch, indices), _template_options(run, batch, indices)
     for index, prompt, target, given in zip(indices, *both, options, strict=True):
-        write: Callable[..., str] = partial(rendered, run.tokenizer, row=index, **given)
-        whole, opened = write(prompt + target), write(prompt, add_generation_prompt=True)
+        write: Callable[..., str] = partial(rendered, run.tokenizer, **given)
+        whole, opened = write(prompt + target, index), write(prompt, index, add_generation_prompt=True)
         if not whole.startswith(opened):  # some templates change the answer's start when it follows
-            opened = write(prompt)
+            opened = write(prompt, index)
         if not whole.startswith(opened):
             raise DataError(
                 f"row {index}: the tokenizer's chat template writes the input differently if an answer follows, so the "
@@ -385,7 +386,20 @@ def template_options(row: Mapping[str, Any], index: int) -> dict[str, Any]:
         raise DataError(
             f"row {index} has {shown(others)} in 'chat_template_kwargs': write a dict of arguments of the chat template"
         )
+    if ours := sorted(_set_by_us().intersection(others or ())):
+        raise DataError(
+            f"row {index} has {ours[0]!r} in 'chat_template_kwargs', which finetune sets itself: drop it there"
+        )
     return {**({"tools": tools} if tools else {}), **(others or {})}
+
+
+@cache
+def _set_by_us() -> set[str]:
+    """Arguments of `apply_chat_template` that are not for the template."""
+    from transformers import PreTrainedTokenizerBase
+
+    names = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+    return names - {"chat_template", "documents", "kwargs", "tools"}
 
 
 def lacks_tools(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> bool:

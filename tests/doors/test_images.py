@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas
 import pytest
 import torch
 import transformers
@@ -341,11 +342,14 @@ def test_what_the_assistant_says_is_learned_and_no_place_of_an_image() -> None:
         assert (batch["labels"][batch["labels"] >= 0] == batch["input_ids"][batch["labels"] >= 0]).all()
 
 
-@pytest.mark.parametrize("as_table", [False, True])
-def test_the_template_writes_the_tools_of_a_row(as_table: bool) -> None:
+@pytest.mark.parametrize("kind", ["list", "table", "frame"])
+def test_the_template_writes_the_tools_of_a_row(kind: str) -> None:
     tools = [[{"name": "colour", "of": {"red": 1}}], [{"name": "size", "of": {"width": "px"}}], None]
     data: Any = [{**row, "tools": given} for row, given in zip(rows(3), tools, strict=True)]
-    if as_table:
+    if kind == "frame":
+        data[2].pop("tools")
+        data = pandas.DataFrame(data)
+    if kind == "table":
         names = {"messages": [], "images": []} | {"tools": tools}
         names["images"] = [[part["image"] for part in row["messages"][0]["content"][:1]] for row in data]
         for row in data:

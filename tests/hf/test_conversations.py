@@ -16,6 +16,7 @@ from transformers import ByT5Tokenizer
 from offloadkit.errors import DataError
 from offloadkit.hf.conversations import conversation
 from offloadkit.hf.data import prepare_both
+from offloadkit.hf.streams import NUM_FIRST
 from offloadkit.hf.tokenize import messages_of
 from tests.hf.test_data import LLAMA, prepared
 from tests.hf.tiny import bert_config, llama_config, word_tokenizer
@@ -204,6 +205,15 @@ def test_a_stream_and_a_prompt_with_tools() -> None:
             assert -100 not in row["labels"][len(start) :]
 
 
+def test_tools_that_only_late_rows_of_a_stream_have_are_written() -> None:
+    BYTES.chat_template = WITH_TOOLS
+    rows = [{"messages": CHAT}] * NUM_FIRST + [{"messages": CHAT, "tools": [ADD]}]
+    lengths: dict[str, Any] = {"max_input_length": 1024, "max_target_length": None}
+    stream, _ = prepare_both(lambda: iter(rows), None, BYTES, LONG, **lengths)
+    *_, last = islice(stream.dataset, len(rows))
+    assert last["input_ids"] == ids(CHAT, [ADD])
+
+
 def test_other_arguments_of_a_template_are_those_of_the_row() -> None:
     BYTES.chat_template = SHOUTS
     rows = [{"messages": CHAT, "chat_template_kwargs": {"loud": True}}, {"messages": CHAT}]
@@ -211,6 +221,19 @@ def test_other_arguments_of_a_template_are_those_of_the_row() -> None:
     assert ("!!" in loud, "!!" in plain) == (True, False)
     with pytest.raises(DataError, match="row 1 has 'loud' in 'chat_template_kwargs': write a dict"):
         prepared([{"messages": CHAT}, {"messages": CHAT, "chat_template_kwargs": "loud"}], BYTES, LONG)
+
+
+@pytest.mark.parametrize("template", [SHOUTS, SHOUTS.replace("m['content']", "m['content'] ~ row")])
+@pytest.mark.parametrize("as_pair", [False, True])
+def test_arguments_of_a_template_may_have_names_that_our_functions_have(template: str, as_pair: bool) -> None:
+    BYTES.chat_template = template
+    row: dict[str, Any] = {"prompt": CHAT[:1], "completion": CHAT[1:2]} if as_pair else {"messages": CHAT[:2]}
+    given = {"loud": True, "row": "A", "tokenizer": "B"}
+    (found,) = prepared([{**row, "chat_template_kwargs": given}], BYTES, LONG).dataset
+    assert found["input_ids"] == ids(CHAT[:2], None, **given)
+    for name in ("add_generation_prompt", "messages", "return_assistant_tokens_mask", "tokenize"):
+        with pytest.raises(DataError, match=f"row 0 has '{name}' in 'chat_template_kwargs', which finetune sets"):
+            prepared([{**row, "chat_template_kwargs": {name: True}}], BYTES, LONG)
 
 
 def test_tools_that_are_no_schemas_are_refused_and_tools_that_no_template_writes_are_named(caplog: Any) -> None:
