@@ -57,8 +57,7 @@ def timed_steps(
     If `work.steps` is None, enough steps run for two measurements to agree. `steps` are used in turn, equally often;
     `step_seconds` is the mean over them of their medians. A step lasts from the end of the previous step to its own
     end, without synchronization in between: work that an engine hides under the next forward stays hidden.
-    `settled_seconds` is the mean including a final synchronization. VRAM peaks include the first step. After OOM
-    recovery timing starts over with the new plan.
+    VRAM peaks include the first step. After OOM recovery timing starts over with the new plan.
     """
     while True:
         with suppress(RepeatWindowError):
@@ -87,10 +86,8 @@ def _timed(
         vram.sample()
         return turn
 
-    began = time.perf_counter()
     train_step(Clock(on_cuda))
     engine.settle()
-    first_step_seconds = time.perf_counter() - began
     began, num_warm = time.perf_counter(), 0
     while num_warm < work.warmup or (work.steps is None and time.perf_counter() - began < WARM_SECONDS):
         train_step(Clock(on_cuda))
@@ -102,10 +99,8 @@ def _timed(
         num_steps = min(MOST_STEPS, max(LEAST_STEPS, math.ceil(TIMED_SECONDS / seconds)))
     num_steps = rounded_up(num_steps, len(steps))
     clock = Clock(on_cuda)
-    began = time.perf_counter()
     timed = [train_step(clock) for _ in range(1 + num_steps)][1:]
     engine.settle()
-    settled_seconds = (time.perf_counter() - began) / (1 + num_steps)
     phases = _by_step(clock.phases(), 3 * len(steps[0]))
     each = [sum(step.values()) for step in phases]
     by_turn = _medians(timed, each)
@@ -115,8 +110,6 @@ def _timed(
         "seconds_by_width": _medians([width(steps[turn]) for turn in timed], each),
         "phase_seconds": {name: median(step[name] for step in phases) for name in phases[0]},
         "num_warmup": 2 + num_warm,
-        "settled_seconds": settled_seconds,
-        "first_step_seconds": first_step_seconds,
         "last_loss": float(losses[-1]),
         "vram_bytes": vram.peak_bytes,
         "vram_source": vram.source,
