@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain, zip_longest
 from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -1013,11 +1013,14 @@ def _flags() -> tuple[Any, ...]:
 def _getters() -> Sequence[Callable[[], Any]]:
     """The functions that torch.backends calls, without its Python."""
     reductions = ("cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_reduced_precision_reduction")
-    cudnn = ("cudnn_enabled", "cudnn_deterministic", "cudnn_benchmark", "cudnn_allow_tf32")
+    cudnn = ("cudnn_enabled", "cudnn_deterministic", "cudnn_benchmark")
     attention = [f"{each}_sdp_enabled" for each in ("flash", "mem_efficient", "math", "cudnn")]
-    names = ["deterministic_algorithms", "float32_matmul_precision", "blas_preferred_backend"]
+    names = ["deterministic_algorithms", "blas_preferred_backend"]
     found = [getattr(torch._C, f"_get_{name}") for name in (*names, *attention, *reductions, *cudnn)]
-    return [*found, torch.get_default_dtype]
+    # TF32 by either of torch's interfaces: the getters of the older one raise once `fp32_precision` was set.
+    untyped: Any = torch._C
+    precisions = [partial(untyped._get_fp32_precision_getter, "cuda", each) for each in ("matmul", "conv", "rnn")]
+    return [*found, *precisions, torch.get_default_dtype]
 
 
 def _meta(tensor: torch.Tensor) -> Meta:

@@ -6,7 +6,7 @@ import logging
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -363,6 +363,17 @@ def choose_kernels(model: Stack) -> Any:
     return sdpa_kernel(SDPBackend.MATH)
 
 
+@contextmanager
+def allow_tf32(model: Stack) -> Iterator[None]:
+    """As `TrainingArguments(tf32=True)` does; the getters of the older `allow_tf32` raise meanwhile."""
+    matmul: Any = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
 def reverse(model: Stack) -> None:
     model.order = [2, 1, 0]
 
@@ -387,6 +398,7 @@ CHANGES: list[tuple[Callable[[Stack], Any], str]] = [
     (set_argument, "an argument changed"),
     (give_a_tensor, "an argument changed"),
     (choose_kernels, "a setting of torch changed"),
+    (allow_tf32, "a setting of torch changed"),
     (stop_gradients, "gradients are off"),
     (stop_gradients, "requires_grad of an argument changed"),
     (freeze, "requires_grad of a parameter changed"),
