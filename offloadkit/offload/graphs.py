@@ -165,6 +165,8 @@ class BlockGraphs:
         self._kept_bytes, self._scale = 0, 1.0
         self.has_begun = self._is_out_of_order = self._is_watching = self.grew = False
         self._given_up: str | None = None
+        self._why_closed = ""
+        """Why no block runs as a graph in the rest of this forward."""
         self._num_shortages = self._num_first_runs = self._num_growths = 0
         self.hooks_of_saved_tensors: Any = None
 
@@ -220,14 +222,21 @@ class BlockGraphs:
         if self._num_shortages >= MOST_CHANGES:
             self.give_up(why)
         else:
-            self.is_open, self._num_first_runs = False, FIRST_RUNS  # the former in this forward
-            self.release()
+            self._num_first_runs = FIRST_RUNS
+            self._close("too little VRAM was free in their forward")
+
+    def _close(self, why: str) -> None:
+        """Drop all graphs, and capture no more in this forward."""
+        self.is_open, self._why_closed = False, why
+        self.release()
 
     def why_not(self) -> str:
         """Why no block runs as a graph now."""
         if self._given_up is not None:
             return self._given_up
-        return "too little VRAM was free in their forward" if self.is_planned else "the plan has no VRAM for graphs"
+        if not self.is_planned:
+            return "the plan has no VRAM for graphs"
+        return self._why_closed or "they ran outside of the engine's forward, such as in a recomputation"
 
     @property
     def runs_first(self) -> bool:
@@ -259,7 +268,7 @@ class BlockGraphs:
         try:
             yield
         finally:
-            self.is_open, self.grew = before, False
+            self.is_open, self.grew, self._why_closed = before, False, ""
             self._passed_on.clear()
             if self._num_captures > num_captures:
                 logger.info("%d graphs of blocks take %.0f MiB of VRAM", self.num_graphs(), self.num_bytes() / 2**20)
@@ -379,8 +388,8 @@ class BlockGraphs:
             if kept_bytes is None or self._num_shortages >= MOST_CHANGES:
                 self.give_up(why)
             else:
-                self.is_open = False  # in this forward
-                self.release()  # more may be free after the first steps, in which libraries are loaded
+                # More may be free after the first steps, in which libraries are loaded.
+                self._close("too little VRAM was free in their forward")
             raise _EagerlyError(why)
 
     def may_replay(self, captured: _Captured, call: _Call | None) -> bool:
@@ -440,9 +449,9 @@ class BlockGraphs:
                 in_backward = torch._C._current_graph_task_id() >= 0
                 if room is not None and not in_backward and self._num_growths < MOST_CHANGES:
                     self._num_growths += 1
-                    self.grew, self.is_open = True, False  # in this forward
-                    self.release()
-                    raise _EagerlyError("it got larger inputs than before, so all blocks are captured again")
+                    self.grew = True
+                    self._close(_GREW)
+                    raise _EagerlyError(_GREW)
                 room = self._rooms[key[:2]] = _Room(largest, self.device)
             self._statics[key] = _Static(meta, room)
         return self._statics[key]
@@ -450,7 +459,8 @@ class BlockGraphs:
     def saw(self, arguments: Any, output: Any) -> None:
         """Note the sizes in an eager run, so that memory which is made later suffices for them."""
         tensors, made = (
-            [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)] for found in (arguments, output)
+            [each for each in tree_leaves(found) if isinstance(each, torch.Tensor) and each.layout == torch.strided]
+            for found in (arguments, output)
         )
         made = [each for each in made if not any(each is tensor for tensor in tensors)]
         for what, found in (("input", tensors), ("handed on", tensors), ("gradient", made)):
@@ -811,6 +821,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 _COPY = torch.ops.aten._to_copy.default
+_GREW = "a block got larger inputs than before, so all blocks are captured again"
 _TWICE = "a backward with create_graph=True is differentiated again"
 
 

@@ -166,6 +166,22 @@ def test_blocks_are_captured_again_for_longer_rows(
     assert_equals_eager(found, run, monkeypatch)
 
 
+def test_reasons_of_eager_calls_are_those_of_their_forward() -> None:
+    """Longer rows drop the graphs: all blocks that follow in this forward run eagerly. Then a block is called by
+    itself.
+    """
+    model = Stack()
+    with OffloadEngine(model, OffloadConfig(working_dtype="fp32", placement=Placement()), device="cpu") as engine:
+        for size in [(2, 3)] * 3 + [(2, 6)] * 2:
+            engine.backward(engine(size))
+            engine.step()
+        graphs = engine.placed.graphs
+        assert graphs is not None
+        assert list(graphs.num_eager) == ["a block got larger inputs than before, so all blocks are captured again"]
+        model.blocks[0](torch.ones(2, 3, 8))
+        assert "ran outside of the engine's forward" in list(graphs.num_eager)[1]
+
+
 # ---- guards
 
 
@@ -564,6 +580,30 @@ def test_blocks_that_no_graph_can_hold_run_eagerly(
     found = run()
     assert said in caplog.text
     assert found[2] == 0
+    assert_equals_eager(found, run, monkeypatch)
+
+
+def test_a_block_with_an_output_without_strides_runs_eagerly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "offloadkit")
+
+    class Compressed(Block):
+        def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
+            return super().forward(x), torch.eye(2).to_sparse_csr()
+
+    class OfCompressed(Stack):
+        def forward(self, size: tuple[int, int]) -> torch.Tensor:
+            x = torch.ones(*size, 8)
+            for block in self.blocks:
+                x, _ = block(x)
+            return x.square().mean()
+
+    def run() -> Trained:
+        return train(OfCompressed(Compressed), [(2, 3)] * 3)
+
+    found = run()
+    assert "it cannot be captured" in caplog.text
     assert_equals_eager(found, run, monkeypatch)
 
 
