@@ -975,8 +975,13 @@ def _contents(modules: Sequence[nn.Module]) -> tuple[list[tuple[str, Collection[
         owner, value = left.pop()
         if id(value) in seen or isinstance(value, _WITHOUT_CONTENTS):
             continue
-        container = value if isinstance(value, dict | list | tuple | set) else getattr(value, "__dict__", None)
-        if container is None:
+        container = attributes = getattr(value, "__dict__", None)
+        if isinstance(value, dict | list | tuple | set):
+            container = value
+            left += [] if attributes is None else [(owner, attributes)]
+        elif isinstance(value, partial):
+            container = value.func, value.args, value.keywords
+        elif container is None or _bytes_beside_dict(type(value)) > _bytes_beside_dict(_Plain):
             return [], f"{owner} holds a {type(value).__name__}, whose contents are not compared"
         seen.add(id(value))
         values = list(container.values() if isinstance(container, dict) else container)
@@ -986,6 +991,15 @@ def _contents(modules: Sequence[nn.Module]) -> tuple[list[tuple[str, Collection[
             return [], f"its attributes hold more than {MOST_CONTENTS} values"
         left += [(owner, each) for each in values]
     return found, None
+
+
+class _Plain:
+    """Has nothing but a `__dict__`."""
+
+
+def _bytes_beside_dict(kind: type) -> int:
+    """Bytes of an instance, which are more than those of `_Plain` if it has slots or data of a C extension."""
+    return kind.__basicsize__ - (8 if kind.__dictoffset__ > 0 else 0)
 
 
 def _members(module: nn.Module) -> list[dict[str, Any]]:
@@ -1026,7 +1040,8 @@ def _flags() -> tuple[Any, ...]:
 @cache
 def _getters() -> Sequence[Callable[[], Any]]:
     """The functions that torch.backends calls, without its Python."""
-    reductions = ("cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_reduced_precision_reduction")
+    reductions = [f"cublas_allow_{each}_reduced_precision_reduction" for each in ("bf16", "fp16")]
+    reductions.append("cublas_allow_fp16_accumulation")
     cudnn = ("cudnn_enabled", "cudnn_deterministic", "cudnn_benchmark")
     attention = [f"{each}_sdp_enabled" for each in ("flash", "mem_efficient", "math", "cudnn")]
     names = ["deterministic_algorithms", "blas_preferred_backend"]

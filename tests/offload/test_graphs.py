@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -185,12 +186,23 @@ def test_reasons_of_eager_calls_are_those_of_their_forward() -> None:
 # ---- guards
 
 
+class Named(dict[str, Any]):
+    """A dict that has attributes too."""
+
+    scale = 1.0
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.5)
         self.factor = 1.0
-        self.options = {"scales": [1.0], "more": SimpleNamespace(scale=1.0)}
+        self.options = {
+            "scales": [1.0],
+            "more": SimpleNamespace(scale=1.0),
+            "named": Named(),
+            "call": partial(max, [1]),
+        }
         self.register_buffer("shift", torch.zeros(8), persistent=False)
 
     def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
@@ -299,6 +311,14 @@ def set_attribute_of_attribute(model: Stack) -> None:
     model.blocks[1].options["more"].scale = 0.5
 
 
+def set_attribute_of_dict(model: Stack) -> None:
+    model.blocks[1].options["named"].scale = 0.5
+
+
+def set_argument_of_partial(model: Stack) -> None:
+    model.blocks[1].options["call"].args[0][0] = 2
+
+
 def exchange_module(model: Stack) -> None:
     model.blocks[1].drop = nn.Dropout(0.25)
 
@@ -404,6 +424,8 @@ CHANGES: list[tuple[Callable[[Stack], Any], str]] = [
     (set_attribute, "Block.factor changed"),
     (set_item, "the contents of Block.options changed"),
     (set_attribute_of_attribute, "the contents of Block.options changed"),
+    (set_attribute_of_dict, "the contents of Block.options changed"),
+    (set_argument_of_partial, "the contents of Block.options changed"),
     (exchange_module, "a parameter, buffer or module of Block changed"),
     (exchange_buffer, "a parameter, buffer or module of Block changed"),
     (exchange_memory, "the memory of a buffer changed"),
@@ -547,6 +569,22 @@ class Slotted:
     __slots__ = ("scale",)
 
 
+class HoldsAnArrayWithAttributes(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options["table"] = type("Table", (np.ndarray,), {})(1)
+
+
+class AlsoSlotted(Slotted):
+    pass
+
+
+class HoldsAnObjectThatIsAlsoSlotted(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slotted = AlsoSlotted()
+
+
 class HoldsASlottedObject(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -563,6 +601,8 @@ KINDS: list[tuple[type[Block], str]] = [
     (HoldsMuch, "its attributes hold more than 2000 values"),
     (HoldsAnArray, "HoldsAnArray.options holds a ndarray, whose contents are not compared"),
     (HoldsASlottedObject, "HoldsASlottedObject.slotted holds a Slotted, whose contents are not compared"),
+    (HoldsAnArrayWithAttributes, "HoldsAnArrayWithAttributes.options holds a Table, whose contents are not compared"),
+    (HoldsAnObjectThatIsAlsoSlotted, "slotted holds a AlsoSlotted, whose contents are not compared"),
     (Normalizes, "its BatchNorm1d writes its statistics"),
 ]
 
