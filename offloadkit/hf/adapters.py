@@ -40,7 +40,7 @@ _NAMED = dict.fromkeys(("target_modules", "modules_to_save", "exclude_modules"),
 _NAMED |= {"target_parameters": "parameter"}
 """Options of `LoraConfig` that may be lists of names, and what they name."""
 _HEADS = ("classifier", "score")
-"""PEFT adds both to `modules_to_save` of classifiers, which have one of them."""
+"""PEFT appends both to `modules_to_save` of classifiers, which have one of them, whether they are in it or not."""
 _DRAWN = (True, False, "gaussian")
 """Values of `init_lora_weights` that read no weight of the base."""
 
@@ -82,7 +82,10 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
     """
     from peft import get_peft_model
 
-    given, config = config, copy.deepcopy(config)
+    given = copy.deepcopy(config)
+    if given.task_type == _TASKS["classification"] and (listed := _listed(given, "modules_to_save")):
+        given.modules_to_save = sorted(listed - {*_HEADS})
+    config = copy.deepcopy(given)
     modules = {name: each for name, each in model.named_modules() if name}
     parameters = dict(model.named_parameters())
     if is_unread(model):
@@ -102,11 +105,8 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
                 f"{names}"
             ) from error
         for option, kind in _NAMED.items():
-            # PEFT translates names that transformers has changed. It leaves out other unknown names of a list in
-            # silence.
+            # PEFT translates names that transformers has changed, and leaves out other unknown names of a list silently.
             for name in sorted(_listed(given, option) & _listed(adapted.active_peft_config, option)):
-                if option == "modules_to_save" and given.task_type == _TASKS["classification"] and name in _HEADS:
-                    continue
                 known = modules if kind == "module" else parameters
                 end = name if option == "modules_to_save" else f".{name}"
                 if not any(f".{each}".endswith(end) for each in known):

@@ -344,6 +344,7 @@ def test_heads_that_peft_itself_names_may_be_missing() -> None:
     again = add_adapters(LlamaForSequenceClassification(llama_config()), adapted)
     trained = {name.split(".")[2] for name, each in again.named_parameters() if each.requires_grad}
     assert trained == {"model", "score"}
+    assert again.active_peft_config == adapted, "a run may be resumed with its saved config"
 
 
 @pytest.mark.parametrize(
