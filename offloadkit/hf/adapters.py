@@ -105,7 +105,7 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
                 f"{names}"
             ) from error
         for option, kind in _NAMED.items():
-            # PEFT translates names that transformers has changed, and leaves out other unknown names of a list silently.
+            # PEFT translates names that transformers has changed, and silently leaves out other unknown names.
             for name in sorted(_listed(given, option) & _listed(adapted.active_peft_config, option)):
                 known = modules if kind == "module" else parameters
                 end = name if option == "modules_to_save" else f".{name}"
