@@ -86,9 +86,7 @@ def phases_of(
     if on_cpu:
         built, forward, full = lasting - buckets, forward_bytes(work), framework + slabs + held_in_ram
         generates = forward + (cache_bytes(work) if generating is None else generating)
-        read, taken = (
-            framework + slabs + max(built, _read_beside(layers, placements, held)) for held in (0, held_bytes)
-        )
+        read, taken = (framework + slabs + max(built, _read_beside(layers, placements, own)) for own in (0, held_bytes))
         found: dict[PhaseName, tuple[Any, Any]] = {
             "reading": (built, taken),
             "first step": (lasting + held, full + lasting + held),

@@ -92,7 +92,7 @@ def test_a_compiled_plan_says_that_graphs_would_be_faster(compiled: bool) -> Non
     work = MicroBatch(tuple(stage(f"block.{index}", **passes) for index in range(4)), 640)
     config = OffloadConfig(placement=IN_VRAM, compile_blocks=compiled)
     text = make_plan(LAYERS, config, work=work, hardware=H200).explain()
-    assert ("without compile_blocks, blocks would run as CUDA graphs: " in text) is compiled
+    assert ("without compile_blocks, blocks would run as CUDA graphs: at least " in text) is compiled
 
 
 def test_where_the_vram_does_not_suffice_blocks_run_eagerly() -> None:
