@@ -435,8 +435,10 @@ class WeightRing:
     def use(self, block: StreamedBlock, *, by_copy: bool = False) -> None:
         """Have `block` in VRAM, bind its parameters, and prefetch the block that followed it last time.
 
-        by_copy: a graph reads a copy. The parameters are not bound, and in backward stay guarded.
+        by_copy: a graph reads a copy. The parameters are not bound, and in backward stay guarded. In a backward other
+        than the engine's they are bound, because neither a guard nor `external_writes` may see reads by hooks.
         """
+        by_copy &= self.in_forward or self.in_backward
         current = self._current
         if current is not None and current.block is block:
             if (block.lent or block.guarded) and not by_copy:

@@ -948,6 +948,24 @@ def test_other_code_reads_the_newest_streamed_weights_beside_a_graph(
     assert all(map(torch.equal, found, seen))
 
 
+def test_a_hook_reads_streamed_weights_in_a_backward_beside_the_engines() -> None:
+    """There `torch.autograd.grad` of weights watches none."""
+    model, found = Stack(), list[torch.Tensor]()
+    block = cast(Any, model.blocks[1])
+    config = OffloadConfig(working_dtype="fp32", placement=Placement(weights="ram"))
+    with OffloadEngine(model, config, device="cpu") as engine:
+        for _ in range(3):
+            engine.backward(engine((2, 3)))
+            engine.step()
+        expected = block.down.weight.detach().clone()
+        model.after = {0: lambda x: x.register_hook(lambda _: found.append(block.down.weight.detach().clone()))}
+        loss = engine((2, 3))
+        torch.autograd.grad(loss, [cast(Any, model.blocks[0]).down.weight])
+        assert engine.placed.graphs is not None
+        assert engine.placed.graphs.num_graphs() == 6
+    assert torch.equal(*found, expected)
+
+
 class Scales(Block):
     def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
         return super().forward(x) * cast(torch.Tensor, self.shift)
