@@ -156,7 +156,8 @@ def _launch(kernel: Any, num_programs: int, *arguments: Any) -> None:
         compiled[num_programs, 1, 1](*arguments)
         return
     compiled = kernel[(num_programs,)](*arguments, enable_fp_fusion=False)
-    if gpu_triton.LAUNCHES_TAKE_CONSTANTS and compiled is not None:  # Triton's interpreter returns nothing
+    # Triton's interpreter returns nothing. For AMD, kernels also depend on whether a tensor has 2 GiB.
+    if gpu_triton.LAUNCHES_TAKE_CONSTANTS and compiled is not None and torch.version.hip is None:
         _compiled[key] = compiled
 
 

@@ -90,12 +90,20 @@ def test_kernels_share_nothing() -> None:
         assert len(kernel.compiled) == 1
 
 
-def test_the_interpreter_and_older_versions_search_each_time(triton: SimpleNamespace) -> None:
+def test_the_interpreter_older_versions_and_amd_search_each_time(
+    triton: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel = Kernel(returns_compiled=False)
     for _ in range(2):
         gpu._launch(kernel, 3, ARRAY)
     assert len(kernel.compiled) == 2
     triton.LAUNCHES_TAKE_CONSTANTS = False
+    kernel = Kernel()
+    for _ in range(2):
+        gpu._launch(kernel, 3, ARRAY)
+    assert len(kernel.compiled) == 2
+    triton.LAUNCHES_TAKE_CONSTANTS = True
+    monkeypatch.setattr(torch.version, "hip", "6.4")
     kernel = Kernel()
     for _ in range(2):
         gpu._launch(kernel, 3, ARRAY)
