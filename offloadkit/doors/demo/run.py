@@ -98,13 +98,14 @@ def recipe(num_steps: int) -> dict[str, Any]:
     }
 
 
-def small_t5(seed: int) -> Any:
-    """A T5 of 968,704 random fp32 parameters over bytes."""
+def small_t5(seed: int, width: int = 128, num_layers: int = 2) -> Any:
+    """A T5 of random fp32 parameters over bytes, as many as 968,704 by default. `num_layers`: of the encoder, and again
+    of the decoder."""
     from transformers import T5Config, T5ForConditionalGeneration, set_seed
 
     set_seed(seed)
-    shape: dict[str, Any] = {"d_model": 128, "d_kv": 16, "num_heads": 8, "d_ff": 512}
-    shape |= {"num_layers": 2, "num_decoder_layers": 2, "attn_implementation": "eager"}
+    shape: dict[str, Any] = {"d_model": width, "d_kv": width // 8, "num_heads": 8, "d_ff": 4 * width}
+    shape |= {"num_layers": num_layers, "num_decoder_layers": num_layers, "attn_implementation": "eager"}
     tokens: dict[str, Any] = {"vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, **shape, **tokens))
 
