@@ -531,9 +531,10 @@ def refuses(rows: Any) -> Any:
 )
 def test_rows_that_cannot_be_read_are_said_to_be_so(tmp_path: Path, rows: Any, collator: Any, why: str) -> None:
     trainer = OffloadTrainer(model=t5(), args=arguments(tmp_path), train_dataset=rows, data_collator=collator)
+    before = {*multiprocessing.active_children()}  # ranks of other tests
     with pytest.raises(NotReadableError, match=why):
         longest_batch(trainer)
-    assert not multiprocessing.active_children()
+    assert {*multiprocessing.active_children()} <= before
 
 
 def test_a_model_in_eval_mode_that_should_be_recomputed_is_told_of() -> None:
