@@ -854,11 +854,9 @@ def _not_as_planned(plan: Plan, peaks: Peaks, moves: Sequence[Move]) -> list[str
 
     None if activations were not planned, or if the plan changed, because the peaks then mix several plans.
     """
-    return (
-        []
-        if plan.num_tokens is None or moves
-        else list(differing(plan.phases, peaks, held_bytes=plan.basis.held_bytes))
-    )
+    if plan.num_tokens is None or moves:
+        return []
+    return list(differing(plan.phases, peaks, held_bytes=plan.basis.held_bytes))
 
 
 def _evaluate(trainer: OffloadSeq2SeqTrainer, rows: TrainingRows, metrics: dict[str, float]) -> list[Sample]:

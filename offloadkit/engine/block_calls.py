@@ -87,7 +87,6 @@ def with_at_least(work: MicroBatch, held_bytes: int) -> MicroBatch:
 
     if activations(work, how).vram >= held_bytes:
         return work
-    beside = (
-        activations(grown(held_bytes), how).vram - held_bytes
-    )  # what the last stage finds in VRAM, and takes itself
-    return grown(held_bytes - beside)
+    # The last stage takes `of_last` by the trace, with what it finds in VRAM.
+    of_last = activations(grown(held_bytes), how).vram - held_bytes
+    return grown(held_bytes - of_last)

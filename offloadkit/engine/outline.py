@@ -458,12 +458,15 @@ class FirstWindow:
             return None
         first, *others = {id(call): call for call in self._examples.values()}.values()
         largest, lacks_forwards, work = replace(first, alternatives=tuple(others)), self._outline.lacks_forwards, None
+        may_measure = self._calls is None and not self._is_on_cpu and any(repeated_blocks(self._outline.model))
+        if lacks_forwards and may_measure:
+            return _MEASURE
         if self._calls is None or lacks_forwards:
             work = largest_work(self._outline, largest, self._evaluation_rows)
         if self._calls is not None:
             held, calls = self._held_bytes(), self._calls.kept
             work = with_at_least(work, held) if work else self._outline.work_of_blocks(calls, first, held)
-        elif (work is None or lacks_forwards) and not self._is_on_cpu and any(repeated_blocks(self._outline.model)):
+        elif work is None and may_measure:
             return _MEASURE
         made = None if work is None else self._outline.plan(work)
         if made is not None and not made.fits and not self._is_on_cpu:
