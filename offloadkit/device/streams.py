@@ -234,7 +234,7 @@ class BusyTime:
         return sum(seconds for _, seconds in self._spans) + sum(end.seconds_since(began) for began, end in self._pairs)
 
     def spans(self) -> list[tuple[float, float]]:
-        """Of each pair: (seconds from `first` to the start, duration in seconds)."""
+        """Each pair as (seconds from `first` to its start, duration in seconds)."""
         self._fold(len(self._pairs))
         return self._spans
 
