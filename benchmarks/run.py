@@ -241,7 +241,7 @@ def row_of(
 
 
 def _figures(case: Case, raws: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The figures of the last turn. Ragged rows have no planned range and no bound, because both are of the longest rows."""
+    """The figures of the last turn. Ragged rows have no planned range and no bound: both are of the longest rows."""
     last = raws[-1]
     found: dict[str, Any] | None = last.get("figures")
     if case.mask != "ragged" or "seconds_by_width" not in last:
