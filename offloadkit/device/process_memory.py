@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -131,6 +132,13 @@ def load_libraries(device: torch.device) -> None:
     del square
     torch.cuda.empty_cache()
     hardware.note_loaded_libraries(device)
+
+
+def asked_bytes(error: BaseException) -> int:
+    """Bytes of the allocation that raised a `torch.OutOfMemoryError`; 0 if the message does not name them."""
+    asked = re.search(r"Tried to allocate ([\d.]+) (\w+)", str(error))
+    unit = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}.get(asked[2], 1) if asked else 1
+    return int(float(asked[1]) * unit) if asked else 0
 
 
 def tree_ram_bytes(pid: int) -> int:

@@ -143,7 +143,7 @@ class Replanner:
         self._loop, self._optimizer, self._layers, self._config = loop, optimizer, layers, config
         self._device, self._ranks, self._telemetry = device, ranks, telemetry
         self._watches = watches
-        self._cache_bytes, self._generates = 0, False
+        self._cache_bytes, self._generates, self._num_shortages = 0, False, 0
 
     # ---- the steps of a window, in time order -------------------------------------------------------------------
 
@@ -406,9 +406,10 @@ class Replanner:
         if self._ranks.agree(had_graphs).any():
             self._plan_eager_blocks()
             return RepeatWindowError(f"{full}. CUDA graphs of blocks are not used any more. {_REPEAT}")
-        plan = with_less_vram(self.plan, self._device, self._ranks)
+        plan = with_less_vram(self.plan, self._device, error.__cause__, self._num_shortages, self._ranks)
         if plan is None:
             return error
+        self._num_shortages += 1
         try:
             words = self._move_with_a_warning(plan, why, stacklevel=6)
         except OffloadkitError as failure:
@@ -425,6 +426,7 @@ class Replanner:
         self.plan = self._loop.records.plan = self._telemetry.plan = without_graphs(self.plan)
         self._loop.placed.follow(self.plan)  # of several ranks, this one may have had no graphs to give up
         self._watches.rates.begin(self.plan)
+        forget_peak(self._device)  # it included graphs
 
     def _leave_vram_at_rest(self, error: OutOfVramError | None, ranks: Ranks, full_rank: int) -> None:
         """Move to a plan with less VRAM, between windows. If that fails, raises `error` with the reason.
@@ -444,9 +446,10 @@ class Replanner:
             ) from error
         if ranks.size > 1:
             self._loop.settle()  # see _repeat_together
-        plan = with_less_vram_at_rest(self.plan, self._device, ranks)
+        plan = with_less_vram_at_rest(self.plan, error.__cause__, self._num_shortages, ranks)
         if plan is None:
             raise OutOfVramError(str(error)) from error  # no rank tries again if this call is nested in another
+        self._num_shortages += 1
         try:
             self._move_with_a_warning(plan, f"{whose} was full in an evaluation", stacklevel=7)
         except OffloadkitError as why:

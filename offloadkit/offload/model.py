@@ -78,7 +78,7 @@ class PlacedModel:
                 different ranks, or in RAM on several hosts.
         """
         self.module, self._device, self._config, self._ranks = module, device, config, ranks
-        self.plan, self.is_whole = plan, False
+        self.plan, self.is_whole, self._num_shortages = plan, False, 0
         let_segments_grow(device)
         self._waits = Waits(device)
         self.gathers = WeightGathers(ranks, device, self._waits) if isinstance(ranks, Group) else None
@@ -144,8 +144,8 @@ class PlacedModel:
                 self.layers.keep()
                 self.follow(self.plan)
                 return
-            except torch.OutOfMemoryError:
-                if not self._lean():
+            except torch.OutOfMemoryError as error:
+                if not self._lean(error):
                     raise
 
     def follow(self, plan: Plan) -> None:
@@ -155,11 +155,13 @@ class PlacedModel:
             if not self.graphs.is_planned:
                 self.graphs.release()
 
-    def _lean(self) -> bool:
+    def _lean(self, error: torch.OutOfMemoryError) -> bool:
         """Out of VRAM while placing: switch to a plan with less in VRAM, if it exists. Several ranks keep their
         plan.
         """
-        leaner = with_less_vram(self.plan, self._device) if self._ranks.size == 1 else None
+        alone, times = self._ranks.size == 1, self._num_shortages
+        leaner = with_less_vram(self.plan, self._device, error, times) if alone else None
+        self._num_shortages += 1
         self.plan = leaner or self.plan
         return leaner is not None
 
@@ -179,7 +181,7 @@ class PlacedModel:
                 return buffers
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # frees memory that the failed layer had allocated
-                if not self._lean():
+                if not self._lean(error):
                     raise
 
     @property

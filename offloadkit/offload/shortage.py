@@ -33,6 +33,10 @@ TOLERANCE = 1.02
 """A plan may exceed free VRAM by this factor, because the framework's share is an estimate."""
 _MIN_FLOOR_BYTES = 256 << 20
 """Least RAM that must stay free."""
+_SHARES = (32, 16, 8)
+"""A plan gives up at least these parts of its VRAM when the GPU is full for the first time, the second, and later: the
+allocation that failed is known, but not what the rest of the step would have asked for.
+"""
 
 
 @dataclass
@@ -176,17 +180,25 @@ def _end_interrupted_backward(device: torch.device) -> None:
         torch.zeros((), device=device, requires_grad=True).neg().backward()  # type: ignore[no-untyped-call]
 
 
-def leaner_budget(plan: Plan, device: torch.device) -> int:
+def leaner_budget(plan: Plan, device: torch.device, asked: int, times: int) -> int:
     """VRAM budget, in bytes, for the next plan of a run that ran out of VRAM with `plan`.
 
-    It is the smaller of planned and used bytes, minus an eighth of the planned bytes or twice the excess over the plan,
-    whichever is more. The margin covers the allocation that failed, which the used bytes do not include.
+    It is the smaller of planned and used bytes, minus a share of the planned bytes or twice the excess over the plan,
+    whichever is more. The allocation that failed counts to the excess.
+
+    Args:
+        asked: bytes of the allocation that failed; 0 if unknown.
+        times: how often the GPU was full before.
     """
     planned = plan.total_bytes("vram")
     used = planned
     if device.type == "cuda":
         used = hardware.vram_context_bytes(device) + process_memory.peak_reserved_bytes(device)
-    return max(1, min(planned, used) - max(planned // 8, 2 * (used - planned)))
+    return max(1, min(planned, used) - max(_share(planned, asked, times), 2 * (used + asked - planned)))
+
+
+def _share(num_bytes: int, asked: int, times: int) -> int:
+    return num_bytes // (_SHARES[min(times, len(_SHARES) - 1)] if asked else _SHARES[-1])
 
 
 def _planned(
@@ -225,15 +237,23 @@ def room(plan: Plan, device: torch.device) -> dict[str, int]:
     return {tier: min(plan.budgets[tier], free.get(tier, plan.budgets[tier])) for tier in ("vram", "ram")}
 
 
-def with_less_vram(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan | None:
-    """The plan for OOM recovery, or None if no plan takes less VRAM. A collective."""
-    return _planned(plan, partial(leaner, plan, "vram"), _less_vram(plan, device), ranks)
+def with_less_vram(
+    plan: Plan, device: torch.device, error: BaseException | None, times: int, ranks: Ranks = SOLO
+) -> Plan | None:
+    """The plan for OOM recovery, or None if no plan takes less VRAM. A collective.
 
-
-def _less_vram(plan: Plan, device: torch.device) -> dict[str, int]:
-    """Budgets of a plan for OOM recovery."""
-    vram = 7 * plan.total_bytes("vram") // 8 if plan.basis.work is None else leaner_budget(plan, device)
-    return {"vram": vram, "ram": _ram_to_use(plan)}
+    Args:
+        error: torch's, on a rank whose GPU is full.
+        times: how often the GPU was full before.
+    """
+    planned = plan.total_bytes("vram")
+    if error is None:
+        vram = planned - 1
+    elif plan.basis.work is None:
+        vram = planned - planned // 8
+    else:
+        vram = leaner_budget(plan, device, process_memory.asked_bytes(error), times)
+    return _planned(plan, partial(leaner, plan, "vram"), {"vram": vram, "ram": _ram_to_use(plan)}, ranks)
 
 
 def _ram_to_use(plan: Plan) -> int:
@@ -243,21 +263,29 @@ def _ram_to_use(plan: Plan) -> int:
     return min(ram, max(now, plan.budgets.get("ram", ram)))
 
 
-def with_less_vram_at_rest(plan: Plan, device: torch.device, ranks: Ranks = SOLO) -> Plan | None:
-    """The plan for OOM recovery between training steps, when there are no activations: an eighth less in VRAM, or as
-    little as possible. None if no plan takes less. A collective.
+def with_less_vram_at_rest(plan: Plan, error: BaseException | None, times: int, ranks: Ranks = SOLO) -> Plan | None:
+    """The plan for OOM recovery between training steps, when there are no activations: what the allocation lacked and a
+    share less in VRAM, or as little as possible. None if no plan takes less. A collective; see `with_less_vram`.
     """
-    return _planned(plan, partial(_leaner_at_rest, plan), _less_vram(plan, device), ranks)
+    less = 1
+    if error is not None:
+        asked = process_memory.asked_bytes(error)
+        less = max(1, asked + _share(_at_rest(plan), asked, times))
+    budgets = {"vram": max(1, plan.total_bytes("vram") - less), "ram": _ram_to_use(plan)}
+    return _planned(plan, partial(_leaner_at_rest, plan), budgets, ranks)
 
 
 def _leaner_at_rest(plan: Plan, budgets: Mapping[str, int]) -> Plan | None:
+    """`budgets`: their VRAM is less than that of `plan` by what is lacking."""
     leanest, found = plan, leaner(plan, "vram", budgets)
+    enough = _at_rest(plan) - (plan.total_bytes("vram") - budgets["vram"])
     while found is not None:
         if _at_rest(found) < _at_rest(leanest):
             leanest = found
-        if _at_rest(leanest) <= 7 * _at_rest(plan) // 8:
+        if (lacking := _at_rest(leanest) - enough) <= 0:
             break
-        found = leaner(found, "vram", {**budgets, "vram": 7 * found.total_bytes("vram") // 8})
+        total = found.total_bytes("vram")
+        found = leaner(found, "vram", {**budgets, "vram": max(1, total - max(lacking, total // _SHARES[0]))})
     return leanest if _at_rest(leanest) < _at_rest(plan) else None
 
 

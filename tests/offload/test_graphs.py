@@ -984,7 +984,9 @@ def test_a_buffer_that_backward_needs_and_is_written_before_is_an_error(kind: ty
 
 
 def test_a_full_gpu_gives_up_graphs_before_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Stack()
+    """A later shortage is not judged by a peak that had graphs in it."""
+    model, forgot = Stack(), list[torch.device]()
+    monkeypatch.setattr("offloadkit.engine.replanner.forget_peak", forgot.append)
     with OffloadEngine(model, OffloadConfig(working_dtype="fp32", placement=Placement()), device="cpu") as engine:
         graphs = engine.placed.graphs
         assert graphs is not None
@@ -1003,6 +1005,7 @@ def test_a_full_gpu_gives_up_graphs_before_it_moves(monkeypatch: pytest.MonkeyPa
         for _ in range(3):
             step()
         assert graphs.num_graphs() == 0
+        assert len(forgot) == 1
         assert engine.plan.placements == (Placement(),) * len(engine.plan.placements)
 
 

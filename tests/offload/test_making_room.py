@@ -580,7 +580,7 @@ def test_ranks_of_a_host_share_what_its_ram_is_short_of_and_what_is_left(
     shortage.with_less_ram(plan, device)
     assert asked[-1]["ram"] == now - max(now // 8, 2 * (now // 3) // num_on_host)
     monkeypatch.setattr(hardware, "ram_available_bytes", lambda: 2 * now)
-    shortage.with_less_vram(plan, device)
+    shortage.with_less_vram(plan, device, torch.OutOfMemoryError("CUDA out of memory"), 0)
     assert asked[-1]["ram"] == now + (2 * now - now // 3) // num_on_host
 
 

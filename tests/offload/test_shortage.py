@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from offloadkit.device import process_memory
+from offloadkit.engine import replanner
 from offloadkit.engine.engine import OffloadEngine
-from offloadkit.errors import OutOfRamError, OutOfVramError
+from offloadkit.errors import OutOfRamError, OutOfVramError, RepeatWindowError
 from offloadkit.facts import hardware
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload import model as placed_model
 from offloadkit.offload import shortage
 from offloadkit.offload.model import PlacedModel
+from offloadkit.planner import MicroBatch, make_plan
 from tests.models import TinyLM, tokens, train
+from tests.planner.machines import H200, shape, stage
 
 
 class Hungry(TinyLM):
@@ -27,7 +32,7 @@ class Hungry(TinyLM):
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         loss = super().forward(batch)
         if self.hungry and not self.in_backward:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB. GPU 0 has ...")
         if self.hungry:
             loss.register_hook(_fail)
         return loss
@@ -73,15 +78,53 @@ def test_the_window_in_which_the_gpu_is_full_is_dropped_as_a_whole(in_backward: 
     assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in expected.state_dict().items())
 
 
-@pytest.mark.parametrize(("planned", "used", "budget"), [(800, 850, 700), (800, 1000, 400), (800, 600, 500)])
+@pytest.mark.parametrize(
+    ("planned", "used", "asked", "times", "budget"),
+    [
+        *[(800, 850, 0, 0, 700), (800, 1000, 0, 0, 400), (800, 600, 0, 0, 500)],
+        *[(800, 800, 8, 0, 775), (800, 800, 8, 1, 750), (800, 800, 8, 2, 700), (800, 800, 8, 9, 700)],
+        *[(800, 850, 50, 0, 600), (800, 600, 50, 0, 575)],
+    ],
+)
 def test_a_leaner_plan_gets_less_than_was_planned_and_than_there_was(
-    planned: int, used: int, budget: int, monkeypatch: pytest.MonkeyPatch
+    planned: int, used: int, asked: int, times: int, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = SimpleNamespace(total_bytes=lambda tier: planned)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: used - 100)
     monkeypatch.setattr(hardware, "vram_context_bytes", lambda device: 100)
-    assert shortage.leaner_budget(plan, torch.device("cuda")) == budget  # type: ignore[arg-type]
-    assert shortage.leaner_budget(plan, torch.device("cpu")) == 700  # type: ignore[arg-type]
+    assert shortage.leaner_budget(plan, torch.device("cuda"), asked, times) == budget  # type: ignore[arg-type]
+    assert shortage.leaner_budget(plan, torch.device("cpu"), 0, 0) == 700  # type: ignore[arg-type]
+
+
+def test_a_full_gpu_costs_a_plan_little_more_than_was_short() -> None:
+    layers = [shape(f"block.{index}", 2**26) for index in range(16)]
+    work = MicroBatch(tuple(stage(layer.name, kept=2**24) for layer in layers), 640)
+    plan = make_plan(layers, OffloadConfig(vram="8 GiB"), work=work, hardware=H200)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 100.00 MiB. GPU 0 has ...")
+    for leaner, at_rest in (
+        (shortage.with_less_vram(plan, torch.device("cpu"), error, 0), False),
+        (shortage.with_less_vram_at_rest(plan, error, 0), True),
+    ):
+        assert leaner is not None
+        before, after = (shortage._at_rest(each) if at_rest else each.total_bytes("vram") for each in (plan, leaner))
+        assert 100 << 20 < before - after < 1 << 30
+
+
+def test_each_full_gpu_costs_more_than_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, seen, model = shortage.with_less_vram, list[tuple[int, int]](), Hungry()
+
+    def recorded(plan: Any, device: Any, error: Any, times: int, ranks: Any) -> Any:
+        seen.append((process_memory.asked_bytes(error), times))
+        return own(plan, device, error, times, ranks)
+
+    monkeypatch.setattr(replanner, "with_less_vram", recorded)
+    with OffloadEngine(model, OffloadConfig(), device="cpu") as engine:
+        train(engine, tokens(1))
+        model.hungry = True
+        for _ in range(2):
+            with pytest.warns(RuntimeWarning), pytest.raises(RepeatWindowError):
+                engine(tokens(1)[0])
+    assert seen == [(2048, 0), (2048, 1)]
 
 
 @pytest.mark.gpu

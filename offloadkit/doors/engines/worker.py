@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import sys
 import time
 import traceback
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from offloadkit import errors
-from offloadkit.device.process_memory import DeviceMemory, forget_peak, let_segments_grow
+from offloadkit.device.process_memory import DeviceMemory, asked_bytes, forget_peak, let_segments_grow
 from offloadkit.doors.engines import forecast
 from offloadkit.doors.engines.deepspeed import Zero2, Zero3
 from offloadkit.doors.engines.engine import EngineFactory
@@ -122,10 +121,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 def _out_of_vram(error: BaseException, limit: int | None) -> str:
     """The least VRAM that the task needs: allocated bytes plus the failed allocation."""
-    asked = re.search(r"Tried to allocate ([\d.]+) (\w+)", str(error))
-    unit = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}.get(asked[2], 1) if asked else 1
-    needs = int(float(asked[1]) * unit) if asked else 0
-    has = limit or 0
+    needs, has = asked_bytes(error), limit or 0
     with contextlib.suppress(Exception):  # the device may fail to answer after an OOM
         device = hardware.default_device()
         needs += torch.cuda.memory_allocated(device) + hardware.vram_context_bytes(device)
