@@ -39,6 +39,7 @@ from offloadkit.hf.losses import WithLosses
 from offloadkit.hf.ragged import ResumableOrder
 from offloadkit.hf.resumed import check_same_model, check_trainer_state
 from offloadkit.hf.saving import arguments_as_data, load_in_pieces, read_later, saved_in_pieces
+from offloadkit.hf.streams import EndlessRows
 from offloadkit.hf.trained import phase_of, print_on_rank_0, ranks_of, trained_module
 from offloadkit.offload.unread import is_unread, make_real
 from offloadkit.planner import Plan
@@ -92,10 +93,11 @@ class TrainerCheckpoints:
         args = trainer.args
         if plan is None or args.world_size > 1 or has_adapters(trainer.model):
             return
+        num_epochs = 1 if args.max_steps > 0 else ceil(args.num_train_epochs)
         smaller = plan.basis.config.smaller_checkpoints
         _check_room(
             Path(args.output_dir),
-            min(_num_saves(args, max(0, args.max_steps)), 2),
+            min(_num_saves(args, max(0, args.max_steps), num_epochs), 2),
             plan.checkpoint_bytes,
             plan.model_bytes if trainer.saves_model else 0,
             {option: plan.checkpoint_bytes_of(contents) for contents, option in smaller.items()},
@@ -109,7 +111,8 @@ class TrainerCheckpoints:
         Colab's deletes them.
         """
         args = trainer.args
-        num_saves = _num_saves(args, num_steps)
+        is_endless = isinstance(trainer.train_dataset, EndlessRows)
+        num_saves = _num_saves(args, num_steps, 1 if is_endless else min(trainer.state.num_train_epochs, num_steps))
         num_bytes, smaller, model = _num_bytes(trainer)
         output, limit = Path(args.output_dir), args.save_total_limit
         with ranks_of(trainer).together("checking the disk"):
@@ -304,13 +307,14 @@ def report_ignored_scaler(trainer: Any, folder: Path) -> None:
         )
 
 
-def _num_saves(args: Any, num_steps: int) -> int:
-    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
-    num_saves = {"no": 0, "epoch": ceil(args.num_train_epochs), "best": 1}.get(strategy)
-    if num_saves is None:
-        every = args.save_steps if args.save_steps >= 1 else ceil(num_steps * args.save_steps)
-        num_saves = num_steps // max(1, int(every))
-    return num_saves
+def _num_saves(args: Any, num_steps: int, num_epochs: int) -> int:
+    """The most checkpoints that a run of so many steps and epochs may save."""
+    strategy, every = args.save_strategy, args.save_steps
+    if strategy == "best":  # after any evaluation
+        strategy, every = args.eval_strategy, args.eval_steps
+    if strategy in ("no", "epoch"):
+        return 0 if strategy == "no" else num_epochs
+    return num_steps // max(1, int(every if every >= 1 else ceil(num_steps * every)))
 
 
 def _check_room(output: Path, num_checkpoints: int, num_bytes: int, model: int, smaller: Mapping[str, int]) -> None:

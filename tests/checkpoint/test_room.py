@@ -50,6 +50,27 @@ def test_room_for_two_checkpoints_is_checked_before_the_first_step(
     assert "room for" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"save_strategy": "epoch", "max_steps": 9, "num_train_epochs": 1}, "two checkpoints"),
+        ({"save_strategy": "epoch", "max_steps": 2, "num_train_epochs": 5}, "a checkpoint"),
+        ({"save_strategy": "epoch", "num_train_epochs": 1.5}, "two checkpoints"),
+        ({"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}, "two checkpoints"),
+        ({"save_strategy": "best", "eval_strategy": "epoch", "num_train_epochs": 1}, "a checkpoint"),
+    ],
+)
+def test_room_is_needed_for_the_checkpoints_that_the_steps_make(
+    tmp_path: Path, free: list[int], options: dict[str, Any], needed: str
+) -> None:
+    """Four steps are an epoch."""
+    args = arguments(tmp_path, **({"max_steps": -1, "metric_for_best_model": "loss"} | options))
+    run = OffloadSeq2SeqTrainer(model=t5(), args=args, train_dataset=seq2seq_rows(), eval_dataset=seq2seq_rows(2))
+    free[0] = 0
+    with pytest.raises(OutputError, match=rf"^{needed} in .* would take"):
+        run.train()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("contents", ["compact", "weights", "none"])
 def test_a_disk_that_is_too_small_names_the_smaller_checkpoints_that_fit(
