@@ -9,8 +9,9 @@ it can be. Two graphs belong to a block:
 | kept | forward; saved tensors stay alive | `autograd.grad` |
 | recomputed | forward; saved tensors are dropped | forward and `autograd.grad` |
 
-Between graphs, inputs are copied into *static* memory, and outputs and gradients of inputs are cloned. The engine gets
-a layer's gradients at once, without autograd, where no parameter can have another gradient. Streamed weights are copied
+Between graphs, inputs are copied into *static* memory, and outputs and gradients of inputs are cloned. Where gradients
+go from block to block, one operation clones them and writes the static memory of the next backward. The engine gets a
+layer's gradients at once, without autograd, where no parameter can have another gradient. Streamed weights are copied
 too, because a block's place in the ring changes. An input that many blocks share, such as an encoder's output, is also
 an output of each block that uses it, and the next block gets that one. So backward adds the uses' gradients one by one,
 in the order of eager blocks.
@@ -123,6 +124,8 @@ class _Backward(NamedTuple):
     captured: _Captured
     places: list[_Static]
     """Of the gradients of outputs, and of inputs that were handed on."""
+    before: Mapping[int, _Static]
+    """By index of a result: memory of that gradient in the backward of the block before."""
 
 
 class BlockGraphs:
@@ -309,8 +312,8 @@ class BlockGraphs:
         self._is_watching = False
         for block in self._blocks:
             block.ran_eagerly = block.adds = False
-        for static in self._statics.values():
-            static.present = None
+        for room in self._rooms.values():
+            room.turn.present = None
         if self._dropped:
             self.drop(())
 
@@ -523,9 +526,17 @@ def _bytes_of(meta: Meta) -> int:
 
 
 class _Turn:
-    """Whose values a `_Room` holds, without a reference to that memory."""
+    """What a `_Room` holds, without a reference to that memory.
+
+    Attributes:
+        holder: of the `_Static` that was written last.
+        present: the tensor whose copy the memory holds, if it is known; it shares the version counter of that tensor.
+        version: of `present`, when it was copied.
+    """
 
     holder: object = None
+    present: torch.Tensor | None = None
+    version = 0
 
 
 class _Static:
@@ -533,7 +544,6 @@ class _Static:
 
     Attributes:
         memory: a tensor in `room`, with a version counter of its own.
-        present: the tensor whose copy the memory holds; it shares the version counter of that tensor.
     """
 
     def __init__(self, meta: Meta, room: _Room) -> None:
@@ -541,12 +551,15 @@ class _Static:
             empty = torch.empty(0, dtype=meta.dtype, device=room.storage.device)
             self.memory = empty.set_(room.storage, 0, meta.shape, meta.stride)
         self._expanded = [dim for dim, stride in enumerate(meta.stride) if stride == 0]
-        self.present: torch.Tensor | None = None
-        self._version, self._turn, self._own_turn = 0, room.turn, object()
+        self._turn, self._own_turn = room.turn, object()
+
+    def fill(self, value: float) -> None:
+        self._begin()
+        self.memory.fill_(value)
 
     def copy(self, tensor: torch.Tensor) -> None:
         """Called without gradients."""
-        self.present, self._turn.holder = None, self._own_turn
+        self._begin()
         into, source = self.memory, tensor
         for dim in self._expanded:
             into, source = into.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
@@ -554,16 +567,73 @@ class _Static:
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Copy `tensor`, unless the memory holds its values."""
-        present = self.present
-        if (
-            present is None
-            or self._turn.holder is not self._own_turn
-            or present.data_ptr() != tensor.data_ptr()
-            or self._version != tensor._version
-            or present._version != self._version
-        ):
+        if not self._holds(tensor):
             self.copy(tensor)
-            self.present, self._version = tensor.detach(), tensor._version
+            self.note(tensor.detach())
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Like `hold`, for a tensor of one block: no reference to it is kept."""
+        if self._holds(tensor):
+            self._turn.present = None
+        else:
+            self.copy(tensor)
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether a clone of `tensor` has the layout of this memory."""
+        own, other = self.memory, torch.empty_like(tensor)
+        is_alike = own.shape == other.shape and own.stride() == other.stride() and own.dtype == other.dtype
+        return is_alike and not self._expanded
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """The memory holds a copy of `tensor` now, which is kept."""
+        turn = self._turn
+        turn.holder, turn.present, turn.version = self._own_turn, tensor, tensor._version
+
+    def _begin(self) -> None:
+        self._turn.holder, self._turn.present = self._own_turn, None
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        turn = self._turn
+        present, version = turn.present, turn.version
+        return (
+            present is not None
+            and turn.holder is self._own_turn
+            and present.data_ptr() == tensor.data_ptr()
+            and version == tensor._version == present._version
+        )
+
+
+def _writable(places: Mapping[int, _Static], results: Results) -> dict[int, _Static]:
+    """Those of `places`, by index of a result, that can be written while the results are read."""
+    memory = {place.memory.untyped_storage().data_ptr() for place in places.values()}
+    if any(each is not None and each.untyped_storage().data_ptr() in memory for each in results):
+        return {}
+    found = ((index, place, results[index]) for index, place in places.items())
+    return {index: place for index, place, each in found if each is not None and place.fits(each)}
+
+
+def _cloned(results: Results, without: Collection[int], places: Mapping[int, _Static]) -> list[torch.Tensor | None]:
+    """Clones of the results but those in `without` (indices), by one operation that also writes `places`: memory from
+    which the next graph reads some of them.
+    """
+    found: list[torch.Tensor | None] = [None] * len(results)
+    into: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    noted: list[tuple[_Static, torch.Tensor]] = []
+    for index, result in enumerate(results):
+        if result is not None and index not in without:
+            clone = found[index] = torch.empty_like(result)
+            into.append(clone)
+            sources.append(result)
+            if (place := places.get(index)) is not None:
+                into.append(place.memory)
+                sources.append(result)
+                noted.append((place, clone))
+    if into:
+        torch._foreach_copy_(into, sources)
+    for place, clone in noted:
+        place.note(clone)
+    return found
 
 
 class _Key(NamedTuple):
@@ -1151,12 +1221,14 @@ class _Call:
         is_live: backward may come.
         seen: the updates of the block's layers that it saw.
         versions: of the entry's `saved` tensors.
+        follows_blocks: the gradients of inputs go to other blocks' backward, and to no operation in between.
     """
 
     entry: _Entry
     random: Any
     seen: list[int]
     versions: list[int]
+    follows_blocks: bool
     is_live: bool = True
 
     def end(self) -> None:
@@ -1193,7 +1265,8 @@ class _Entry:
         self._copied_alone: list[tuple[torch.Tensor, nn.Parameter]] = []
         if streams:
             self._copy_weights()
-        self._passes_on = [index for index, meta in enumerate(metas) if index > 0 and meta.requires_grad]
+        self._have_gradients = [index for index, meta in enumerate(metas) if meta.requires_grad]
+        self._passes_on = [index for index in self._have_gradients if index > 0]
         at = {parameter: len(metas) + index for index, parameter in enumerate(self.trained)}
         self._layers = [
             (layer, [at[view.parameter] for view in layer.layer.views])
@@ -1388,7 +1461,9 @@ class _Entry:
         graphs, block = self.block.graphs, self.block
         seen = [layer.num_updates for layer in self._all_layers]
         graphs.num_graphed += 1
-        call = _Call(self, graphs.pool.random_state(), seen, [each._version for each in self.saved.values()])
+        follows_blocks = all(type(tensors[index].grad_fn) is _node for index in self._have_gradients)
+        versions = [each._version for each in self.saved.values()]
+        call = _Call(self, graphs.pool.random_state(), seen, versions, follows_blocks)
         self._newest = newest = weakref.ref(call, block.live.discard)
         block.live.add(newest)
         if not self.recomputes:
@@ -1459,7 +1534,7 @@ class _Entry:
         taken = self._hand_over(results)
         if not retains:
             call.end()
-        return [None if result is None or index in taken else result.clone() for index, result in enumerate(results)]
+        return _cloned(results, taken, found.before if call.follows_blocks else {})
 
     def _hand_over(self, results: Results) -> Collection[int]:
         """Give the engine the gradients of layers that this backward completes, without a copy and without autograd's
@@ -1491,7 +1566,12 @@ class _Entry:
                 assert run is not None
                 return self._gradients(run, key[0], places)
 
-            self._backwards[key] = _Backward(self.block.graphs.capture(work, self), places)
+            captured = self.block.graphs.capture(work, self)
+            num = len(places) - len(self._passes_on)
+            before = dict(zip(self._passes_on, places[num:], strict=True))
+            if 0 in self._have_gradients and gradients[0] is not None:
+                before[0] = places[0]
+            self._backwards[key] = _Backward(captured, places, _writable(before, captured.graph.results))
         return self._backwards.get(key)
 
     def _places(self, gradients: Sequence[torch.Tensor | None]) -> list[_Static]:
@@ -1513,9 +1593,9 @@ class _Entry:
         incoming = [*(each for each in gradients if each is not None), *handed_on]
         for place, gradient in zip(places, incoming, strict=True):
             if gradient is None:
-                place.memory.fill_(-0.0)  # x + -0.0 is x
+                place.fill(-0.0)  # x + -0.0 is x
             else:
-                place.copy(gradient)
+                place.take(gradient)
 
     def _gradients(self, run: _Run, given: Sequence[Any], places: Sequence[_Static]) -> Results:
         """Gradients of the leaves of `run`, from those in `places`. `given`: None for outputs without a gradient."""
@@ -1625,5 +1705,6 @@ class _Replay(torch.autograd.Function):
 
 
 _Parent: Any = super(torch.autograd.Function, _Replay)
+_node: Any = _Replay._backward_cls
 _apply: Any = _Parent.apply
 """Without the checks of functorch: a block that torch transforms runs eagerly."""

@@ -276,14 +276,15 @@ class Stack(nn.Module):
         self.order = [0, 1, 2]
         self.num_without_gradients = 0
         self.after: dict[int, Callable[[torch.Tensor], Any]] = {}
-        """Called with the output of a block."""
+        """Called with the output of a block; the next block gets a tensor that it returns instead."""
 
     def forward(self, size: tuple[int, int]) -> torch.Tensor:
         x = torch.linspace(-1, 1, size[0] * size[1] * 8).view(*size, 8).to(self.blocks[0].up.weight.dtype)
         for index in self.order:
             with torch.no_grad() if index < self.num_without_gradients else nullcontext():
                 x = self.blocks[index](x, **self.arguments)
-            self.after.get(index, lambda _: None)(x)
+            found = self.after.get(index, lambda _: None)(x)
+            x = found if isinstance(found, torch.Tensor) else x
         return x.float().square().mean()
 
 
@@ -946,6 +947,104 @@ def test_other_code_reads_the_newest_streamed_weights_beside_a_graph(
     assert trained[0] == expected[0]
     assert len(found) == len(seen) >= 2
     assert all(map(torch.equal, found, seen))
+
+
+class Overwrites(torch.autograd.Function):
+    """Doubles the gradient in its memory without its version counter, as kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gradients[0].data.mul_(2)
+        return gradients[0]
+
+
+def keep(x: torch.Tensor, kept: list[torch.Tensor]) -> None:
+    x.register_hook(kept.append)
+
+
+def keep_a_view(x: torch.Tensor, kept: list[torch.Tensor]) -> None:
+    x.register_hook(lambda gradient: kept.append(gradient[0]))
+
+
+def keep_as_grad(x: torch.Tensor, kept: list[torch.Tensor]) -> None:
+    x.retain_grad()
+    kept.append(x)
+
+
+def double(x: torch.Tensor, kept: list[torch.Tensor]) -> None:
+    x.register_hook(lambda gradient: gradient.clone().mul_(2))
+
+
+def double_in_place(x: torch.Tensor, kept: list[torch.Tensor]) -> None:
+    def hook(gradient: torch.Tensor) -> None:
+        gradient.mul_(2)
+
+    x.register_hook(hook)
+
+
+def double_in_memory(x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+    return cast(torch.Tensor, cast(Any, Overwrites).apply(x))
+
+
+def use_twice(x: torch.Tensor, kept: list[torch.Tensor]) -> None:
+    kept.append(x.square().mean())
+
+
+def use_again(x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+    return x + 0.5 * x
+
+
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+@pytest.mark.parametrize(
+    "change", [keep, keep_a_view, keep_as_grad, double, double_in_place, double_in_memory, use_twice, use_again]
+)
+def test_other_code_gets_gradients_between_graphs(
+    change: Callable[..., torch.Tensor | None], activations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph's gradients are also written to the memory from which the next graph reads them."""
+
+    def run() -> tuple[Trained, list[torch.Tensor]]:
+        model, seen = Stack(), list[torch.Tensor]()
+
+        def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
+            for step in range(5):
+                kept: list[torch.Tensor] = []
+                if step >= 3:
+                    model.after = dict.fromkeys((0, 1), partial(change, kept=kept))
+                loss = engine((2, 3))
+                yield loss if change is not use_twice else sum(kept, loss)
+                seen.extend(cast(Any, each.grad) if change is keep_as_grad else each.detach() for each in kept)
+
+        return train_by(model, forwards, Placement(activations=activations)), seen
+
+    trained, seen = run()
+    monkeypatch.setattr(facts_graphs, "device_types", set())
+    expected, seen_eagerly = run()
+    assert trained[2] == 6
+    assert trained[0] == expected[0]
+    assert all(torch.equal(trained[1][name], weight) for name, weight in expected[1].items())
+    assert len(seen) == len(seen_eagerly) == 4 * (change in (keep, keep_a_view, keep_as_grad, use_twice))
+    assert all(map(torch.equal, seen, seen_eagerly))
+
+
+def test_gradients_between_graphs_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the operation that clones them."""
+    model, copies, copy = Stack(), [], offload_graphs._Static.copy
+
+    def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
+        for _ in range(4):
+            copies.clear()
+            yield engine((2, 3))
+
+    monkeypatch.setattr(
+        offload_graphs._Static, "copy", lambda self, tensor: (copies.append(tensor.shape), copy(self, tensor))
+    )
+    train_by(model, forwards)
+    assert len(copies) == 3 + 1  # inputs of three blocks, and the gradient of the last one's output
 
 
 def test_a_hook_reads_streamed_weights_in_a_backward_beside_the_engines() -> None:
