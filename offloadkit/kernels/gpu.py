@@ -60,11 +60,13 @@ def block_sums(gradient: Tensor, blocks: Tensor, out: Tensor) -> None:
     kernels: Any = gpu_triton
     with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
         for first in range(0, blocks.shape[0], BLOCKS_AT_ONCE):
-            some = blocks[first : first + BLOCKS_AT_ONCE]
+            some, sums = blocks, out
+            if blocks.shape[0] > BLOCKS_AT_ONCE:
+                some, sums = blocks[first : first + BLOCKS_AT_ONCE], out[first : first + BLOCKS_AT_ONCE]
             num_blocks = some.shape[0]
             rows = torch.empty(num_blocks * pieces * 32, dtype=torch.float64, device=gradient.device)
             _launch(kernels.sum_rows_of_pieces, num_blocks * pieces // at_once, gradient, some, rows)
-            _launch(kernels.sum_pieces_of_block, num_blocks, rows, out[first : first + num_blocks])
+            _launch(kernels.sum_pieces_of_block, num_blocks, rows, sums)
 
 
 def optimizer_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment], grad_scale: float) -> None:
@@ -143,34 +145,40 @@ def launch_step(state: FlatState, gradient: Tensor, segments: Sequence[Segment],
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 """Compiled kernels by function, device and what Triton specializes them for."""
+_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""CUDA's handle of the current stream, by the device's index."""
 
 
 def _launch(kernel: Any, num_programs: int, *arguments: Any) -> None:
     """`kernel[(num_programs,)](*arguments, enable_fp_fusion=False)`, in less of Python's time: a kernel that was
-    compiled for arguments of the same kind is launched without Triton's search for it.
+    compiled for arguments of the same kind is launched without Triton's search for it and without its hooks, by
+    addresses, because Triton asks CUDA about the memory of each tensor.
 
     The first argument is a tensor on the current device.
     """
-    key = kernel, arguments[0].device, *map(_kind, arguments)
+    device = arguments[0].get_device()
+    kinds, values = [kernel, device], []
+    for argument in arguments:
+        value = argument
+        if isinstance(argument, float):  # always fp32
+            kinds.append(float)
+        elif isinstance(argument, Tensor):
+            value = argument.data_ptr()
+            kinds.append((argument.dtype, value % 16 == 0))
+        elif isinstance(argument, bool):  # a constant
+            kinds.append(argument)
+        else:
+            kinds.append((-(2**31) <= argument < 2**31, argument % 16 == 0, argument == 1))
+        values.append(value)
+    key = tuple(kinds)
     if (compiled := _compiled.get(key)) is not None:
-        compiled[num_programs, 1, 1](*arguments)
+        launched = compiled.function, compiled.packed_metadata, None, None, None
+        compiled.run(num_programs, 1, 1, _stream_of(device), *launched, *values)
         return
     compiled = kernel[(num_programs,)](*arguments, enable_fp_fusion=False)
     # Triton's interpreter returns nothing. For AMD, kernels also depend on whether a tensor has 2 GiB.
     if gpu_triton.LAUNCHES_TAKE_CONSTANTS and compiled is not None and torch.version.hip is None:
         _compiled[key] = compiled
-
-
-def _kind(argument: Any) -> Any:
-    """What Triton specializes a kernel for: a tensor's dtype and alignment, and the width and alignment of an integer
-    or that it is 1. Constants are True or False. Floating-point numbers are always fp32.
-    """
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, float):
-        return float
-    is_short = -(2**31) <= argument < 2**31
-    return is_short, argument % 16 == 0, argument == 1, isinstance(argument, bool)
 
 
 def _as_integers(array: Tensor) -> Tensor:

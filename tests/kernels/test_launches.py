@@ -10,7 +10,7 @@ import torch
 
 from offloadkit.kernels import gpu
 
-ARRAY = torch.zeros(64)
+ARRAY, STREAM = torch.zeros(64), 5
 
 
 class Kernel:
@@ -31,16 +31,24 @@ class Kernel:
 
 
 class Compiled:
+    """Like Triton's `CompiledKernel`: `run` takes the grid, the stream, what to launch, and hooks."""
+
+    function, packed_metadata = 7, (4, 1, 0)
+
     def __init__(self, launched: list[tuple[Any, ...]]) -> None:
         self._launched = launched
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *arguments: self._launched.append((grid, *arguments))
+    def run(self, *arguments: Any) -> None:
+        grid, stream, function, metadata, *hooks = arguments[:3], *arguments[3:9]
+        assert (stream, function, metadata) == (STREAM, self.function, self.packed_metadata)
+        assert hooks == [None, None, None]
+        self._launched.append((grid, *arguments[9:]))
 
 
 @pytest.fixture(autouse=True)
 def triton(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(gpu, "_compiled", {})
+    monkeypatch.setattr(gpu, "_stream_of", lambda device: STREAM if device == ARRAY.get_device() else None)
     module = SimpleNamespace(LAUNCHES_TAKE_CONSTANTS=True)
     monkeypatch.setattr(gpu, "gpu_triton", module)
     return module
@@ -58,7 +66,8 @@ def test_arguments_of_the_same_kind_are_launched_at_once(first: Any, second: Any
     assert len(kernel.launched) == 1
     grid, *arguments = kernel.launched[0]
     assert grid == (4, 1, 1)
-    assert all(own is given for own, given in zip(arguments, (ARRAY, second, True), strict=True))
+    given = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in (ARRAY, second, True)]
+    assert list(zip(map(type, arguments), arguments, strict=True)) == list(zip(map(type, given), given, strict=True))
 
 
 @pytest.mark.parametrize(
