@@ -115,6 +115,8 @@ class StateFile:
     def forget_pages(self, index: int | None = None) -> None:
         """Flush a mapped region (None: all regions) to disk and drop its pages from RAM."""
         for num_bytes, at, mapping, start in self._regions if index is None else [self._regions[index]]:
+            if num_bytes == 0:  # of a rank that owns no part of a layer; it may begin where the mapping ends
+                continue
             mapping.forget_pages(start, _whole_pages(num_bytes))
             os.posix_fadvise(self._file, at, _whole_pages(num_bytes), os.POSIX_FADV_DONTNEED)
 

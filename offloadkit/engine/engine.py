@@ -334,7 +334,7 @@ class OffloadEngine:
         Raises:
             EngineStateError: the loss requires no gradient, or in fp16 reaches parameters outside the model; or
                 `backward` was called twice before `step()` without accumulation, or, on several ranks, more than
-                `gradient_accumulation` times.
+                `gradient_accumulation` times; or the last update has failed.
             OutOfVramError: the GPU is out of memory; a `RepeatWindowError` if the engine has moved to a leaner plan.
             TypeError: the loss is not a tensor.
             ValueError: the loss is not a scalar.

@@ -118,6 +118,7 @@ class TrainingLoop:
             )
 
     def backward(self, loss: torch.Tensor, divisor: int) -> None:
+        self.raise_thread_error()  # the other ranks wait for this rank's weights, not for its gradients
         given = loss
         if self.loss_scale is not None and self._config.loss_scale != 1:
             self._check_nothing_outside(loss)

@@ -255,7 +255,8 @@ class PlacedLayers:
         if self.memory.disk is not None:
             self.memory.disk.use(buffers[:num_disk])
         step_buffer = step_buffer_bytes(placed, self._accumulation)
-        ring = StateRing(self._device, step_buffer, NUM_STEP_BUFFERS) if step_buffer else None
+        passes = any(where.states == "ram" and where.step == "gpu" for where in self.placements)
+        ring = StateRing(self._device, step_buffer, NUM_STEP_BUFFERS) if passes else None  # a rank may own no element
         matrix_steps: MatrixSteps | MatrixExchange | None = None
         if matrices := dict.fromkeys(matrix for shape in self._shapes for matrix in shape.matrices):
             shared = workspace(self._device, matrices, self._config.muon)

@@ -302,6 +302,9 @@ class StepThread:
             busy = BusyTime()
             busy.add(*update.gpu)
             update.busy.append(("gpu_step", busy))
+        except BaseException as error:
+            self._failed(error)  # before the stepping thread goes on
+            raise
         finally:
             queued.set()
         for posting in coming:

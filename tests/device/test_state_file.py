@@ -38,6 +38,16 @@ def first_byte(slab: HostSlab) -> int:
     return int(slab.cut(1, torch.uint8))
 
 
+def test_pages_of_an_empty_region_behind_all_others_are_forgotten(tmp_path: Path) -> None:
+    file = StateFile(tmp_path, [4096, 0])
+    file.mapped(0).fill_(7)
+    file.forget_pages(1)
+    file.forget_pages()
+    assert bool((file.mapped(0) == 7).all())
+    assert file.mapped(1).numel() == 0
+    file.close()
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_regions_keep_what_was_written(tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not direct:

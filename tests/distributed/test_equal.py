@@ -43,6 +43,8 @@ def assert_equal(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 
 
 EACH = {"exchange": "micro_batch"}
+RANK_1_OWNS_NOTHING = {"hidden": 65, "spare": True}
+"""Options of a model in which the second of four ranks owns no part of any layer."""
 QUICK: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"placement": RESIDENT, "working_dtype": "bf16", "groups": True}),
     (3, 1, {"placement": CPU_STEP}),
@@ -81,6 +83,7 @@ SLOW: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"placement": STREAMED, "clamps": True, "steps": 2}),
     (4, 1, {"placement": STREAMED, "late": 4, "working_dtype": "bf16", "precision": "tiny"}),
     (3, 1, {"placements": [STREAMED, LEAST, STREAMED_TO_GPU], "groups": True, "activation_checkpointing": True}),
+    (4, 1, {"placement": GPU_STEP, "move_to": ON_DISK, "model_options": RANK_1_OWNS_NOTHING}),
 ]
 
 

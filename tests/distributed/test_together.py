@@ -17,7 +17,7 @@ from offloadkit.distributed import ranks as ranks_module
 from offloadkit.distributed.ranks import Group
 from offloadkit.engine import engine as engine_module
 from offloadkit.engine.engine import OffloadEngine
-from offloadkit.errors import ConfigError, EngineStateError, RankError
+from offloadkit.errors import ConfigError, EngineStateError, OffloadkitError, RankError
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload import gradient_buffers, gradients, states
 from offloadkit.offload import model as model_module
@@ -293,6 +293,29 @@ def test_nobody_waits_for_a_rank_that_failed(ranks: RankPool) -> None:
     first, second = ranks.run(2, failing)
     check_says(first, "rank 1", "stepped all weights")
     assert second == ""
+
+
+def failing_at(placement: Placement) -> str:
+    """This rank's error when rank 1 fails to step its part, and all ranks go on training."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(states, "optimizer_step", lambda *args: 1 / 0)
+        try:
+            with OffloadEngine(model(), OffloadConfig(placement=placement), device="cpu") as engine:
+                for batch in tokens(2):
+                    engine.backward(engine(batch))
+                    engine.step()
+        except OffloadkitError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("placement", [RESIDENT, CPU_STEP, STREAMED])
+def test_a_rank_whose_step_failed_says_so_before_it_exchanges_gradients(ranks: RankPool, placement: Placement) -> None:
+    """The other ranks wait for its weights, so no rank would ever come."""
+    first, second = ranks.run(2, failing_at, placement=placement)
+    check_says(first, "rank 1")
+    check_says(second, "the optimizer step failed")
 
 
 def on_two_hosts() -> str:
