@@ -1,6 +1,6 @@
 """Ranks of a loop that are killed at random: all processes end, and training resumes to the same weights.
 
-python -m benchmarks.killed_ranks --ranks 4 --kills 5           # on GPUs; resumed on 4, 2 and 1 rank
+python -m benchmarks.killed_ranks --ranks 8 --kills 5           # on GPUs; resumed on 8, 3 and 1 rank
 python -m benchmarks.killed_ranks --device cpu --kills 2        # without a GPU
 
 `kills.py` kills trainings through every door, without a GPU. Ranks share the GPUs where there are fewer GPUs.
@@ -38,8 +38,8 @@ from offloadkit.distributed.launch import launch, send_to_parent
 from offloadkit.errors import ConfigError, RankError
 from offloadkit.facts.config import Placement
 
-MICRO_BATCHES = 12
-"""Per step, of all ranks together."""
+MICRO_BATCHES = 24
+"""Per step, of all ranks together. The numbers of ranks divide it: 1, 2, 3, 4, 6, 8, 12, 24."""
 _WIDTH, _HIDDEN = 128, 1024
 _MORE_STEPS = 3
 """Steps after the last checkpoint of the killed training."""
@@ -152,15 +152,18 @@ def run(
     commit: str | None = None,
     say: Callable[[str], object] = print,
 ) -> Row:
-    """Kill a random rank at a random moment `kills` times and resume each time. Then resume on `ranks`, on half of them
-    and on one rank, and compare the weights with a training on one rank that nobody killed. Appends a row to `out`.
+    """Kill a random rank at a random moment `kills` times and resume each time. Then resume on `ranks`, on three and on
+    one rank, and compare the weights with a training on one rank that nobody killed. Appends a row to `out`.
 
     Args:
         device: "cpu" hides the GPUs.
 
     Raises:
+        ValueError: `ranks` cannot share the micro-batches of a step evenly.
         AssertionError: a process was left, ranks took too long to end, or weights differ.
     """
+    if ranks < 1 or MICRO_BATCHES % ranks:
+        raise ValueError(f"{ranks} ranks cannot share {MICRO_BATCHES} micro-batches a step: give a divisor of it")
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -191,7 +194,7 @@ def _killed_and_compared(
         life = time.monotonic() - began
         say(f"killed rank {victim} after step {newest_step(folder)}; all ended {seconds:.2f} s later ({life:.0f} s)")
     last = newest_step(folder) + _MORE_STEPS
-    sizes = sorted({1, max(1, ranks // 2), ranks})
+    sizes = sorted({1, min(3, ranks), ranks})
     copies = {size: shutil.copytree(folder, scratch / f"on-{size}") for size in sizes}
     (whole := scratch / "undisturbed").mkdir()
     with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:  # this process has not initialized CUDA

@@ -55,13 +55,14 @@ class RankCase(Case):
 
 
 _RAM = 235
-"""GiB for offloadkit on a host with 256 GiB. A virtual machine may show less until its memory was used once."""
-_RAM_OF_FOUR = 470
-"""GiB for offloadkit on a host with four GPUs and 512 GiB."""
+"""GiB for offloadkit on a host with two GPUs and 256 GiB. A virtual machine may show less until its memory was used
+once."""
+_RAM_OF_MORE = {4: 470, 8: 515}
+"""GiB on hosts with four GPUs and 512 GiB, and with eight and 560 GiB."""
 
 
 def _ram(num_gpus: int) -> float:
-    return _RAM_OF_FOUR if num_gpus == 4 else _RAM
+    return _RAM_OF_MORE.get(num_gpus, _RAM)
 
 
 def _t5(rows: int, vram: float | None, num_gpus: int = 2, model: str = "t5-3b", **more: Any) -> RankCase:
@@ -108,6 +109,18 @@ RANK_CASES: dict[str, RankCase] = {
     "llama-8b-4": _decoder(4, None, 4, engines=("fsdp2-recomputed",)),
     "t5-11b-4x80": _t5(1, 80, 4, model="t5-11b", limit=240),
     "qwen3-32b-4x80": _decoder(4, 80, 4, model="qwen3-32b", slow=True, limit=420),
+    "t5-3b-8x24": _t5(8, 24, 8, traced=True),
+    "t5-3b-8x80": _t5(8, 80, 8, traced=True),
+    "t5-3b-8": _t5(8, None, 8, engines=("fsdp2-our-compute",)),
+    "t5-3b-8-deepspeed": _t5(8, None, 8, slow=True, engines=("zero2-offload-200m", "zero3-offload-200m")),
+    "llama-8b-8x24": _decoder(4, 24, 8, traced=True, limit=240),
+    "llama-8b-8x80": _decoder(4, 80, 8, traced=True, limit=180),
+    "llama-8b-8": _decoder(4, None, 8, engines=("fsdp2-recomputed",)),
+    "llama-8b-8-deepspeed": _decoder(
+        4, None, 8, slow=True, limit=300, engines=("zero2-offload-200m", "zero3-offload-200m")
+    ),
+    "t5-11b-8x80": _t5(1, 80, 8, model="t5-11b", traced=True, limit=240),
+    "qwen3-32b-8x80": _decoder(4, 80, 8, model="qwen3-32b", slow=True, traced=True, limit=420),
     "muon-t5-3b-1x24": _t5(8, 24, 1, engines=_MUON),
     "muon-t5-3b-2x24": _t5(8, 24, engines=_MUON),
     "t5-3b-2x24-strong": _t5(4, 24),
@@ -129,6 +142,13 @@ RANK_CASES: dict[str, RankCase] = {
     ),
     "tiny-4": RankCase(
         "try", "llama-tiny", 2, 16, vram=2, num_gpus=4, slow=True, traced=True, engines=("ours", "fsdp2-recomputed")
+    ),
+    "tiny-8-hashed": RankCase("try", "t5-tiny", 2, 16, 8, vram=6, num_gpus=8, engines=("ours-hashed",)),
+    "tiny-1-of-8-hashed": RankCase(
+        "try", "t5-tiny", 2, 16, 8, vram=2, num_gpus=1, accumulation=8, engines=("ours-hashed",)
+    ),
+    "tiny-8": RankCase(
+        "try", "llama-tiny", 2, 16, vram=6, num_gpus=8, slow=True, traced=True, engines=("ours", "fsdp2-recomputed")
     ),
     "tiny-llama-2": RankCase("try", "llama-tiny", 2, 16, vram=2, pcie_only=True, engines=("ours", "fsdp2-recomputed")),
     "tiny-2-deepspeed": RankCase(

@@ -23,9 +23,18 @@ On four H100s, most important cases first:
 
     python -m benchmarks ranks llama-8b-1x24 llama-8b-4x24 llama-8b-2x24 t5-3b-1x24 t5-3b-4x24 t5-3b-4x80 \
         llama-8b-4x80 llama-8b-4 t5-3b-4 t5-3b-2x24 $OUT --seconds 560
-    python -m benchmarks.killed_ranks --ranks 4 --kills 5 --out ranks.csv
+    python -m benchmarks.killed_ranks --ranks 4 --kills 5 $OUT
     python -m benchmarks ranks t5-11b-4x80 qwen3-32b-4x80 t5-3b-4-deepspeed llama-8b-1x80 llama-8b-2x80 t5-3b-1x80 \
         t5-3b-2x80 $OUT --seconds 460
+
+On eight H200s, of which no machine has measured a row yet, most important cases first:
+
+    python -m benchmarks ranks llama-8b-8x24 llama-8b-1x24 t5-3b-8x24 t5-3b-1x24 t5-3b-8x80 llama-8b-8x80 t5-11b-8x80 \
+        t5-3b-8 llama-8b-8 t5-3b-1x80 $OUT --seconds 570
+    python -m benchmarks ranks qwen3-32b-8x80 llama-8b-1x80 $OUT --seconds 430
+    python -m benchmarks.killed_ranks --ranks 8 --kills 5 $OUT
+    python -m benchmarks ranks llama-8b-4x24 t5-3b-4x24 llama-8b-4x80 t5-3b-4x80 t5-3b-8-deepspeed llama-8b-2x24 \
+        t5-3b-2x24 llama-8b-2x80 t5-3b-2x80 llama-8b-8-deepspeed $OUT --seconds 570
 
 `--turns 2` measures everything twice; the turns of all cases of a command alternate. The rank processes are children of
 the command: when it ends, however it does, they are gone.
@@ -50,11 +59,16 @@ import torch.distributed as dist
 
 from benchmarks import table
 from benchmarks.cases import config_of
+from benchmarks.plans import layers_and_work
 from benchmarks.rank_cases import RANK_CASES, RANK_ENGINES, RankCase
 from benchmarks.run import STEPS, WARMUP, ended_by_signals, git_commit, row_of
+from benchmarks.scaling import EIGHT_H200S
 from benchmarks.table import Row
 from offloadkit.distributed.launch import launch, send_to_parent
 from offloadkit.doors.engines.work import Work
+from offloadkit.facts.config import OffloadConfig
+from offloadkit.planner import Plan, make_plan
+from offloadkit.planner.ranks import for_ranks
 
 Raw = dict[str, Any]
 
@@ -380,13 +394,7 @@ _START_SECONDS, _PINNED_PER_SECOND = 45.0, 2e9
 
 
 def planned(cases: Sequence[str] = ()) -> Iterator[str]:
-    """A line for each case: the plan of offloadkit on H100s by their data sheet, and the longest duration of a turn."""
-    from offloadkit.doors.planning import plan
-    from offloadkit.planner.cards import card_named
-
-    card = card_named("H100")
-    most = int(card.usable_gib * 2**30) - SPARE_BYTES
-
+    """A line for each case: the plan of offloadkit on the host of eight H200s, and the longest duration of a turn."""
     for name in cases or RANK_CASES:
         case = RANK_CASES[name]
         what = f"{case.num_gpus} x {case.model}, {case.shape}, {' '.join(case.engines)}"
@@ -394,20 +402,7 @@ def planned(cases: Sequence[str] = ()) -> Iterator[str]:
         if "ours" not in case.engines:
             yield head
             continue
-        limits = case.limits(RANK_ENGINES["ours"])
-        with tempfile.TemporaryDirectory() as scratch:
-            config_of(case.model).save_pretrained(scratch)
-            made = plan(
-                scratch,
-                vram=min(limits["vram"] or most, most),
-                ram=limits["ram"],
-                batch_size=case.batch_size,
-                max_input_length=case.input_length,
-                max_target_length=case.target_length or None,
-                gradient_accumulation=case.accumulation,
-                gpu=card.name,
-                num_gpus=case.num_gpus,
-            )
+        made = plan_of(case)
         needs, seconds = made.needs(), made.seconds
         ram = needs["ram"] * made.num_on_host
         step = seconds.step if seconds else 0.0
@@ -419,3 +414,17 @@ def planned(cases: Sequence[str] = ()) -> Iterator[str]:
             f"{received / 1e9:.2f} GB received, a turn of about {turn:.0f} s"
             + ("" if made.fits else "; it DOES NOT FIT")
         )
+
+
+def plan_of(case: RankCase) -> Plan:
+    """The plan of a case on the host of eight H200s, by their data sheet (`scaling.EIGHT_H200S`)."""
+    layers, work = layers_and_work(case.model, case.dtype, case.batch_size, case.input_length, case.target_length)
+    config = OffloadConfig(
+        precision=case.precision,
+        gradient_accumulation=case.accumulation,
+        working_dtype=case.dtype,
+        max_grad_norm=1.0,
+        **case.limits(RANK_ENGINES["ours"]),
+    )
+    layers = [layer.shared_by(case.num_gpus) for layer in layers]
+    return make_plan(layers, config, work=work, hardware=for_ranks(EIGHT_H200S, case.num_gpus), assumed=True)

@@ -39,6 +39,11 @@ def host(card_name: str, num_cores: int, ram_gib: int, dram: float) -> Hardware:
     return replace(ASSUMED_CARD, gpu_name=card.name, num_cores=num_cores, **rates, **vram, **memory)
 
 
+EIGHT_H200S = host("H200", 128, 560, 376e9)
+"""A host with 128 cores and 560 GiB of RAM. Its DRAM is assumed to have twice the rate that 64 cores reached beside
+four H100s."""
+
+
 def page() -> str:
     """The page with its marked parts replaced."""
     text = PAGE.read_text()

@@ -49,6 +49,11 @@ def test_a_trace_without_kernels_says_nothing() -> None:
     assert by_kind([event("cuda_runtime", "cudaLaunchKernel", 0, 1)]) == {}
 
 
+def test_ranks_that_cannot_share_the_micro_batches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="5 ranks cannot share 24 micro-batches a step"):
+        killed_ranks.run(ranks=5, out=tmp_path / "a.csv")
+
+
 @pytest.mark.slow(20)
 def test_killed_ranks_resume_to_the_same_weights(tmp_path: Path) -> None:
     row = killed_ranks.run(kills=1, ranks=2, device="cpu", out=tmp_path / "a.csv", say=lambda text: None)
