@@ -10,12 +10,12 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import CellType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -66,9 +66,8 @@ class Outline:
     """RAM of the model until the engine has taken over all of it."""
     num_ranks: int = 1
     """Ranks that share the layers. `machine` is one rank's."""
-    lacks_forwards: bool = False
-    """Whether the run calls forwards that other code, such as TRL, has set on modules. Those of their classes are
-    traced."""
+    has_set_forwards: bool = False
+    """Whether other code, such as TRL, has set forwards on modules. Such code may compute more outside the model."""
 
     def work(
         self, batch: Any, rows: Rows | None = None, loss_of: Callable[[Any], torch.Tensor] | None = None
@@ -176,22 +175,43 @@ def without_memory(model: nn.Module) -> nn.Module:
     for module in copied.modules():
         for hooks in hooks_of(module):
             hooks.clear()
-    for name in _with_set_forwards(model):
-        del copied.get_submodule(name).forward
+    copies = dict(zip(model.modules(), copied.modules(), strict=True))
+    for module, its_copy in copies.items():
+        if _is_set_by_others(forward := vars(module).get("forward"), copies):
+            its_copy.forward = _of_copies(forward, copies)
     return copied
 
 
-def _with_set_forwards(model: nn.Module) -> list[str]:
-    """Modules on which other code (as TRL does) has set a `forward` that holds a method of one of the modules."""
-    ours = set(model.modules())
+def _is_set_by_others(forward: Any, modules: Collection[nn.Module]) -> bool:
+    """Whether other code (as TRL does) has set this `forward`, which holds a method of one of the modules."""
+    owners = (getattr(held, "__self__", None) for held in _held_by(forward))
+    return any(isinstance(owner, nn.Module) and owner in modules for owner in owners)
 
-    def holds_one(forward: Any) -> bool:
-        cells = getattr(getattr(forward, "__func__", forward), "__closure__", None) or ()
-        held = (cell.cell_contents for cell in cells if cell != _EMPTY_CELL)
-        owners = (getattr(each, "__self__", None) for each in held)
-        return any(isinstance(owner, nn.Module) and owner in ours for owner in owners)
 
-    return [name for name, module in model.named_modules() if holds_one(vars(module).get("forward"))]
+def _held_by(function: Any) -> list[Any]:
+    cells = getattr(getattr(function, "__func__", function), "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells if cell != _EMPTY_CELL]
+
+
+def _of_copies(function: Any, copies: Mapping[nn.Module, nn.Module]) -> Any:
+    """A function or method that holds and calls the copies of modules instead of the modules. Anything else is
+    returned as it is.
+    """
+    if isinstance(function, nn.Module):
+        return copies.get(function, function)
+    if isinstance(function, MethodType):
+        owner: Any = function.__self__
+        return MethodType(_of_copies(function.__func__, copies), _of_copies(owner, copies))
+    if not isinstance(function, FunctionType) or not _is_set_by_others(function, copies):
+        return function
+    cells = (
+        cell if cell == _EMPTY_CELL else CellType(_of_copies(cell.cell_contents, copies))
+        for cell in function.__closure__ or ()
+    )
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    return made
 
 
 def needs_plan(config: OffloadConfig, device: torch.device) -> bool:
@@ -331,8 +351,9 @@ def _outline_of_copy(
     ]
     apart = {copies[each] for each in used_elsewhere(model)}
     outline = outlined(copied, config, machine, param_groups=groups, apart=apart)
-    lacks_forwards = bool(_with_set_forwards(model))
-    return replace(outline, held_bytes=held_in_ram(model), num_ranks=ranks.size, lacks_forwards=lacks_forwards)
+    modules = set(model.modules())
+    has_set_forwards = any(_is_set_by_others(vars(module).get("forward"), modules) for module in modules)
+    return replace(outline, held_bytes=held_in_ram(model), num_ranks=ranks.size, has_set_forwards=has_set_forwards)
 
 
 def held_in_ram(model: nn.Module) -> int:
@@ -375,8 +396,8 @@ class FirstWindow:
 
     Attributes:
         plan: the plan to start with: about the least VRAM that RAM and disk allow, with every block recomputed.
-        is_done: nothing is left to plan. If the model does not run on the meta device, or lacks forwards there, there
-            is a second window, whose VRAM is measured.
+        is_done: nothing is left to plan. If the model does not run on the meta device, or has set forwards, there is a
+            second window, whose VRAM is measured.
     """
 
     def __init__(
@@ -457,11 +478,11 @@ class FirstWindow:
         if self._outline is None or not self._examples:
             return None
         first, *others = {id(call): call for call in self._examples.values()}.values()
-        largest, lacks_forwards, work = replace(first, alternatives=tuple(others)), self._outline.lacks_forwards, None
+        largest, is_corrected, work = replace(first, alternatives=tuple(others)), self._outline.has_set_forwards, None
         may_measure = self._calls is None and not self._is_on_cpu and any(repeated_blocks(self._outline.model))
-        if lacks_forwards and may_measure:
+        if is_corrected and may_measure:
             return _MEASURE
-        if self._calls is None or lacks_forwards:
+        if self._calls is None or is_corrected:
             work = largest_work(self._outline, largest, self._evaluation_rows)
         if self._calls is not None:
             held, calls = self._held_bytes(), self._calls.kept

@@ -28,6 +28,7 @@ from offloadkit.hf.loss import autocasts, compute_loss_in_chunks, give_method
 from offloadkit.hf.masks import added_mask, avoid_mask_syncs
 from offloadkit.hf.packed import keep_rows_apart
 from offloadkit.hf.segments import attend_to_all_segments
+from offloadkit.hf.trl_loss import plan_fused_head
 from offloadkit.kernels import attention as attention_kernel
 from offloadkit.kernels import decoder as decoder_kernel
 from offloadkit.kernels import feed_forward as feed_forward_kernel
@@ -112,6 +113,7 @@ def patched(
         if kernels:
             changes.callback(attend_to_all_segments(whole, capability))
         changes.callback(_leave_out_caches(whole))
+    changes.callback(plan_fused_head())
     if config.attention == "ours":
         for own in (own for own in configs_of(model) if hasattr(own, "model_type")):
             changes.callback(choose_attention(own))

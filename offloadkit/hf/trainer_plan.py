@@ -11,6 +11,7 @@ from offloadkit.hf.longest import NotReadableError, evaluation_rows, longest_bat
 from offloadkit.hf.masks import Padding, known_padding
 from offloadkit.hf.packed import known_boundaries
 from offloadkit.hf.trained import print_on_rank_0
+from offloadkit.hf.trl_loss import with_fused_head
 from offloadkit.planner import Plan
 from offloadkit.planner.plan import check_fits
 
@@ -52,7 +53,7 @@ class TrainerPlan:
                 trainer.model,
                 config,
                 trainer.args.device,
-                batch,
+                with_fused_head(trainer, batch),
                 rows_option="per_device_train_batch_size",
                 evaluation_rows=evaluation_rows(trainer),
             )

@@ -237,9 +237,7 @@ def set_forward(network: nn.Module) -> nn.Module:
 
 @pytest.mark.usefixtures("on_a_tiny_card")
 @pytest.mark.parametrize("more", [0, 4 << 20])
-def test_a_set_forward_is_traced_as_its_class_and_a_window_is_measured(
-    more: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_forward_is_traced_and_a_window_is_measured(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(TIGHT, vram=BUDGET)
     planned = outline.plan_for(TinyLM(**LARGER), config, CPU, window(0)[1])
     assert planned is not None
@@ -269,6 +267,23 @@ def test_a_set_forward_is_traced_as_its_class_and_a_window_is_measured(
     )
     assert (last == work.stages[-1]) == (not more)
     assert plans[1].total_bytes("vram") <= BUDGET
+
+
+def test_the_copy_without_memory_runs_the_set_forward_on_its_own_modules() -> None:
+    network, calls = TinyLM(**LARGER), []
+    own: Any = network.forward
+
+    def wider(self: Any, tokens: torch.Tensor, *, times: int = 3) -> torch.Tensor:
+        calls.append(self)
+        return own(tokens) + self.embed.weight.expand(times, -1, -1).contiguous().square().mean()
+
+    plain = trace_micro_batch(outline.without_memory(TinyLM(**LARGER)).train(), window(0)[1])
+    network.forward = MethodType(wider, network)  # type: ignore[assignment]
+    copied = outline.without_memory(set_forward(network)).train()  # a set forward that holds a set forward
+    wide = trace_micro_batch(copied, window(0)[1])
+    assert calls == [copied]
+    assert wide.stages[-1].kept_bytes >= plain.stages[-1].kept_bytes + 3 * copied.embed.weight.nbytes  # type: ignore[operator, union-attr]
+    assert wide.stages[:-1] == plain.stages[:-1]
 
 
 @pytest.mark.usefixtures("on_a_tiny_card")

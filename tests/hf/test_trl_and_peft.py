@@ -12,11 +12,15 @@ import torch
 from datasets import Dataset
 from transformers import LlamaForCausalLM, Seq2SeqTrainer
 
-from offloadkit import OffloadSeq2SeqTrainer, OffloadTrainerMixin
+from offloadkit import OffloadConfig, OffloadSeq2SeqTrainer, OffloadTrainerMixin
+from offloadkit.engine import outline
 from offloadkit.hf.data import load_dataset_like, prepare
+from offloadkit.hf.trainer_plan import TrainerPlan
+from offloadkit.hf.trl_loss import plan_fused_head
 from tests import images
 from tests.hf.tiny import llama_config, word_tokenizer
 from tests.hf.training import assert_close, logged, seq2seq_rows, t5, train
+from tests.planner.machines import H200
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
@@ -96,6 +100,54 @@ def test_rows_that_trl_packs_are_learned_as_without_packing(options: dict[str, A
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
     assert norms[1] == pytest.approx(norms[0], abs=1e-5)
     assert_close(weights[1], weights[0], 1e-5)
+
+
+@pytest.mark.parametrize("adapts", [False, True], ids=["whole", "lora"])
+def test_the_plan_of_sft_counts_the_fused_head(adapts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU, backward has a tile of logits of TRL's size, fp32 sums of the gradients of head and hidden states, and
+    their bf16 copies."""
+    monkeypatch.setattr(outline, "measured_by", lambda *_, **__: H200)
+    vocabulary, width, tokens = 1 << 16, 64, 40
+    model = LlamaForCausalLM(llama_config(vocab_size=vocabulary, hidden_size=width)).bfloat16()
+    args = trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=2)
+    rows = Dataset.from_list([{"input_ids": [5] * tokens}] * 4)
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM") if adapts else None
+    mine = type("Mine", (OffloadTrainerMixin, trl.SFTTrainer), {})
+    trainer = mine(
+        model=model, args=args, train_dataset=rows, processing_class=word_tokenizer(), peft_config=adapters,
+        offload=OffloadConfig(vram="20GiB"),
+    )  # fmt: skip
+    plan = TrainerPlan(None).make(trainer, OffloadConfig(vram="20GiB"))
+    assert plan is not None
+    assert plan.basis.work is not None
+    *_, block, head = plan.basis.work.stages
+    assert block.block
+    positions = 2 * (tokens - 1)
+    tile, hidden, trained = 2 * positions * 32768, positions * width, 0 if adapts else vocabulary * width
+    assert head.backward_peak_bytes == pytest.approx(tile + 6 * (hidden + trained), rel=0.01)
+    assert head.forward.flops == pytest.approx(2 * hidden * vocabulary, rel=0.01)
+    assert head.backward.flops == pytest.approx((2 if adapts else 3) * head.forward.flops, rel=0.01)
+
+
+@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy", "is_top1")])
+def test_the_planned_head_has_the_outputs_and_gradients_of_trls(outputs: tuple[str, ...]) -> None:
+    theirs = trl.trainer.utils._ChunkedLogProbFunction
+    undo = plan_fused_head()
+    try:
+        head = trl.trainer.utils._ChunkedLogProbFunction
+        found = []
+        for device in ("cpu", "meta"):
+            given = [torch.zeros(*shape, dtype=torch.bfloat16, device=device) for shape in ((5, 8), (70, 8), (70,))]
+            given = [each.requires_grad_() for each in given]
+            targets = torch.zeros(5, dtype=torch.long, device=device)
+            made = head.apply(*given, targets, 1.0, 32, None, 1.0, outputs)
+            made[0].sum().backward()
+            tensors = [*made, *(each.grad for each in given)]
+            found.append([None if each is None else (each.shape, each.dtype, each.requires_grad) for each in tensors])
+    finally:
+        undo()
+    assert found[0] == found[1]
+    assert trl.trainer.utils._ChunkedLogProbFunction is theirs
 
 
 @pytest.mark.parametrize("as_text", [False, True])
