@@ -20,20 +20,33 @@ _version = getattr(_untyped._dynamo.guards, "dict_version", None)
 COUNTED = _version is not None and sys.version_info < (3, 13)
 
 
+def versions(dicts: Sequence[dict[Any, Any]]) -> list[int] | None:
+    """A number of each dict, none empty, that differs after a write; None where Python does not count them."""
+    return list(map(_version, dicts)) if COUNTED and _version is not None else None
+
+
+_WITHOUT_KEYS = (list, tuple, set)
+
+
 class UnchangedContainers:
-    """Finds dicts, lists, tuples and sets that hold other values than at first. Values are compared by identity, and
-    kept, so that no other value gets their identity.
+    """Finds dicts, lists, tuples and sets that hold other keys or values than at first. These are compared by identity,
+    and kept, so that no other object gets their identity.
 
     Attributes:
         values: those of each container at first.
     """
 
-    def __init__(self, containers: Sequence[Any]) -> None:
-        self._views = [each if isinstance(each, list | tuple | set) else each.values() for each in containers]
+    def __init__(self, containers: Sequence[Any], *, keys: bool = False) -> None:
+        """`keys`: compare keys too where writes are not counted, which takes as long as to compare the values."""
+        self._views = [each if isinstance(each, _WITHOUT_KEYS) else each.values() for each in containers]
         self.values = list(map(list, self._views))
         self._lengths, self._in_one = list(map(len, self._views)), list(chain.from_iterable(self._views))
         # TorchScript's modules have other tables than dicts, and an OrderedDict's order changes without a write.
         self._are_counted = COUNTED and all(type(each) is dict for each in containers)
+        has_keys = keys or self._are_counted
+        self._keyed = [() if isinstance(each, _WITHOUT_KEYS) else each for each in containers] if has_keys else []
+        self._keys = list(map(list, self._keyed))
+        self._keys_in_one = list(chain.from_iterable(self._keys))
         self._filled, self._empty = [each for each in containers if each], [each for each in containers if not each]
         self._versions = self._versions_now()
 
@@ -45,13 +58,15 @@ class UnchangedContainers:
         versions = self._versions_now()
         if self._are_counted and versions == self._versions and not any(self._empty):
             return None
-        if list(map(len, self._views)) == self._lengths and all(
-            map(is_, chain.from_iterable(self._views), self._in_one)
+        if (
+            list(map(len, self._views)) == self._lengths
+            and all(map(is_, chain.from_iterable(self._views), self._in_one))
+            and all(map(is_, chain.from_iterable(self._keyed), self._keys_in_one))
         ):
             self._versions = versions
             return None
-        pairs = zip(self._views, self.values, strict=True)
-        return next(at for at, (now, then) in enumerate(pairs) if not _same(now, then))
+        pairs = zip(chain(self._views, self._keyed), chain(self.values, self._keys), strict=True)
+        return next(at for at, (now, then) in enumerate(pairs) if not _same(now, then)) % len(self._views)
 
 
 def _same(one: Collection[Any], other: Collection[Any]) -> bool:

@@ -1,8 +1,8 @@
 """Repeated blocks as graphs that are captured once: Python launches a block's forward or backward by one call.
 
-A block that is called with the same kinds of arguments a second time is captured; `_Facts` and the arguments say
-whether a captured graph still computes what the block would. Otherwise the block runs eagerly, and is captured again if
-it can be. Two graphs belong to a block:
+A block that is called with the same kinds of arguments a second time is captured; `_Facts`, `ForwardCode` and the
+arguments say whether a captured graph still computes what the block would. Otherwise the block runs eagerly, and is
+captured again if it can be. Two graphs belong to a block:
 
 | activations | forward | backward |
 |---|---|---|
@@ -51,7 +51,8 @@ from offloadkit.errors import EngineStateError
 from offloadkit.facts.units import format_bytes
 from offloadkit.offload.dict_versions import UnchangedContainers
 from offloadkit.offload.external_writes import Watched
-from offloadkit.offload.layers import hooks_of, replace_forwards
+from offloadkit.offload.forward_code import ForwardCode
+from offloadkit.offload.layers import forward_of, hooks_of, replace_forwards
 from offloadkit.offload.weights import LayerWeights
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,7 @@ class BlockGraphs:
         self._blocks = [_Block(self, name, block, tied) for name, block in blocks]
         self.recomputes_in_training_only = False
         self._of_module = {each.module: each for each in self._blocks}
+        self._code: ForwardCode | None = None
         self._undo = replace_forwards({each.module: each.forward for each in self._blocks})
         self._num_captures = self._num_disorders = self._num_forwards = self._generation = 0
         self._waiting: list[weakref.ref[_Call]] = []
@@ -196,7 +198,7 @@ class BlockGraphs:
         self._counted.clear()
         if self.has_begun:
             self.pool.free()
-        self._kept_bytes, self._scale, self._generation = 0, 1.0, self._generation + 1
+        self._kept_bytes, self._scale, self._generation, self._code = 0, 1.0, self._generation + 1, None
         self.has_begun = self._is_out_of_order = self._is_watching = False
 
     def reads_copies(self, module: nn.Module) -> bool:
@@ -266,6 +268,8 @@ class BlockGraphs:
                 self._num_disorders, self._num_forwards = self._num_disorders + 1, 0
                 self.release()
             self._seal()
+        if self.is_open and self.is_planned and torch.is_grad_enabled():
+            self._check_code()
         for block in self._blocks:
             block.num_calls = 0
         try:
@@ -275,6 +279,22 @@ class BlockGraphs:
             self._passed_on.clear()
             if self._num_captures > num_captures:
                 logger.info("%d graphs of blocks take %.0f MiB of VRAM", self.num_graphs(), self.num_bytes() / 2**20)
+
+    def _check_code(self) -> None:
+        """Capture all blocks again if the code of their forwards has changed."""
+        if all(block.changes_often for block in self._blocks):
+            return
+        if self._code is not None and (changed := self._code.changed()) is not None:
+            logger.info("%s changed; blocks are captured again", changed)
+            for block in self._blocks:
+                block.change()
+        if self._code is None:
+            modules = [each for block in self._blocks for each in block.module.modules()]
+            self._code = ForwardCode(modules, [block.own_forward for block in self._blocks])
+
+    def forget_code(self) -> None:
+        """A block has changed: the next forward looks for its code again."""
+        self._code = None
 
     def _seal(self) -> None:
         """Later captures may use the memory of the activations that graphs keep."""
@@ -687,7 +707,7 @@ class _Block:
 
     def __init__(self, graphs: BlockGraphs, name: str, module: nn.Module, tied: Collection[nn.Module]) -> None:
         self.graphs, self.name, self.module = graphs, name, module
-        self.own_forward: Callable[..., Any] = module.forward
+        self.own_forward = forward_of(module)
         self.how: Recomputed | None = None
         self.streams = False
         self._tied = any(each in tied for each in module.modules())
@@ -704,6 +724,17 @@ class _Block:
 
     def drop(self) -> None:
         self._facts, self.eager_bytes = None, 0
+        self._drop_entries()
+
+    @property
+    def changes_often(self) -> bool:
+        return self._num_changes >= MOST_CHANGES
+
+    def change(self) -> None:
+        """Capture the block again, unless it changes in every step."""
+        self._num_changes += 1
+        if not self.changes_often:
+            self.graphs.forget_code()
         self._drop_entries()
 
     def _drop_entries(self) -> None:
@@ -785,12 +816,11 @@ class _Block:
         facts = self._facts
         if facts is None or (changed := facts.changed()) is not None:
             if facts is not None:
-                self._num_changes += 1
+                self.change()
                 self._say(f"{changed} changed; it is captured again")
-            self._drop_entries()
             facts = self._facts = _Facts(self.module)
-        if self._num_changes >= MOST_CHANGES:
-            raise _EagerlyError("its attributes change in every step")
+        if self.changes_often:
+            raise _EagerlyError("its attributes or its code change in every step")
         streams, recomputed = self.streams, self.recomputed
         addresses = () if streams else facts.addresses()
         key = _Key(spec, tuple([_meta(each) for each in tensors]), addresses, recomputed is not None, _flags())
@@ -959,7 +989,7 @@ class _Facts:
         self._dicts = UnchangedContainers([*map(vars, self.modules), *(each for _, each in members)])
         contents, self._why_not = _contents(self.modules)
         self._names = [name for name, _ in contents]
-        self._contents = UnchangedContainers([each for _, each in contents])
+        self._contents = UnchangedContainers([each for _, each in contents], keys=True)
         self.parameters: list[nn.Parameter] = list(block.parameters())
         self._requires_grad = list(map(_requires_grad, self.parameters))
         self._hooks = [hooks for module in self.modules[1:] for hooks in hooks_of(module)]

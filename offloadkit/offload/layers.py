@@ -14,7 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import getattr_static
 from itertools import chain, count
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -567,6 +570,17 @@ def _has_parameters(module: nn.Module) -> bool:
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     """The module's own tables of forward and backward hooks; they change with the module."""
     return [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """`module.forward` without what replaces it later. A class's is looked up in each call, as the class may change."""
+    if "forward" in vars(module) or not isinstance(getattr_static(type(module), "forward", None), FunctionType):
+        return module.forward
+    return partial(_forward_of_class, module)
+
+
+def _forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Callable[[], None]:

@@ -20,7 +20,7 @@ from offloadkit.device.streams import CopyStream, Event, Waits, record_compute
 from offloadkit.errors import ConfigError, ModelError
 from offloadkit.offload.graphs import BlockGraphs, Recomputed
 from offloadkit.offload.kept_results import KeptResults, OtherMatmulsError, changed, described, others
-from offloadkit.offload.layers import repeated_blocks, replace_forwards
+from offloadkit.offload.layers import forward_of, repeated_blocks, replace_forwards
 from offloadkit.offload.weights import LayerWeights
 
 Checkpoint = Literal["cheap", "checkpoint", "offload"]
@@ -107,7 +107,7 @@ def checkpoint_activations(
     if graphs is not None:
         graphs.recompute({block: recomputed(block) for block in choices}, in_training_only=False)
         return lambda: None
-    return replace_forwards({block: partial(recompute(block), block.forward) for block in choices})
+    return replace_forwards({block: partial(recompute(block), forward_of(block)) for block in choices})
 
 
 SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks")

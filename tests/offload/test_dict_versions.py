@@ -86,3 +86,16 @@ def test_tables_that_are_no_dicts_are_compared() -> None:
     assert dicts.first_changed() is None
     table["factor"] = 2.0
     assert dicts.first_changed() == 0
+
+
+@pytest.mark.parametrize("is_counted", [COUNTED, False])
+def test_a_renamed_key_is_a_change(is_counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one, so the values keep their order."""
+    monkeypatch.setattr(dict_versions, "COUNTED", is_counted)
+    table = {"factor": 1.0, "shift": 2.0}
+    dicts = UnchangedContainers([[1.0], table], keys=True)
+    counted = UnchangedContainers([table])
+    assert dicts.first_changed() is None
+    table["bias"] = table.pop("shift")
+    assert dicts.first_changed() == 1
+    assert counted.first_changed() == (0 if is_counted else None)

@@ -28,6 +28,8 @@ from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.graphs import MOST_CHANGES, MOST_KINDS, BlockGraphs, _Entry, _FirstRun
 from offloadkit.planner.make import without_graphs
 from tests.graphs import PLACEMENTS, Trained, assert_equals_eager, batches, llama, t5, train, train_by
+from tests.offload import test_forward_code
+from tests.offload.test_forward_code import CODE, QUICK, Calls
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +212,7 @@ class Block(nn.Module):
 
     @property
     def scale(self) -> float:
-        return float(self.options["scales"][0] * self.options["more"].scale)
+        return float(self.options["scales"][0] * self.options["more"].scale) + ("call" not in self.options)
 
 
 class InPlace(Block):
@@ -268,7 +270,7 @@ class Normalizes(Block):
 class Stack(nn.Module):
     """Blocks that get `arguments`, called by a number of rows and a length."""
 
-    def __init__(self, kind: type[Block] = Block) -> None:
+    def __init__(self, kind: type[nn.Module] = Block) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList([kind() for _ in range(3)])
@@ -318,6 +320,12 @@ def set_attribute_of_dict(model: Stack) -> None:
 
 def set_argument_of_partial(model: Stack) -> None:
     model.blocks[1].options["call"].args[0][0] = 2
+
+
+def rename_a_key(model: Stack) -> None:
+    """The last one, so that the values have the same order."""
+    options = model.blocks[1].options
+    options["call it"] = options.pop("call")
 
 
 def exchange_module(model: Stack) -> None:
@@ -427,6 +435,7 @@ CHANGES: list[tuple[Callable[[Stack], Any], str]] = [
     (set_attribute_of_attribute, "the contents of Block.options changed"),
     (set_attribute_of_dict, "the contents of Block.options changed"),
     (set_argument_of_partial, "the contents of Block.options changed"),
+    (rename_a_key, "the contents of Block.options changed"),
     (exchange_module, "a parameter, buffer or module of Block changed"),
     (exchange_buffer, "a parameter, buffer or module of Block changed"),
     (exchange_memory, "the memory of a buffer changed"),
@@ -469,6 +478,47 @@ def test_a_block_that_changes_is_captured_again_or_runs_eagerly(
     found = run()
     assert said in caplog.text
     assert "6 graphs of blocks take" in caplog.text
+    assert_equals_eager(found, run, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [pytest.param(*each, marks=[] if each[1] in QUICK else pytest.mark.slow, id=each[1]) for each in CODE],
+)
+@pytest.mark.parametrize("activations", ["keep", pytest.param("checkpoint", marks=pytest.mark.slow)])
+def test_blocks_whose_code_changes_are_captured_again(
+    change: Callable[[pytest.MonkeyPatch], None],
+    said: str,
+    activations: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "offloadkit")
+
+    def run() -> Trained:
+        with pytest.MonkeyPatch.context() as patch:
+            change_it = after(3, lambda model: change(patch))
+            return train(Stack(Calls), [(2, 3)] * 6, Placement(activations=activations), change_it)
+
+    found = run()
+    assert f"{said} changed; blocks are captured again" in caplog.text
+    assert "6 graphs of blocks take" in caplog.text
+    assert_equals_eager(found, run, monkeypatch)
+
+
+def test_blocks_whose_code_changes_in_every_step_run_eagerly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "offloadkit")
+    monkeypatch.setattr(test_forward_code, "FACTOR", 1.0)
+
+    def run() -> Trained:
+        change = lambda model, step: setattr(test_forward_code, "FACTOR", 1.0 + step)  # noqa: E731
+        return train(Stack(Calls), [(2, 3)] * 6, None, change)
+
+    found = run()
+    assert "its attributes or its code change in every step" in caplog.text
+    assert found[2] == 0
     assert_equals_eager(found, run, monkeypatch)
 
 
@@ -598,7 +648,7 @@ KINDS: list[tuple[type[Block], str]] = [
     (CopiesAway, "it waits for the device (a copy to the meta)"),
     (UsesAnotherTensor, "it uses a tensor that is neither an argument nor its own"),
     (CountsCalls, "it writes a buffer"),
-    (Remembers, "its attributes change in every step"),
+    (Remembers, "its attributes or its code change in every step"),
     (HoldsMuch, "its attributes hold more than 2000 values"),
     (HoldsAnArray, "HoldsAnArray.options holds a ndarray, whose contents are not compared"),
     (HoldsASlottedObject, "HoldsASlottedObject.slotted holds a Slotted, whose contents are not compared"),
