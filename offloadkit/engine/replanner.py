@@ -273,11 +273,12 @@ class Replanner:
                     with explained_shortage(self.plan, self._device):
                         found.append(run())
             except OutOfVramError as full:
-                said = not isinstance(full.__cause__, torch.OutOfMemoryError)  # a nested call has explained the error
+                if not self.is_lost:
+                    placed.end_modules()
+                said = not isinstance(full.__cause__, torch.OutOfMemoryError)  # `run` has explained the error
                 if said or self.is_lost or isinstance(full, RepeatWindowError):
                     raise
                 forget_frames(full)  # releases the activations of the failed run
-                placed.end_modules()
                 error = full
             except BaseException:
                 if not self.is_lost:

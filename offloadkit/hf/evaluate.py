@@ -42,7 +42,7 @@ def predict(
     """Predictions for the first `num_rows` rows: greedily generated text, or the most likely class.
 
     A causal model continues the prompt, which has labels of -100, or the first half of a row without one. If the GPU is
-    full, a batch has half as many rows from then on.
+    full, a batch has half as many rows from then on; with one row, `run_eval` makes room.
 
     Args:
         run_eval: runs a function that computes one batch, and returns its result (`OffloadEngine.run_eval`).
@@ -59,7 +59,7 @@ def predict(
             while len(samples) < number:
                 batch = [rows[index] for index in range(number)[len(samples) :][:batch_size]]
                 try:
-                    samples += run_eval(partial(answer, model, tokenizer, data, batch))
+                    samples += run_eval(partial(_only_if_it_fits, answer, model, tokenizer, data, batch))
                 except (OutOfVramError, torch.OutOfMemoryError) as error:
                     if len(batch) == 1:
                         raise
@@ -68,6 +68,20 @@ def predict(
             return samples
     finally:
         model.train(was_training)
+
+
+def _only_if_it_fits(answer: Callable[..., list[Sample]], *args: Any) -> list[Sample]:
+    """`answer(*args)`. A GPU that is full with several rows raises an error for which `run_eval` moves no plan:
+    fewer rows take less time than a move.
+    """
+    *_, batch = args
+    try:
+        return answer(*args)
+    except torch.OutOfMemoryError as error:
+        if len(batch) == 1:
+            raise
+        traceback.clear_frames(error.__traceback__)  # releases the keys and values of the failed batch
+    raise OutOfVramError(f"the GPU was full with {len(batch)} rows")
 
 
 def in_words(sample: Sample, task: str) -> str:
