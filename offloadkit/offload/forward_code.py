@@ -23,8 +23,11 @@ from offloadkit.offload.dict_versions import UnchangedContainers, versions
 
 MOST_VALUES = 2000
 """Larger dicts, lists and sets are not compared."""
-_RUN_BY_TORCH = ("forward", "__call__", "backward", "setup_context")
-"""Names of methods that no Python code calls by their names."""
+_UNNAMED = (
+    *("forward", "__call__", "_call_impl", "__getattr__", "backward", "setup_context"),
+    *("__getitem__", "__contains__", "__iter__", "__len__", "__enter__", "__exit__"),
+)
+"""Methods that forwards call without their names, by torch or by syntax."""
 _LIBRARIES = frozenset({"torch", "numpy", "triton", "offloadkit", *sys.stdlib_module_names}) - {"__main__"}
 """Packages whose functions are not searched, but for the methods of modules."""
 
@@ -37,8 +40,13 @@ class ForwardCode:
     `torch.nn.functional.linear` is found in `nn.Linear.forward`, which a module has, and what that function calls is
     not, because it belongs to a library.
 
-    Not found are names that are made at run time (`getattr(self, name)`), and the code, defaults and closures of
-    functions of installed packages, unless the class of a module is in the same file.
+    Not found are
+
+    - names that are made at run time (`getattr(self, name)`), operators (`__add__`) and constructors of classes;
+    - attributes of modules that are in no block, of objects inside objects, and of objects without a `__dict__`;
+    - the code, defaults and closures of functions of installed packages, unless the class of a module is in the same
+      file: a function that replaces them is found by its name;
+    - changes while a forward runs: the next forward finds them.
     """
 
     def __init__(self, modules: Iterable[nn.Module], forwards: Iterable[Callable[..., Any]]) -> None:
@@ -133,7 +141,7 @@ class _Search:
     """
 
     def __init__(self, modules: Iterable[nn.Module], forwards: Iterable[Callable[..., Any]]) -> None:
-        self.words = set[str](_RUN_BY_TORCH)
+        self.words = set[str](_UNNAMED)
         self.tables: dict[int, _Table] = {}
         self.functions: list[FunctionType] = []
         self.cells: list[tuple[CellType, FunctionType]] = []

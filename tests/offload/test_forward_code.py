@@ -14,6 +14,8 @@ from transformers import T5ForConditionalGeneration
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.t5 import modeling_t5
 
+from offloadkit.offload import dict_versions
+from offloadkit.offload.dict_versions import COUNTED
 from offloadkit.offload.forward_code import ForwardCode
 from offloadkit.offload.layers import forward_of
 from tests.hf.tiny import t5_config
@@ -131,6 +133,8 @@ CODE: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
 QUICK = ("Calls.forward", f"{__name__}.FACTOR", "functional.linear")
 """Changes that the quick suite trains with."""
 OTHERS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
+    (lambda patch: patch.setattr(nn.Module, "_call_impl", halved), "Module._call_impl"),
+    (lambda patch: patch.setattr(Registry, "__getitem__", halved), "Registry.__getitem__"),
     (lambda patch: set_multiplier(2.0), "a variable of with_a_closure.<locals>.multiply"),
     (lambda patch: patch.setattr(Negated, "backward", staticmethod(lambda ctx, x: x)), "Negated.backward"),
     (lambda patch: patch.setattr(HERE, "WIDTH", 2), f"{__name__}.WIDTH"),
@@ -147,17 +151,22 @@ OTHERS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
 ]
 
 
-def code() -> ForwardCode:
-    own = Calls()
+@cache
+def modules() -> list[nn.Module]:
     t5 = T5ForConditionalGeneration(t5_config())
-    modules = [own, *own.modules(), *t5.encoder.block.modules(), *t5.decoder.block.modules()]
-    return ForwardCode(modules, [forward_of(own)])
+    return [*Calls().modules(), *t5.encoder.block.modules(), *t5.decoder.block.modules()]
 
 
+def code() -> ForwardCode:
+    return ForwardCode(modules(), [forward_of(modules()[0])])
+
+
+@pytest.mark.parametrize("is_counted", [COUNTED, False])
 @pytest.mark.parametrize(("change", "said"), [*CODE, *OTHERS], ids=[said for _, said in (*CODE, *OTHERS)])
-def test_a_change_is_found_until_it_is_undone(
-    change: Callable[[pytest.MonkeyPatch], None], said: str, monkeypatch: pytest.MonkeyPatch
+def test_a_change_is_found_in_each_later_call(
+    change: Callable[[pytest.MonkeyPatch], None], said: str, is_counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(dict_versions, "COUNTED", is_counted)
     found = code()
     assert found.changed() is None
     with monkeypatch.context() as patch:
