@@ -56,6 +56,9 @@ class WatchedLayer(Protocol):
     def home(self, view: ParameterView) -> torch.Tensor:
         """The tensor that holds the parameter's weights, in the parameter's shape."""
 
+    def described(self, view: ParameterView) -> torch.Tensor:
+        """The tensor that has the parameter's device and layout."""
+
     def has_gradient(self, view: ParameterView) -> bool:
         """Whether a gradient of the parameter is pending for the next step."""
 
@@ -367,6 +370,13 @@ _FACTS = frozenset(
     )
 )
 """Functions that neither read nor write the weights."""
+_OF_LAYOUT = frozenset(
+    (
+        *("device", "is_cuda", "is_cpu", "get_device", "__dlpack_device__", "is_pinned", "is_shared"),
+        *("stride", "is_contiguous", "storage_offset"),
+    )
+)
+"""Those of them, and the attributes, that depend on where the weights are."""
 _READING_GETTERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _IN_PLACE = {"__setitem__", *(f"__i{operator}__" for operator in _OPERATORS)}
@@ -387,6 +397,12 @@ def _kind(func: Any) -> str:
     return "writes" if in_place else "reads"
 
 
+@cache
+def _is_of_layout(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return (func.__self__.__name__ if name == "__get__" else name) in _OF_LAYOUT
+
+
 def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on watched parameters and aliases with the newest weights, and record writes."""
     kind = _kind(func)
@@ -394,6 +410,10 @@ def _touch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kind == "fact":
         if type(first) is not Alias:
             with unwatched():
+                if isinstance(first, Watched) and _is_of_layout(func):
+                    place = first.external_writes.place_of(args[0])
+                    if place.layer is not None:
+                        args = (place.layer.described(place.view), *args[1:])
                 return func(*args, **kwargs)
         with unwatched():
             result = func(first._plain, *args[1:], **kwargs)

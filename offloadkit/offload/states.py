@@ -277,6 +277,9 @@ class LayerState:
     def home(self, view: ParameterView) -> torch.Tensor:
         return self.weights.home(view)
 
+    def described(self, view: ParameterView) -> torch.Tensor:
+        return self.weights.described(view)
+
     def has_gradient(self, view: ParameterView) -> bool:
         return self.layer.views.index(view) in self.gradient.window
 

@@ -10,8 +10,8 @@ stepped the layer. No rank steps too early, because every rank finishes its fetc
 between steps go to a private copy (copy-on-write) and must be equal on all ranks; `step()` publishes the range that
 each rank owns.
 
-A graph of a block reads a copy of its weights. Then the parameters are not bound to the buffer until other code reads
-them: between blocks they are watched, and in backward guarded.
+A graph of a block reads a copy of its weights. Then the parameters are not bound to the buffer, nor after the step to
+RAM, until other code reads them: between blocks and steps they are watched, and in backward guarded.
 
 Autograd never keeps a view of a buffer: a saved weight is packed as its position in the block. Tensors of a
 recomputation are not packed: their views live until the block's backward is done. If the buffer goes to another block
@@ -60,7 +60,7 @@ class StreamedWeights(LayerWeights):
     """The working weights of a flat layer in RAM.
 
     Attributes:
-        flat_bytes: `flat` (pinned) as uint8. Between steps the parameters are views of this memory.
+        flat_bytes: `flat` (pinned) as uint8. Between steps the parameters are views of this memory when they are read.
         block: the layers that are fetched and evicted with this one, set by `StreamedBlock`.
         copied: the end of the newest copy out of `flat`; `flat` must not be written earlier.
         written: the end of the newest copy into `flat`, if the GPU steps the layer.
@@ -86,6 +86,8 @@ class StreamedWeights(LayerWeights):
         self._places: dict[int, _Place] = {}
         """By address."""
         self._lent = flat
+        self._rests = False
+        """The parameters are unbound in place of bound to RAM, and no code has read them since."""
         self._bound_versions: list[int] = []
         self._read_outside: set[ParameterView] = set()
         nan = torch.full((), torch.nan, dtype=layer.dtype, device=device)
@@ -105,10 +107,25 @@ class StreamedWeights(LayerWeights):
         self.forget_views()
         self.copied = self.written = None
 
+    def bind(self, tensors: list[torch.Tensor]) -> None:
+        super().bind(tensors)
+        self._rests = False
+
     def bind_to_ram(self) -> None:
         """Bind the parameters to RAM, for reads and writes from outside."""
         if self.bound is not self._home:
             self.bind(self._home)
+
+    def rest(self) -> None:
+        """Bind the parameters to RAM, but leave those that a graph left unbound until other code reads them: the next
+        graph would unbind them again, and each takes 2 µs.
+        """
+        self._rests = self.bound is self._unbound
+        if not self._rests:
+            self.bind_to_ram()
+
+    def described(self, view: ParameterView) -> torch.Tensor:
+        return self.home(view) if self._rests else view.parameter
 
     def unbind(self) -> None:
         """Bind the parameters to a NaN on the device, while another block uses the buffer, or a graph the block.
@@ -150,7 +167,7 @@ class StreamedWeights(LayerWeights):
         """Let `copy_to` read `memory`: uint8, the layer's part of a ring buffer. The parameters are not bound to it,
         but leave RAM, because autograd expects their gradients on their device.
         """
-        self._lent = self._place(memory).flat
+        self._lent, self._rests = self._place(memory).flat, False
         if self.bound is self._home:
             self.unbind()
 
@@ -260,7 +277,7 @@ class StreamedWeights(LayerWeights):
         self.block.num_updates = [layer.num_updates for layer in self.block.layers]
 
     def start_update(self, views: set[int]) -> PendingUpdate:
-        self.block.ring.evict(self.block)
+        self.block.ring.evict(self.block, to_read=False)
         self._read_outside.clear()
         return super().start_update(views)
 
@@ -480,8 +497,8 @@ class WeightRing:
     def holds(self, block: StreamedBlock) -> bool:
         return block.buffer is not None
 
-    def evict(self, block: StreamedBlock) -> None:
-        """Bind the block's parameters to RAM, and free its buffer."""
+    def evict(self, block: StreamedBlock, *, to_read: bool = True) -> None:
+        """Bind the block's parameters to RAM, and free its buffer. `to_read`: other code reads them now."""
         buffer = block.buffer
         if buffer is not None:
             if buffer is self._current:
@@ -492,7 +509,10 @@ class WeightRing:
                 layer.leaves_vram()
             buffer.block = block.buffer = None
         for layer in block.layers:
-            layer.bind_to_ram()
+            if to_read:
+                layer.bind_to_ram()
+            else:
+                layer.rest()
 
     @contextmanager
     def resident(self, blocks: Collection[nn.Module]) -> Iterator[None]:

@@ -190,6 +190,10 @@ class LayerWeights:
         """
         self.wait()  # wait: an update before weights are opened
 
+    def described(self, view: ParameterView) -> torch.Tensor:
+        """The tensor that has the parameter's device and layout."""
+        return view.parameter
+
     def for_graph(self, view: ParameterView) -> torch.Tensor:
         """The tensor to use instead of the parameter in an operation outside its module that autograd records.
 

@@ -501,6 +501,9 @@ class Somewhere:
     def home(self, view: ParameterView) -> torch.Tensor:
         return self._weights
 
+    def described(self, view: ParameterView) -> torch.Tensor:
+        return view.parameter
+
     def open(self) -> None: ...
 
     def has_gradient(self, view: ParameterView) -> bool:

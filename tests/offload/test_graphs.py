@@ -1097,6 +1097,32 @@ def test_gradients_between_graphs_are_copied_once(monkeypatch: pytest.MonkeyPatc
     assert len(copies) == 3 + 1  # inputs of three blocks, and the gradient of the last one's output
 
 
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+def test_streamed_weights_are_bound_to_ram_when_they_are_read(activations: Any) -> None:
+    """After a step of graphs they stay unbound until then, but have the layout and device of the weights in RAM."""
+    model, found = Stack(), []
+    weight = cast(Any, model.blocks[1]).up.weight
+    config = OffloadConfig(working_dtype="fp32", placement=Placement(weights="ram", activations=activations))
+    with OffloadEngine(model, config, device="cpu") as engine:
+        for step in range(6):
+            engine.backward(engine((2, 3)))
+            engine.step()
+            weights, view = next(
+                (state.weights, view)
+                for state in engine.placed.layers.states
+                for view in state.layer.views
+                if view.parameter is weight
+            )
+            index, home = weights.layer.views.index(view), weights.home(view)
+            assert (weights.bound[index].stride() == home.stride()) == (step == 0)  # the first step has eager blocks
+            assert (weight.is_contiguous(), weight.stride(), weight.device) == (True, home.stride(), home.device)
+            if step > 2:
+                found.append(weight.detach().clone())
+                assert torch.equal(found[-1], home)
+                assert weights.bound[index].data_ptr() == home.data_ptr()
+    assert not torch.equal(found[0], found[1])
+
+
 def test_a_hook_reads_streamed_weights_in_a_backward_beside_the_engines() -> None:
     """There `torch.autograd.grad` of weights watches none."""
     model, found = Stack(), list[torch.Tensor]()
