@@ -88,7 +88,7 @@ _DDP = ("ddp", "ddp-recomputed")
 _MUON = ("ours", "ours-muon")
 
 RANK_CASES: dict[str, RankCase] = {
-    "t5-3b-1x24": _t5(8, 24, num_gpus=1),
+    "t5-3b-1x24": _t5(8, 24, num_gpus=1, traced=True),
     "t5-3b-2x24": _t5(8, 24),
     "t5-3b-2x28": _t5(8, 28),
     "t5-3b-2": _t5(8, None, engines=("fsdp2", "fsdp2-our-compute")),
@@ -99,7 +99,7 @@ RANK_CASES: dict[str, RankCase] = {
     "llama-8b-2": _decoder(4, None, engines=("fsdp2-recomputed",)),
     "t5-3b-4x24": _t5(8, 24, 4, traced=True),
     "t5-3b-1x80": _t5(8, 80, 1),
-    "t5-3b-2x80": _t5(8, 80),
+    "t5-3b-2x80": _t5(8, 80, traced=True),
     "t5-3b-4x80": _t5(8, 80, 4, traced=True),
     "t5-3b-4": _t5(8, None, 4, engines=("fsdp2-our-compute",)),
     "t5-3b-4-deepspeed": _t5(8, None, 4, slow=True, engines=("zero2-offload-200m", "zero3-offload-200m")),

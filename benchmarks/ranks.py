@@ -235,7 +235,8 @@ def _together(raws: Sequence[Raw], case: RankCase) -> Raw:
         figures["seconds of the last step"] = _rounded(slowest["telemetry_seconds"])
         figures["bytes moved in the last step"] = slowest["moved"]
     if "traced" in first:
-        most = {name: max(raw["traced"][name] for raw in raws) for name in ("main thread", "all threads")}
+        names = ("main thread", "autograd's thread", "all threads")
+        most = {name: max(raw["traced"][name] for raw in raws) for name in names}
         figures["traced"] = _rounded(first["traced"] | most)
     figures["seconds until built"] = round(max(raw.get("built_after", 0.0) for raw in raws), 1)
     if "weights" in first:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
@@ -199,6 +199,17 @@ main thread launches forward; autograd's thread launches backward.
 """
 
 
+_RAM_OF_RANK = 3 << 30
+"""What each rank may take beyond one rank's plan."""
+
+_OF_LIMITS = """What limits a step: the fraction of it for which each part of the machine is needed, at the rates that
+the ranks measured together. *link*: received bytes. *bus*: copies of a GPU in the busier direction. *DRAM*: bytes of
+the CPU step and of copies. *host cores*: CPU time of all ranks over all cores. *Python*: CPU time of the main thread
+and of autograd's, which take turns. Forward with its update and backward have different limits, so the largest may be
+well below 1.
+"""
+
+
 def several_gpus(rows: Sequence[Row]) -> Iterator[str]:
     """All cases on several GPUs: a table for each GPU name, one for cases that fit nowhere, and one for each run on
     more than two GPUs (`_run_table`). They show the newest row, and the seconds of older rows."""
@@ -259,8 +270,33 @@ def _run_table(found: Sequence[Row]) -> Iterator[str]:
             cells += [_gib(row[size]) for size in sizes]
             yield _line([*cells, f"{received / 1e9:.2f}" if received else "-"])
     yield ""
+    yield from _plan_of_run(works.values())
     yield from _notes(found, lambda row: f"*{row['case']}*")
     yield from _trace_table([row for row in found if "traced" in row["figures"]])
+
+
+def _plan_of_run(works: Collection[Sequence[Row]]) -> Iterator[str]:
+    """How right the plans of a run were. `works`: the rows of each piece of work, on any number of GPUs."""
+    ours = [[row for row in rows if row["planned_seconds"]] for rows in works]
+    planned = [row for rows in ours for row in rows]
+    if not planned:
+        return
+    seconds, vram = (
+        sum(abs(row[f"planned_{name}"] / row[name] - 1) <= bound for row in planned)
+        for name, bound in (("seconds", WITHIN), ("vram_bytes", 0.05))
+    )
+    said = f"{seconds} of {len(planned)} steps took the planned seconds within 15 %, "
+    said += f"{vram} the planned VRAM within 5 %."
+    above = [
+        row["ram_peak_bytes"] - alone["planned_ram_bytes"] - row["figures"]["GPUs"] * _RAM_OF_RANK
+        for rows in ours
+        for alone in rows
+        for row in rows
+        if alone["figures"]["GPUs"] == 1 < row["figures"]["GPUs"]
+    ]
+    if above:
+        said += f" RAM of several ranks, minus one rank's planned RAM and 3 GiB a rank: at most {_gib(max(above))} GiB."
+    yield from (said, "")
 
 
 def _trace_table(found: Sequence[Row]) -> Iterator[str]:
@@ -274,11 +310,43 @@ def _trace_table(found: Sequence[Row]) -> Iterator[str]:
     yield _line(["---"] * (1 + len(titles)))
     for row in found:
         traced = row["figures"]["traced"]
-        at_link = sum(row["figures"]["received"].values()) / row["rates"]["link_bytes_per_second"]
         cells = [f"{traced[name]:.3f}" for name in shown]
-        cells.insert(6, f"{at_link:.3f}")
+        cells.insert(6, f"{_seconds_at_link(row):.3f}")
         yield _line([row["case"], *cells, f"{traced['H2D bytes'] / 1e9:.1f}"])
     yield ""
+    yield _OF_LIMITS
+    shares = [limits(row) for row in found]
+    yield _line(["fraction of the step", *shares[0]])
+    yield _line(["---"] * (1 + len(shares[0])))
+    for row, share in zip(found, shares, strict=True):
+        yield _line([row["case"], *("-" if each is None else f"{each:.2f}" for each in share.values())])
+    yield ""
+
+
+def limits(row: Row) -> dict[str, float | None]:
+    """The fraction of a traced step for which each part of the machine is needed, at its measured rate.
+
+    None where a row lacks a figure: rows of 95456de have no CPU time of autograd's thread.
+    """
+    figures, rates = row["figures"], row["rates"]
+    traced, moved = figures["traced"], figures["bytes moved in the last step"]
+    step, num_ranks = traced["step"], RANK_CASES[row["case"]].num_gpus
+    on_bus = max(traced[f"{way} bytes"] / rates[f"{way.lower()}_bytes_per_second"] for way in ("H2D", "D2H"))
+    in_dram = sum(moved[name] for name in ("cpu_step", "h2d", "d2h")) / rates["cpu_and_bus_bytes_per_second"]
+    backward = traced.get("autograd's thread")
+    return {
+        "computing": traced["computing"] / traced["traced step"],
+        "link": _seconds_at_link(row) / step,
+        "bus": on_bus / step,
+        "DRAM": in_dram / step,
+        "host cores": num_ranks * traced["all threads"] / (row["cores"] * step),
+        "Python": None if backward is None else (traced["main thread"] + backward) / step,
+    }
+
+
+def _seconds_at_link(row: Row) -> float:
+    received, rate = sum(row["figures"]["received"].values()), row["rates"]["link_bytes_per_second"]
+    return received / rate if received else 0.0
 
 
 def _rank_engine(row: Row) -> str:

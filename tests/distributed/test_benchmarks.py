@@ -227,8 +227,10 @@ def test_a_run_on_four_gpus_has_a_table_with_its_scaling_and_traces(
     assert "scaling" not in alone
     names_of_trace = ("traced step", "computing", "only NCCL", "only copies", "idle", "NCCL", "H2D", "D2H")
     traced = dict.fromkeys((*names_of_trace, "main thread", "all threads"), 0.25)
-    rows[2]["figures"]["traced"] = traced | {"H2D bytes": 3e9}
-    rows[2]["rates"] = {"link_bytes_per_second": 2e9}
+    rows[2]["figures"]["traced"] = traced | {"step": 0.5, "H2D bytes": 3e9, "D2H bytes": 1e9}
+    rows[2]["figures"]["bytes moved in the last step"] = {"cpu_step": 6 * 10**9, "h2d": 3 * 10**9, "d2h": 10**9}
+    rates = {"link": 2e9, "h2d": 30e9, "d2h": 5e9, "cpu_and_bus": 50e9}
+    rows[2]["rates"] = {f"{name}_bytes_per_second": rate for name, rate in rates.items()}
     others, of_run = "\n".join(report.several_gpus([elsewhere, *rows])).split("**1 to 4 GPUs of one machine**")
     assert "another" in others
     assert "abc" not in others
@@ -239,6 +241,14 @@ def test_a_run_on_four_gpus_has_a_table_with_its_scaling_and_traces(
         ("4", "384", "4.00"),
     ]
     assert f"| t5-3b-4x24 | {' | '.join(['0.250'] * 6)} | 0.500 | {' | '.join(['0.250'] * 4)} | 3.0 |" in of_run
+    assert [line for line in of_run.splitlines() if line.startswith("| t5-3b-4x24 | 1.00 | ")] == [
+        "| t5-3b-4x24 | 1.00 | 1.00 | 0.40 | 0.40 | 0.06 | - |"  # 4 * 0.25 s of threads on 32 cores
+    ]
+    assert "0 of 3 steps took the planned seconds within 15 %, 0 the planned VRAM within 5 %" in of_run
+    assert "3 GiB a rank: at most 3.0 GiB." in of_run  # 4 * 5 - 5 - 4 * 3
+    traced["autograd's thread"] = 0.05
+    rows[2]["figures"]["traced"] |= traced
+    assert report.limits(rows[2])["Python"] == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(
