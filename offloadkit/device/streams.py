@@ -84,7 +84,7 @@ class CudaEvent(Event):
         self._own_spares.append(self.event)
 
     def done(self) -> bool:
-        return bool(self.event.query())
+        return bool(_c._CudaEventBase.query(self.event))
 
     def synchronize(self) -> None:
         with watchdog.uninterruptible("work of the GPU"):
@@ -92,7 +92,7 @@ class CudaEvent(Event):
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, CudaEvent)
-        return float(earlier.event.elapsed_time(self.event)) / 1e3
+        return float(_c._CudaEventBase.elapsed_time(earlier.event, self.event)) / 1e3
 
 
 _NUM_OF_POOL = 32

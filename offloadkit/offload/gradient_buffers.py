@@ -33,12 +33,12 @@ class BucketPool:
 
     def take(self) -> torch.Tensor:
         """A free uint8 buffer of `num_bytes`; if all are busy, the oldest."""
-        ready = [item for item in self.free if item[1] is None or item[1].done()]
-        if not ready and len(self.free) < NUM_GRADIENT_BUCKETS - 1:
+        ready = next((item for item in self.free if item[1] is None or item[1].done()), None)
+        if ready is None and len(self.free) < NUM_GRADIENT_BUCKETS - 1:
             return torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
-        buffer, busy = (ready or self.free)[0]
+        buffer, busy = ready or self.free[0]
         self.free = [item for item in self.free if item[0] is not buffer]
-        if busy is not None:
+        if ready is None and busy is not None:
             self._waits.delay(busy)
         return buffer
 
