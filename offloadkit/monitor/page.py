@@ -147,7 +147,7 @@ def loss_chart(figures: Figures, ident: str, *, logarithmic: bool = False) -> st
     drawn = []
     for tick in log_ticks(low, high) if logarithmic else ticks(low, high, 4):
         drawn.append(f'<path d="M{left} {y_of(tick):.1f}H{right}" stroke="currentColor" opacity="0.15"/>')
-        drawn.append(text(left - 6, y_of(tick) + 4, rounded(tick, 4), anchor="end"))
+        drawn.append(text(left - 6, y_of(tick) + 4, _short(tick), anchor="end"))
     drawn += [
         text(x_of(tick), height - 20, f"{int(tick):,}", anchor="start" if tick <= first else anchor(x_of(tick)))
         for tick in ticks(first, last, 6)
@@ -176,11 +176,19 @@ def loss_chart(figures: Figures, ident: str, *, logarithmic: bool = False) -> st
     return chart(height, "Loss by step", described, "".join(drawn), ident)
 
 
+def _short(tick: float) -> str:
+    """A number that fits beside the axis: 20000, 2.5e5."""
+    if abs(tick) < 1e5:
+        return rounded(tick, 4)
+    power = math.floor(math.log10(abs(tick)) + 1e-9)
+    return f"{rounded(tick / 10**power)}e{power}"
+
+
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """At most `most` + 1 round numbers from `low` to `high`."""
+    """At most `most` + 1 round numbers from `low` to `high`; two or more if `most` is 4 or more."""
     rough = (high - low) / most
     size = 10.0 ** math.floor(math.log10(rough))
-    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * (1 - 1e-9))
+    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= rough * (1 - 1e-9))
     return [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
@@ -246,7 +254,7 @@ STYLE = (
     ".okm .okm-tiles td:nth-child(3){white-space:normal}"
     "@container(max-width:370px){.okm .okm-tiles tbody{grid-template-columns:repeat(2,1fr)}}"
     ".okm .okm-panels{display:grid;gap:2px 28px;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr))}"
-    ".okm .okm-panel{min-width:0;margin-top:8px}"
+    ".okm .okm-panel{min-width:0;max-width:680px;margin-top:8px}"
     ".okm .okm-title{margin:0 0 2px}"
     ".okm .okm-panel .okm-legend+.okm-title{margin-top:12px}"
     ".okm .okm-title b{margin-right:8px}"

@@ -157,6 +157,17 @@ def test_ticks_are_few_and_round() -> None:
     assert ticks(0.13, 2.9, 4) == [1.0, 2.0]
     assert ticks(1, 420, 6) == [100, 200, 300, 400]
     assert len(ticks(0, 1, 5)) == 6
+    assert ticks(1.55, 9.95, 4) == [2.5, 5, 7.5], "one number would tell no scale"
+    assert all(2 <= len(ticks(0.7, 0.7 + 1.03**power, 4)) <= 5 for power in range(-200, 200))
+
+
+def test_numbers_of_large_losses_stay_beside_the_axis() -> None:
+    charts = [loss_chart(shown(loss_curve=((1, large), (2, -large))), "a1") for large in (9e4, 1e6, 3e8)]
+    for chart in charts:
+        numbers = [each.text or "" for each in parsed(chart).iter(f"{SVG}text") if each.get("x") == "52.0"]
+        assert len(numbers) >= 2
+        assert all(len(number) <= 6 for number in numbers), numbers
+    assert ">1e6<" in charts[1]
 
 
 def test_logarithmic_ticks_are_round_and_neither_one_nor_many() -> None:
