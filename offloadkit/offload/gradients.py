@@ -146,8 +146,14 @@ class Gradients:
 
         return take
 
-    def take(self, weights: LayerWeights, gradients: list[torch.Tensor]) -> bool:
+    def take(
+        self, weights: LayerWeights, gradients: list[torch.Tensor], others: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> bool:
         """Take the gradients of all parameters of a layer at once. Their memory is free after this call.
+
+        Args:
+            others: (destination, source) of other copies. The operation that copies the gradients makes them too if
+                their dtype is the same, and empties the list then.
 
         Returns:
             False if autograd must have them, because a parameter may have another gradient, or the user hooks on it.
@@ -161,7 +167,7 @@ class Gradients:
                     return False
         weights.check_held(weights.layer.views[0])  # they leave VRAM together
         layer.received.update(range(len(gradients)))
-        self._gather(layer, range(len(gradients)), gradients)
+        self._gather(layer, range(len(gradients)), gradients, others)
         self._finish(layer)
         return True
 
@@ -171,15 +177,26 @@ class Gradients:
         gradients: list[Any] = [view.parameter.grad for view in views]
         for view, gradient in zip(views, gradients, strict=True):
             _check_dense(view, gradient)
-        self._gather(layer, indices, gradients)
+        self._gather(layer, indices, gradients, [])
         for view in views:
             view.parameter.grad = None
 
-    def _gather(self, layer: LayerGradient, indices: Iterable[int], gradients: list[torch.Tensor]) -> None:
-        """`indices`: of the gradients' views, which are those in `layer.received`."""
+    def _gather(
+        self,
+        layer: LayerGradient,
+        indices: Iterable[int],
+        gradients: list[torch.Tensor],
+        others: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """`indices`: of the gradients' views, which are those in `layer.received`. `others`: as for `take`."""
         self.buckets.open(layer, layer.received)
         places = layer.places()
-        torch._foreach_copy_([places[index] for index in indices], gradients)
+        into = [places[index] for index in indices]
+        if others and {each.dtype for each, _ in others} == {layer.bucket_dtype}:  # otherwise each is copied by itself
+            into += [each for each, _ in others]
+            gradients = [*gradients, *(source for _, source in others)]
+            others.clear()
+        torch._foreach_copy_(into, gradients)
 
     @torch.no_grad()
     def receive(self, view: ParameterView, gradient: torch.Tensor) -> None:

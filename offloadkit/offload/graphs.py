@@ -9,12 +9,12 @@ captured again if it can be. Two graphs belong to a block:
 | kept | forward; saved tensors stay alive | `autograd.grad` |
 | recomputed | forward; saved tensors are dropped | forward and `autograd.grad` |
 
-Between graphs, inputs are copied into *static* memory, and outputs and gradients of inputs are cloned. Where gradients
-go from block to block, one operation clones them and writes the static memory of the next backward. The engine gets a
-layer's gradients at once, without autograd, where no parameter can have another gradient. Streamed weights are copied
-too, because a block's place in the ring changes. An input that many blocks share, such as an encoder's output, is also
-an output of each block that uses it, and the next block gets that one. So backward adds the uses' gradients one by one,
-in the order of eager blocks.
+Between graphs, inputs are copied into *static* memory, and outputs and gradients of inputs are cloned. The engine gets
+a layer's gradients at once, without autograd, where no parameter can have another gradient; the same operation clones
+gradients of inputs and, where they go from block to block, writes the static memory of the next backward. Streamed
+weights are copied too, because a block's place in the ring changes. An input that many blocks share, such as an
+encoder's output, is also an output of each block that uses it, and the next block gets that one. So backward adds the
+uses' gradients one by one, in the order of eager blocks.
 
 Kept activations stay in the pool from capture on. A *generation* is what is captured until no forward waits for its
 backward; the next generation reuses its memory. So the pool holds the activations of the largest kind of batch, and
@@ -71,7 +71,9 @@ changed block is captured after the blocks that follow it.
 """
 
 
-Take = Callable[[LayerWeights, list[torch.Tensor]], bool]
+Copies = list[tuple[torch.Tensor, torch.Tensor]]
+"""(destination, source)."""
+Take = Callable[[LayerWeights, list[torch.Tensor], Copies], bool]
 """`Gradients.take`."""
 
 
@@ -516,7 +518,7 @@ class BlockGraphs:
         return self._passed_on[id(original)][1]
 
 
-def _takes_nothing(weights: LayerWeights, gradients: list[torch.Tensor]) -> bool:
+def _takes_nothing(weights: LayerWeights, gradients: list[torch.Tensor], copies: Copies) -> bool:
     return False
 
 
@@ -632,28 +634,10 @@ def _writable(places: Mapping[int, _Static], results: Results) -> dict[int, _Sta
     return {index: place for index, place, each in found if each is not None and place.fits(each)}
 
 
-def _cloned(results: Results, without: Collection[int], places: Mapping[int, _Static]) -> list[torch.Tensor | None]:
-    """Clones of the results but those in `without` (indices), by one operation that also writes `places`: memory from
-    which the next graph reads some of them.
-    """
-    found: list[torch.Tensor | None] = [None] * len(results)
-    into: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    noted: list[tuple[_Static, torch.Tensor]] = []
-    for index, result in enumerate(results):
-        if result is not None and index not in without:
-            clone = found[index] = torch.empty_like(result)
-            into.append(clone)
-            sources.append(result)
-            if (place := places.get(index)) is not None:
-                into.append(place.memory)
-                sources.append(result)
-                noted.append((place, clone))
-    if into:
-        torch._foreach_copy_(into, sources)
-    for place, clone in noted:
-        place.note(clone)
-    return found
+def _uncopied(results: Results, indices: Iterable[int]) -> tuple[dict[int, torch.Tensor], Copies]:
+    """New tensors like these results, by index, and the copies that make clones of them."""
+    found = [(index, torch.empty_like(each), each) for index in indices if (each := results[index]) is not None]
+    return {index: clone for index, clone, _ in found}, [(clone, each) for _, clone, each in found]
 
 
 class _Key(NamedTuple):
@@ -1580,21 +1564,33 @@ class _Entry:
                 results = graphs.replay(graph)
         else:
             results = graphs.replay(graph)
-        taken = self._hand_over(results)
+        num = len(self._metas)
+        clones, copies = _uncopied(results, range(num))
+        ahead = found.before if call.follows_blocks else {}
+        copies += [(place.memory, each) for index, place in ahead.items() if (each := results[index]) is not None]
+        taken = self._hand_over(results, copies)
         if not retains:
             call.end()
-        return _cloned(results, taken, found.before if call.follows_blocks else {})
+        others, more = _uncopied(results, (index for index in range(num, len(results)) if index not in taken))
+        if copies := copies + more:
+            torch._foreach_copy_([into for into, _ in copies], [source for _, source in copies])
+        for index, place in ahead.items():
+            place.note(clones[index])
+        clones |= others
+        return [clones.get(index) for index in range(len(results))]
 
-    def _hand_over(self, results: Results) -> Collection[int]:
-        """Give the engine the gradients of layers that this backward completes, without a copy and without autograd's
-        work for each parameter. Returns their indices.
+    def _hand_over(self, results: Results, copies: Copies) -> Collection[int]:
+        """Give the engine the gradients of layers that this backward completes, without autograd's work for each
+        parameter. Returns their indices. The operation that copies gradients makes other `copies` too, and empties the
+        list then.
         """
         block, taken = self.block, set[int]()
         if block.adds or any(isinstance(each, Watched) for each in self.trained[:1]):  # the latter in autograd.grad
             return taken
         for layer, indices in self._layers:
             gradients = [each for index in indices if (each := results[index]) is not None]
-            if len(gradients) == len(indices) and not layer.used_outside and block.graphs.take(layer, gradients):
+            is_whole = len(gradients) == len(indices) and not layer.used_outside
+            if is_whole and block.graphs.take(layer, gradients, copies):
                 taken.update(indices)
         return taken
 

@@ -1081,20 +1081,42 @@ def test_other_code_gets_gradients_between_graphs(
     assert all(map(torch.equal, seen, seen_eagerly))
 
 
-def test_gradients_between_graphs_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the operation that clones them."""
-    model, copies, copy = Stack(), [], offload_graphs._Static.copy
+class HalfOutputs(Block):
+    def forward(self, x: torch.Tensor, scale: float = 1.0, pair: Any = None) -> Any:
+        return super().forward(x.float()).bfloat16()
 
-    def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
-        for _ in range(4):
-            copies.clear()
-            yield engine((2, 3))
 
-    monkeypatch.setattr(
-        offload_graphs._Static, "copy", lambda self, tensor: (copies.append(tensor.shape), copy(self, tensor))
-    )
-    train_by(model, forwards)
+@pytest.mark.parametrize(("kind", "num"), [(Block, 3), (HalfOutputs, 5)])
+def test_one_operation_copies_all_gradients_of_a_graph(
+    kind: type[Block], num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the engine, to autograd, and to the memory of the next graph; those of another dtype by another operation."""
+    copies, operations = list[torch.Tensor](), list[Any]()
+    copy, copy_all = offload_graphs._Static.copy, torch._foreach_copy_
+
+    def run() -> Trained:
+        def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
+            for _ in range(4):
+                copies.clear()
+                operations.clear()
+                yield engine((2, 3))
+
+        return train_by(Stack(kind), forwards)
+
+    def copied(static: Any, tensor: torch.Tensor) -> None:
+        copies.append(tensor)
+        copy(static, tensor)
+
+    def copied_all(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        operations.append(into)
+        copy_all(into, sources)
+
+    monkeypatch.setattr(offload_graphs._Static, "copy", copied)
+    monkeypatch.setattr(torch, "_foreach_copy_", copied_all)
+    found = run()
     assert len(copies) == 3 + 1  # inputs of three blocks, and the gradient of the last one's output
+    assert len(operations) == num  # the first block's input requires no gradient
+    assert_equals_eager(found, run, monkeypatch)
 
 
 @pytest.mark.parametrize("activations", ["keep", "checkpoint"])
