@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import inspect
 import json
@@ -280,6 +281,7 @@ def _load(data: object, split: str, columns: Collection[str]) -> Dataset:
         return _from_name(data, split, columns)
     if hasattr(data, "columns") and hasattr(data, "iloc"):
         frame = cast(Any, data)
+        _check_distinct(frame.columns, "the DataFrame")
         for name in frame.columns:
             if str(frame[name].dtype) in ("object", "str", "string"):
                 cells = list(frame[name])
@@ -427,6 +429,7 @@ def _from_file(path: Path, columns: Collection[str]) -> Dataset:
         raise DataError(f"{str(path)!r} is empty: at least one row is needed")
     if builder == "json":
         return dataset_from_json(path, columns)
+    _check_header(path)
     options: dict[str, Any] = {}
     if builder == "csv":  # keep text as written, even numbers or "None"; an empty cell is missing
         options = {"converters": dict.fromkeys((*TEXTS, *columns), str)}
@@ -434,20 +437,48 @@ def _from_file(path: Path, columns: Collection[str]) -> Dataset:
     options |= {"data_files": str(path), "split": "train", "cache_dir": _private_folder()}
     try:
         with no_loader_messages():
-            made = cast("Dataset", datasets.load_dataset(builder, **options))
+            return cast("Dataset", datasets.load_dataset(builder, **options))
     except Exception as error:  # every builder has its own error classes
         if "corresponds to no data" in str(error):
             raise DataError(f"{str(path)!r} has no rows: at least one is needed") from error
         cause = list(causes(error))[-1]
         why = _not_utf8(cause) if isinstance(cause, UnicodeDecodeError) else cut(str(cause))
         raise DataError(f"{str(path)!r} cannot be read as {builder}: {why}") from error
-    header = made.column_names[0] if builder == "csv" and len(made.column_names) == 1 else ""
-    if (other := next((each for each in ";\t|" if each in header), None)) is not None:
+
+
+def _check_header(path: Path) -> None:
+    """Raise `DataError` for two columns of one name, and, as pandas reads them without an error, for CSV with other
+    separators and for rows with more values than the header has names, which it shifts by one column.
+    """
+    names: list[str] = []
+    if path.suffix.lower() != ".csv":
+        import pyarrow.parquet
+
+        with suppress(Exception):  # the builder says what is wrong with the file
+            names = pyarrow.parquet.read_schema(path).names
+        _check_distinct(names, repr(str(path)))
+        return
+    first: list[str] = []
+    with suppress(UnicodeDecodeError, csv.Error), path.open(encoding="utf-8-sig", newline="") as file:
+        lines = (line for line in csv.reader(file) if line)
+        names, first = next(lines, []), next(lines, [])
+    if len(names) == 1 and (other := next((each for each in ";\t|" if each in names[0]), None)) is not None:
         raise DataError(
             f"{str(path)!r} has its columns separated by {other!r}: separate them by commas, or in Python pass "
             f"pandas.read_csv({str(path)!r}, sep={other!r})"
         )
-    return made
+    _check_distinct([name for name in names if name], repr(str(path)))
+    if len(first) > len(names):
+        raise DataError(
+            f"row 0 of {str(path)!r} has {len(first)} values, but the header has {len(names)}: write values that "
+            'contain commas in quotes, as "one, two", and name every column'
+        )
+
+
+def _check_distinct(names: Sequence[Any], of: str) -> None:
+    """Raise `DataError` if two columns have the same name."""
+    if (twice := next((name for name in names if list(names).count(name) > 1), None)) is not None:
+        raise DataError(f"{of} has two columns {str(twice)!r}: rename one of them, or leave it out")
 
 
 def _from_hub(name: str, split: str) -> Dataset:

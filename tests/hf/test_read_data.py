@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow
+import pyarrow.parquet
 import pytest
 from transformers import ByT5Tokenizer
 
@@ -52,6 +54,42 @@ def test_numbers_in_a_csv_file_are_the_text_that_was_written_and_labels_stay_num
         {"input": "1+1", "target": "2.50", "label": 10},
         {"input": "2", "target": None, "label": 2},
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "text\nhello, world\nfoo, bar\n",
+            r"row 0 of .*data.csv' has 2 values, but the header has 1: write .* in quotes",
+        ),
+        ("input,target\n1,2,\n3,4,\n", "has 3 values, but the header has 2"),
+        ("text,text\na,b\n", "has two columns 'text': rename one"),
+        ("input;target\none, two;three\n", "has its columns separated by ';'"),
+    ],
+)
+def test_a_csv_file_whose_columns_would_be_shifted_or_mixed_up_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        load_dataset_like(path)
+
+
+def test_quoted_commas_line_breaks_and_columns_without_a_name_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text('\ufeff\n,text,\n0,"hello, ""world""\nand all",\n')
+    assert load_dataset_like(path)["text"][:] == ['hello, "world"\nand all']
+
+
+def test_two_columns_of_one_name_are_refused_in_parquet_and_in_a_data_frame(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(table, path)
+    for data in (path, pd.DataFrame([["a", "b"]], columns=["text", "text"])):
+        with pytest.raises(DataError, match="has two columns 'text'"):
+            load_dataset_like(data)
 
 
 @pytest.mark.parametrize(
