@@ -36,7 +36,7 @@ from functools import cache, partial
 from itertools import chain, zip_longest
 from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -634,10 +634,14 @@ def _writable(places: Mapping[int, _Static], results: Results) -> dict[int, _Sta
     return {index: place for index, place, each in found if each is not None and place.fits(each)}
 
 
-def _uncopied(results: Results, indices: Iterable[int]) -> tuple[dict[int, torch.Tensor], Copies]:
-    """New tensors like these results, by index, and the copies that make clones of them."""
-    found = [(index, torch.empty_like(each), each) for index in indices if (each := results[index]) is not None]
-    return {index: clone for index, clone, _ in found}, [(clone, each) for _, clone, each in found]
+def _new_clones(results: Results, indices: Iterable[int], clones: list[torch.Tensor | None]) -> Copies:
+    """Make memory for the clones of these results. Returns the copies that fill it."""
+    copies: Copies = []
+    for index in indices:
+        if (result := results[index]) is not None:
+            clone = clones[index] = torch.empty_like(result)
+            copies.append((clone, result))
+    return copies
 
 
 class _Key(NamedTuple):
@@ -1564,20 +1568,22 @@ class _Entry:
                 results = graphs.replay(graph)
         else:
             results = graphs.replay(graph)
-        num = len(self._metas)
-        clones, copies = _uncopied(results, range(num))
+        clones: list[torch.Tensor | None] = [None] * len(results)
+        copies = _new_clones(results, self._have_gradients, clones)
         ahead = found.before if call.follows_blocks else {}
-        copies += [(place.memory, each) for index, place in ahead.items() if (each := results[index]) is not None]
+        for index, place in ahead.items():
+            copies.append((place.memory, cast(torch.Tensor, results[index])))
         taken = self._hand_over(results, copies)
         if not retains:
             call.end()
-        others, more = _uncopied(results, (index for index in range(num, len(results)) if index not in taken))
-        if copies := copies + more:
+        if len(taken) < len(self.trained):
+            left = (index for index in range(len(self._metas), len(results)) if index not in taken)
+            copies += _new_clones(results, left, clones)
+        if copies:
             torch._foreach_copy_([into for into, _ in copies], [source for _, source in copies])
         for index, place in ahead.items():
-            place.note(clones[index])
-        clones |= others
-        return [clones.get(index) for index in range(len(results))]
+            place.note(cast(torch.Tensor, clones[index]))
+        return clones
 
     def _hand_over(self, results: Results, copies: Copies) -> Collection[int]:
         """Give the engine the gradients of layers that this backward completes, without autograd's work for each
