@@ -56,8 +56,8 @@ class Trace:
         self._device_ranges: list[tuple[str, str, Any, Any, int]] = []
         self._phase = ""
         self._since: tuple[str, Any] | None = None
-        self._cpu_times: dict[int, tuple[float, float]] = {}
-        """(first, newest) CPU seconds of the threads that launch work."""
+        self._cpu_times: dict[int, tuple[float, float, float, float]] = {}
+        """Of the threads that launch work: CPU seconds (first, newest), and those of the trace (between, after them)."""
 
     @contextmanager
     def host(self, track: str, name: str, num_bytes: Callable[[], int]) -> Iterator[None]:
@@ -86,20 +86,25 @@ class Trace:
             self._cut(f"backward {layer}")
 
     def python_seconds(self) -> float:
-        """CPU seconds of Python's threads that launch forward, backward and updates."""
-        return sum(newest - first for first, newest in self._cpu_times.values())
+        """CPU seconds of Python's threads that launch forward, backward and updates, without those of the trace."""
+        return sum(newest - first - own for first, newest, own, _ in self._cpu_times.values())
 
     def note_cpu_time(self) -> None:
         """Called where the calling thread launches work."""
-        thread, now = threading.get_ident(), time.thread_time()
-        self._cpu_times[thread] = self._cpu_times.get(thread, (now,))[0], now
+        self._note_cpu_time(time.thread_time())
+
+    def _note_cpu_time(self, now: float) -> None:
+        """`now`: before the trace's own work, which ends with this call."""
+        thread = threading.get_ident()
+        first, _, before, between = self._cpu_times.get(thread, (now, now, 0.0, 0.0))
+        self._cpu_times[thread] = first, now, before + between, time.thread_time() - now
 
     def _cut(self, name: str | None) -> None:
-        now = self._mark()
-        self.note_cpu_time()
+        began, now = time.thread_time(), self._mark()
         if self._since is not None and (known := self._since[0] or name):
             self.device("GPU", known, self._since[1], now)
         self._since = "", now
+        self._note_cpu_time(began)
 
     def read(self) -> list[Range]:
         """Wait for the device and return all ranges, ordered by start."""

@@ -15,6 +15,7 @@ import torch
 
 import offloadkit
 from offloadkit.device import trace
+from offloadkit.device.streams import Event
 from offloadkit.device.trace import Range
 from offloadkit.errors import ConfigError, OutputError
 from offloadkit.facts import graphs as facts_graphs
@@ -157,6 +158,24 @@ def test_some_steps_of_an_engine(
     assert "bound by" in shown
     assert ("a step; 100% of the blocks' calls ran as graphs" in shown) == (accumulation == 2)
     assert 0 < profile.python_seconds < profile.bound.step_seconds * 1.5
+
+
+def test_pythons_seconds_are_without_those_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [0.0]
+
+    def mark() -> Event:
+        seconds[0] += 100.0
+        return Event()
+
+    monkeypatch.setattr(time, "thread_time", lambda: seconds[0])
+    tracing = trace.Trace(torch.device("cpu"), mark)
+    tracing.note_cpu_time()
+    for name in ("forward", "", "backward", ""):
+        seconds[0] += 1.0
+        tracing.phase(name)
+    seconds[0] += 1.0
+    tracing.note_cpu_time()
+    assert tracing.python_seconds() == 5.0
 
 
 def test_a_profile_says_why_blocks_ran_eagerly(
