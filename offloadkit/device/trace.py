@@ -57,7 +57,7 @@ class Trace:
         self._phase = ""
         self._since: tuple[str, Any] | None = None
         self._cpu_times: dict[int, tuple[float, float, float, float]] = {}
-        """Of the threads that launch work: CPU seconds (first, newest), and those of the trace (between, after them)."""
+        """Of threads that launch work: CPU seconds (first, newest), and those of the trace (between, after them)."""
 
     @contextmanager
     def host(self, track: str, name: str, num_bytes: Callable[[], int]) -> Iterator[None]:
