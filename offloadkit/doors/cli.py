@@ -478,7 +478,7 @@ _TEXTS = ("model", "train_dataset", "tokenizer", "output_dir", "input_column", "
 
 def _known(arguments: dict[str, Any], where: str = "") -> dict[str, Any]:
     """`arguments`; raises `ConfigError` for a name that neither `finetune` nor `OffloadConfig` has."""
-    from offloadkit.hf.arguments import argument_meant, argument_names
+    from offloadkit.hf.arguments import LISTED, argument_meant, argument_names
 
     own = [each.name for each in fields(FinetuneOptions) if each.name not in ("callbacks", "compute_metrics")]
     known = dict.fromkeys([*own, *argument_names(), "lr"])
@@ -486,10 +486,11 @@ def _known(arguments: dict[str, Any], where: str = "") -> dict[str, Any]:
     for name in arguments:
         if name not in known and name != "offload":
             other = f"; did you mean {_WITHIN}{name}?" if name in within else argument_meant(name, known)
-            raise ConfigError(f"{where}no argument {shown(name)}{other}")
+            raise ConfigError(f"{where}no argument {shown(name)}{other or LISTED}")
     for name in arguments.get("offload", {}):
         if name not in within:
-            raise ConfigError(f"{where}OffloadConfig has no field {shown(name)}{argument_meant(name, within)}")
+            other = argument_meant(name, within) or f": its fields are {', '.join(within)}"
+            raise ConfigError(f"{where}OffloadConfig has no field {shown(name)}{other}")
     return arguments
 
 

@@ -82,6 +82,10 @@ INSTEAD = {
 """Name in other libraries or versions -> argument of `finetune` to suggest."""
 
 
+LISTED = ": help(offloadkit.finetune) lists them, and those of transformers' Seq2SeqTrainingArguments will do too"
+"""What to do if no argument has a similar name."""
+
+
 def argument_meant(name: str, known: Iterable[str]) -> str:
     """`did_you_mean` for an argument of `finetune`."""
     return f"; did you mean {INSTEAD[name]}?" if name in INSTEAD else did_you_mean(name, known)
@@ -110,7 +114,7 @@ def arguments_of_finetune(options: FinetuneOptions) -> Seq2SeqTrainingArguments:
         if name in signature(Trainer.__init__).parameters:
             raise ConfigError(f"finetune has no {name}: offloadkit.OffloadTrainer and OffloadSeq2SeqTrainer take it")
         ours = (field.name for field in fields(FinetuneOptions))
-        raise ConfigError(f"no argument {shown(name)}{argument_meant(name, [*known, *ours])}")
+        raise ConfigError(f"no argument {shown(name)}{argument_meant(name, [*known, *ours]) or LISTED}")
     if given.get("resume_from_checkpoint"):  # the Trainer ignores this argument
         why = "resume=True (--resume) goes on from the newest checkpoint in output_dir"
         raise ConfigError(f"finetune does not take resume_from_checkpoint: {why}")

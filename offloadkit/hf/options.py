@@ -250,12 +250,13 @@ class FinetuneOptions:
         check_counts(self.lengths, least=2, optional=self.lengths)  # a token, and the end token
         for name in ("epochs", "learning_rate"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int | float) or not 0 < value < float("inf")):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value < float("inf")):
                 raise ConfigError(f"must be a positive number, got {shown(value)}", option=name)
         for name, choices in (("init", ("pretrained", "random")), ("baseline", ("predict", "measure"))):
             if not isinstance(value := getattr(self, name), str) or value not in choices:
                 raise ConfigError(f"{name} must be {choices[0]!r} or {choices[1]!r}, got {shown(value)}")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {shown(self.seed)}")
         for name in ("verbose", "resume", "overwrite", "monitor", "packing"):
             if not isinstance(value := getattr(self, name), bool):

@@ -426,6 +426,8 @@ def test_fp16_trains_with_master_weights_in_fp32() -> None:
         ({"resume": True}, "no complete checkpoint"),
         ({"resume": "checkpoint-3"}, "resume must be True"),
         ({"seed": -1}, "seed must be"),
+        ({"seed": True}, "seed must be"),
+        ({"epochs": True}, "epochs must be a positive number, got True"),
         ({"epochs": 3, "num_train_epochs": 3}, "epochs and num_train_epochs are two names of one value: pass one"),
         ({"num_train_epochs": 0}, "num_train_epochs must be a positive number, got 0"),
         ({"lr": 0}, "lr must be a positive number, got 0"),

@@ -149,6 +149,10 @@ def test_arguments_by_name_need_no_recipe(told: list[dict[str, Any]]) -> None:
         ("offload: {disc: /tmp}", "OffloadConfig has no field 'disc'; did you mean 'disk'"),
         ("offload: 3", "section offload .* holds fields of OffloadConfig"),
         ("learning_rat: 3", "no argument 'learning_rat'; did you mean 'learning_rate'"),
+        ("xyzzy: 3", r"no argument 'xyzzy': help\(offloadkit.finetune\) lists them"),
+        ("offload: {xyzzy: 3}", "no field 'xyzzy': its fields are optimizer, .*, vram, ram, "),
+        ("epochs: 1\nepochs: 2", r"cannot be read: it has 'epochs' twice"),
+        ("offload: {vram: 1GiB, ram: 1GiB, vram: 2GiB}", "it has 'vram' twice"),
         (None, "no recipe '.*recipe.yaml'"),
     ],
 )
