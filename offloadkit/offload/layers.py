@@ -121,6 +121,7 @@ class FlatLayer:
         self.cuts = (0, *(_nearest(ends, self.numel * k / num_ranks) for k in range(1, num_ranks)), self.numel)
         start, end = self.cuts[rank], self.cuts[rank + 1]
         inside = [at for at, view in enumerate(self.views) if view.start < end and view.start + view.numel > start]
+        inside = inside if start < end else []  # not the parameter in which an empty range is
         pieces = []
         for view in (self.views[at] for at in inside):
             piece = copy(view)
