@@ -274,10 +274,11 @@ def take_gpu(rank: int) -> int:
 
     NCCL refuses two ranks on one GPU unless they report different hosts. They then communicate over TCP, and their
     kernels take turns: correct, but slow. Over TCP, NCCL detects that a peer has ended, and torch would end this
-    process, as between hosts. This is switched off, because the engine's own watch must end waiting ranks.
+    process, as between hosts. This is switched off on all ranks, because the engine's own watch must end waiting ranks.
     """
-    number = rank % torch.cuda.device_count()
-    if number != rank or torch.cuda.device_count() == 1:
+    num_gpus = torch.cuda.device_count()
+    number, num_ranks = rank % num_gpus, int(os.environ.get("WORLD_SIZE", rank + 1))
+    if num_gpus < num_ranks or num_gpus == 1:
         os.environ |= {
             "NCCL_HOSTID": f"rank {rank}",
             "NCCL_SOCKET_IFNAME": "lo",
