@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plans import layers_and_work
 from offloadkit.doors.planning import ASSUMED_CARD
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.hardware import Hardware
@@ -19,7 +19,7 @@ from offloadkit.facts.units import format_bytes, format_seconds
 from offloadkit.planner import LayerShape, MicroBatch, Plan, make_plan
 from offloadkit.planner.cards import card_named
 from offloadkit.planner.make import replanned, with_other_exchange
-from offloadkit.planner.ranks import NETWORK_BYTES_PER_SECOND, for_ranks
+from offloadkit.planner.ranks import GPUS_PER_HOST, NETWORK_BYTES_PER_SECOND, for_ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "several-gpus.md"
 GIB = 1 << 30
@@ -55,31 +55,49 @@ def page() -> str:
 
 def tables() -> dict[str, str]:
     """Each table by the name of its marked part."""
-    large = _plan(_llama(), host("H200", 128, 1000, 376e9), vram="80GiB")
-    small = _plan(_t5_3b(), host("RTX 4090", 32, 240, 160e9))
+    llama, t5 = layers_and_work("llama-3.1-8b", "bf16", 4, 2048, 0), layers_and_work("t5-3b", "bf16", 8, 512, 128)
+    large = _plan(llama, host("H200", 128, 1000, 376e9), vram="80GiB")
+    small = _plan(t5, host("RTX 4090", 32, 240, 160e9))
     return {
         "llama-8b": scaling_table(large, (1, 2, 4, 8, 16, 32, 64), (1, 4, 16)),
         "slow network": scaling_table(large, (8, 16, 64), (1, 16), SLOW_NETWORK),
         "t5-3b": scaling_table(small, (1, 2, 4), (1, 4)),
+        "eight H200s": table_of_cases(),
     }
+
+
+def table_of_cases() -> str:
+    """The plans of the cases on eight GPUs, as a table in Markdown."""
+    from benchmarks.rank_cases import RANK_CASES
+    from benchmarks.ranks import plan_of
+
+    head: tuple[str, ...] = ("GPUs", "model, rows and budget", "VRAM each", "RAM of all ranks", "received", "step")
+    rows = [(*head, "tokens/s", "scaling", "RAM of one GPU"), ("---:", "---", *("---:",) * 7)]
+    for name, case in RANK_CASES.items():
+        if case.num_gpus != GPUS_PER_HOST or case.vram is None or case.claim == "try":
+            continue
+        made, alone = plan_of(case), RANK_CASES.get(name.replace("-8x", "-1x"))
+        needs, one = made.needs(), plan_of(alone) if alone else None
+        assert made.seconds is not None
+        assert made.tokens_per_second is not None
+        rows.append(
+            (
+                f"{made.num_gpus}",
+                f"{case.model}, {case.shape}, {case.vram:g} GiB",
+                format_bytes(needs["vram"]),
+                format_bytes(needs["ram"] * made.num_on_host),
+                format_bytes(sum(made.communicated.values())),
+                format_seconds(made.seconds.step, digits=3),
+                f"{made.tokens_per_second:,.0f}",
+                f"{made.tokens_per_second / one.tokens_per_second:.2f}" if one and one.tokens_per_second else "-",
+                format_bytes(one.needs()["ram"]) if one else "-",
+            )
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _plan(model: tuple[list[LayerShape], MicroBatch], machine: Hardware, **budgets: Any) -> Plan:
     return make_plan(model[0], OffloadConfig(**budgets), work=model[1], hardware=machine, assumed=True)
-
-
-@cache
-def _llama() -> tuple[list[LayerShape], MicroBatch]:
-    from tests.planner.machines import LLAMA_8B, llama
-
-    return llama(4, 2048, **LLAMA_8B)
-
-
-@cache
-def _t5_3b() -> tuple[list[LayerShape], MicroBatch]:
-    from tests.planner.machines import t5_3b
-
-    return t5_3b(8, fused=True)
 
 
 @dataclass(frozen=True)
