@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
@@ -686,6 +686,12 @@ class OffloadEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise EngineStateError(
+            "an engine can be neither copied nor pickled, as it has threads and pinned memory: copy or pickle "
+            "engine.module, which gives a plain model, or call engine.save_checkpoint()"
+        )
 
     # ---- access to the module, and checks ------------------------------------------------------------------------
 

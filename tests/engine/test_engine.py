@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import gc
 import math
 import random
@@ -255,6 +256,9 @@ def test_a_deepcopy_of_the_model_is_a_model_of_its_own(device: str) -> None:
         assert other.embed.weight.grad is not None
         with pytest.raises(EngineStateError, match="before backward"):
             engine.step()
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(EngineStateError, match="neither copied nor pickled"):
+                copied(engine)
 
 
 def test_freezing_between_steps_leaves_weights_states_and_step_counts_alone(device: str) -> None:
