@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import gc
 import math
+import pickle
 import random
 import time
 from collections.abc import Callable
