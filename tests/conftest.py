@@ -134,7 +134,7 @@ def engines_without_a_budget_begin_on_a_gpu_as_on_the_cpu(monkeypatch: pytest.Mo
         monkeypatch.setattr(start, "needs_plan", lambda config, device: chooses(config, torch.device("cpu")))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Run torch on one thread, which is faster for tiny matrices."""
     import torch
