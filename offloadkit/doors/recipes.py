@@ -26,14 +26,15 @@ _LEFT_OUT = ("output_dir", "resume", "overwrite", "monitor", "verbose", "num_gpu
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
     """Reads 1e-4 as a number: YAML 1.1 asks for a point before the e and a sign after it. Refuses a name that is given
-    twice, of which PyYAML takes the last value.
+    twice: PyYAML takes the last value.
     """
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        keys = [key.value for key, _ in node.value]
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)  # before names of merged mappings (<<) are added to it
+        keys = [key.value for key, _ in node.value if not key.tag.endswith(":merge")]
         if (twice := next((key for key in keys if keys.count(key) > 1), None)) is not None:
             raise yaml.MarkedYAMLError(problem=f"it has {shown(twice)} twice, leave one of the lines out")
-        return super().construct_mapping(node, deep)
+        return node
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc, unused-ignore]

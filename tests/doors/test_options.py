@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import offloadkit
 from offloadkit import OffloadConfig
+from offloadkit.doors import recipes
 from offloadkit.doors.cli import app
 from offloadkit.errors import ConfigError
 from offloadkit.facts.field_help import field_docs
@@ -162,6 +163,16 @@ def test_a_recipe_without_a_meaning_is_refused(text: str | None, why: str, tmp_p
     done = train(str(tmp_path / "recipe.yaml"), "rows.jsonl")
     assert done.exit_code == 1
     assert re.search(why, done.stderr)
+
+
+def test_a_recipe_may_merge_mappings_that_give_a_name_again(tmp_path: Path) -> None:
+    """PyYAML merges into a mapping before it reads it, so each of its names may then be there twice."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "parts: {large: &large {<<: {vram: 1GiB}, vram: 2GiB}, on_disk: &on_disk {disk: /tmp}}\n"
+        "offload:\n  <<: *large\n  <<: *on_disk\n  vram: 3GiB\n"
+    )
+    assert recipes.read(str(recipe))["offload"] == {"vram": "3GiB", "disk": "/tmp"}
 
 
 @pytest.mark.parametrize(
