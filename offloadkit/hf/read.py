@@ -429,7 +429,7 @@ def _from_file(path: Path, columns: Collection[str]) -> Dataset:
         raise DataError(f"{str(path)!r} is empty: at least one row is needed")
     if builder == "json":
         return dataset_from_json(path, columns)
-    _check_header(path)
+    _check_header(path, columns)
     options: dict[str, Any] = {}
     if builder == "csv":  # keep text as written, even numbers or "None"; an empty cell is missing
         options = {"converters": dict.fromkeys((*TEXTS, *columns), str)}
@@ -446,9 +446,9 @@ def _from_file(path: Path, columns: Collection[str]) -> Dataset:
         raise DataError(f"{str(path)!r} cannot be read as {builder}: {why}") from error
 
 
-def _check_header(path: Path) -> None:
-    """Raise `DataError` for two columns of one name, and, as pandas reads them without an error, for CSV with other
-    separators and for rows with more values than the header has names, which it shifts by one column.
+def _check_header(path: Path, columns: Collection[str]) -> None:
+    """Raise `DataError` for two columns of one name, and for CSV that pandas reads without an error: with other
+    separators, or with more values in rows than names in the header, which it shifts by one column.
     """
     names: list[str] = []
     if path.suffix.lower() != ".csv":
@@ -460,18 +460,22 @@ def _check_header(path: Path) -> None:
         return
     first: list[str] = []
     with suppress(UnicodeDecodeError, csv.Error), path.open(encoding="utf-8-sig", newline="") as file:
-        lines = (line for line in csv.reader(file) if line)
-        names, first = next(lines, []), next(lines, [])
+        lines = (line for line in csv.reader(file) if len(line) > 1 or "".join(line).strip())
+        names = next(lines, [])
+        first = next(lines, [])
     if len(names) == 1 and (other := next((each for each in ";\t|" if each in names[0]), None)) is not None:
         raise DataError(
             f"{str(path)!r} has its columns separated by {other!r}: separate them by commas, or in Python pass "
             f"pandas.read_csv({str(path)!r}, sep={other!r})"
         )
-    _check_distinct([name for name in names if name], repr(str(path)))
+    read = columns_to_read(names, columns)
+    _check_distinct([name for name in names if name in read], repr(str(path)))
     if len(first) > len(names):
+        what_to_do = 'write values that contain commas in quotes, as "one, two", and name every column'
+        if not any(first[len(names) :]):
+            what_to_do = "drop the comma at the end of each row, or end the header with a comma too"
         raise DataError(
-            f"row 0 of {str(path)!r} has {len(first)} values, but the header has {len(names)}: write values that "
-            'contain commas in quotes, as "one, two", and name every column'
+            f"row 0 of {str(path)!r} has {len(first)} values, but the header has {len(names)}: {what_to_do}"
         )
 
 

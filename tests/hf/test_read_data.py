@@ -63,8 +63,9 @@ def test_numbers_in_a_csv_file_are_the_text_that_was_written_and_labels_stay_num
             "text\nhello, world\nfoo, bar\n",
             r"row 0 of .*data.csv' has 2 values, but the header has 1: write .* in quotes",
         ),
-        ("input,target\n1,2,\n3,4,\n", "has 3 values, but the header has 2"),
+        ("input,target\n1,2,\n3,4,\n", "has 3 values, but the header has 2: drop the comma at the end of each row"),
         ("text,text\na,b\n", "has two columns 'text': rename one"),
+        pytest.param(f"text,text\n{'a' * 200_000},b\n", "has two columns 'text': rename one", id="long row"),
         ("input;target\none, two;three\n", "has its columns separated by ';'"),
     ],
 )
@@ -81,6 +82,13 @@ def test_quoted_commas_line_breaks_and_columns_without_a_name_are_read(tmp_path:
     path = tmp_path / "data.csv"
     path.write_text('\ufeff\n,text,\n0,"hello, ""world""\nand all",\n')
     assert load_dataset_like(path)["text"][:] == ['hello, "world"\nand all']
+
+
+@pytest.mark.parametrize("text", ["text,note,note\na,b,c\n", " \ntext,note\n \na,b\n"])
+def test_two_columns_that_are_not_read_and_blank_lines_are_no_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text(text)
+    assert load_dataset_like(path)["text"][:] == ["a"]
 
 
 def test_two_columns_of_one_name_are_refused_in_parquet_and_in_a_data_frame(tmp_path: Path) -> None:
