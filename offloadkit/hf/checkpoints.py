@@ -308,13 +308,13 @@ def report_ignored_scaler(trainer: Any, folder: Path) -> None:
 
 
 def _num_saves(args: Any, num_steps: int, num_epochs: int) -> int:
-    """The most checkpoints that a run of so many steps and epochs may save."""
+    """The most checkpoints that a run of so many steps and epochs may save. Its last step saves one too."""
     strategy, every = args.save_strategy, args.save_steps
     if strategy == "best":  # after any evaluation
         strategy, every = args.eval_strategy, args.eval_steps
     if strategy in ("no", "epoch"):
         return 0 if strategy == "no" else num_epochs
-    return num_steps // max(1, int(every if every >= 1 else ceil(num_steps * every)))
+    return ceil(num_steps / max(1, int(every if every >= 1 else ceil(num_steps * every))))
 
 
 def _check_room(output: Path, num_checkpoints: int, num_bytes: int, model: int, smaller: Mapping[str, int]) -> None:

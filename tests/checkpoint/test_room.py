@@ -53,6 +53,8 @@ def test_room_for_two_checkpoints_is_checked_before_the_first_step(
 @pytest.mark.parametrize(
     ("options", "needed"),
     [
+        ({"save_strategy": "steps", "save_steps": 500, "max_steps": 3}, "a checkpoint"),
+        ({"save_strategy": "steps", "save_steps": 2, "max_steps": 3}, "two checkpoints"),
         ({"save_strategy": "epoch", "max_steps": 9, "num_train_epochs": 1}, "two checkpoints"),
         ({"save_strategy": "epoch", "max_steps": 2, "num_train_epochs": 5}, "a checkpoint"),
         ({"save_strategy": "epoch", "num_train_epochs": 1.5}, "two checkpoints"),
