@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -176,7 +176,7 @@ def without_memory(model: nn.Module) -> nn.Module:
         for hooks in hooks_of(module):
             hooks.clear()
     copies = dict(zip(model.modules(), copied.modules(), strict=True))
-    for module, its_copy in copies.items():
+    for module, its_copy in tuple(copies.items()):
         if _is_set_by_others(forward := vars(module).get("forward"), copies):
             its_copy.forward = _of_copies(forward, copies)
     return copied
@@ -193,9 +193,11 @@ def _held_by(function: Any) -> list[Any]:
     return [cell.cell_contents for cell in cells if cell != _EMPTY_CELL]
 
 
-def _of_copies(function: Any, copies: Mapping[nn.Module, nn.Module]) -> Any:
+def _of_copies(function: Any, copies: dict[Any, Any]) -> Any:
     """A function or method that holds and calls the copies of modules instead of the modules. Anything else is
     returned as it is.
+
+    `copies`: the copy of each module. Functions are added, because a function may hold itself.
     """
     if isinstance(function, nn.Module):
         return copies.get(function, function)
@@ -204,13 +206,17 @@ def _of_copies(function: Any, copies: Mapping[nn.Module, nn.Module]) -> Any:
         return MethodType(_of_copies(function.__func__, copies), _of_copies(owner, copies))
     if not isinstance(function, FunctionType) or not _is_set_by_others(function, copies):
         return function
-    cells = (
-        cell if cell == _EMPTY_CELL else CellType(_of_copies(cell.cell_contents, copies))
-        for cell in function.__closure__ or ()
-    )
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
+    if function in copies:
+        return copies[function]
+    held = function.__closure__ or ()
+    cells = tuple(CellType() for _ in held)
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__dict__.update(function.__dict__)
+    copies[function] = made
+    for cell, own in zip(cells, held, strict=True):
+        if own != _EMPTY_CELL:
+            cell.cell_contents = _of_copies(own.cell_contents, copies)
     return made
 
 

@@ -235,6 +235,20 @@ def set_forward(network: nn.Module) -> nn.Module:
     return network
 
 
+def test_a_set_forward_that_holds_itself_is_copied() -> None:
+    network, calls = TinyLM(**LARGER), []
+    own: Any = network.forward
+
+    def twice(self: Any, tokens: torch.Tensor, *, again: bool = True) -> Any:
+        calls.append(self)
+        return twice(self, tokens, again=False) if again else own(tokens)
+
+    network.forward = MethodType(twice, network)  # type: ignore[assignment]
+    copied = outline.without_memory(network).train()
+    trace_micro_batch(copied, window(0)[1])
+    assert calls == [copied, copied]
+
+
 @pytest.mark.usefixtures("on_a_tiny_card")
 @pytest.mark.parametrize("more", [0, 4 << 20])
 def test_a_set_forward_is_traced_and_a_window_is_measured(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
