@@ -200,13 +200,13 @@ main thread launches forward; autograd's thread launches backward.
 
 
 _RAM_OF_RANK = 3 << 30
-"""What each rank may take beyond one rank's plan."""
+"""RAM that each rank may take beyond one rank's plan."""
 
-_OF_LIMITS = """What limits a step: the fraction of it for which each part of the machine is needed, at the rates that
+_OF_LIMITS = """Limits of a step: the fraction of its time for which it needs each part of the machine, at rates that
 the ranks measured together. *link*: received bytes. *bus*: copies of a GPU in the busier direction. *DRAM*: bytes of
 the CPU step and of copies. *host cores*: CPU time of all ranks over all cores. *Python*: CPU time of the main thread
-and of autograd's, which take turns. Forward with its update and backward have different limits, so the largest may be
-well below 1.
+and of autograd's thread, which take turns. Forward with its update and backward have different limits, so the largest
+fraction may be well below 1.
 """
 
 
@@ -295,7 +295,9 @@ def _plan_of_run(works: Collection[Sequence[Row]]) -> Iterator[str]:
         if alone["figures"]["GPUs"] == 1 < row["figures"]["GPUs"]
     ]
     if above:
-        said += f" RAM of several ranks, minus one rank's planned RAM and 3 GiB a rank: at most {_gib(max(above))} GiB."
+        most = max(above)
+        where = f"at most {_gib(most)} GiB above" if most > 0 else f"at least {_gib(-most)} GiB below"
+        said += f" RAM of several ranks was {where} one rank's planned RAM plus 3 GiB a rank."
     yield from (said, "")
 
 

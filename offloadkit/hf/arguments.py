@@ -82,7 +82,7 @@ INSTEAD = {
 """Name in other libraries or versions -> argument of `finetune` to suggest."""
 
 
-LISTED = ": help(offloadkit.finetune) lists them, and those of transformers' Seq2SeqTrainingArguments will do too"
+LISTED = ": help(offloadkit.finetune) lists them; arguments of transformers' Seq2SeqTrainingArguments work too"
 """What to do if no argument has a similar name."""
 
 

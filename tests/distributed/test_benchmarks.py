@@ -245,7 +245,7 @@ def test_a_run_on_four_gpus_has_a_table_with_its_scaling_and_traces(
         "| t5-3b-4x24 | 1.00 | 1.00 | 0.40 | 0.40 | 0.06 | - |"  # 4 * 0.25 s of threads on 32 cores
     ]
     assert "0 of 3 steps took the planned seconds within 15 %, 0 the planned VRAM within 5 %" in of_run
-    assert "3 GiB a rank: at most 3.0 GiB." in of_run  # 4 * 5 - 5 - 4 * 3
+    assert "was at most 3.0 GiB above one rank's planned RAM plus 3 GiB a rank." in of_run  # 4 * 5 - 5 - 4 * 3
     traced["autograd's thread"] = 0.05
     rows[2]["figures"]["traced"] |= traced
     assert report.limits(rows[2])["Python"] == pytest.approx(0.6)
