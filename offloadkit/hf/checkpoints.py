@@ -134,7 +134,7 @@ class TrainerCheckpoints:
             if room < most:
                 print_on_rank_0(
                     trainer,
-                    f"{output} has room for {room} checkpoints of {format_bytes(num_bytes)}, and {most} will be "
+                    f"{output} has room for {room} checkpoints of {format_bytes(num_bytes)}, and up to {most} will be "
                     "there: pass a smaller save_total_limit, or make room",
                 )
 
