@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -479,9 +480,9 @@ def _check_header(path: Path, columns: Collection[str]) -> None:
         )
 
 
-def _check_distinct(names: Sequence[Any], of: str) -> None:
+def _check_distinct(names: Iterable[Any], of: str) -> None:
     """Raise `DataError` if two columns have the same name."""
-    if (twice := next((name for name in names if list(names).count(name) > 1), None)) is not None:
+    if (twice := next((name for name, number in Counter(names).items() if number > 1), None)) is not None:
         raise DataError(f"{of} has two columns {str(twice)!r}: rename one of them, or leave it out")
 
 
