@@ -27,7 +27,7 @@ On four H100s, most important cases first:
     python -m benchmarks ranks t5-11b-4x80 qwen3-32b-4x80 t5-3b-4-deepspeed llama-8b-1x80 llama-8b-2x80 t5-3b-1x80 \
         t5-3b-2x80 $OUT --seconds 460
 
-On eight H200s, of which no machine has measured a row yet, most important cases first:
+On eight H200s, where no row was measured yet, most important cases first:
 
     python -m benchmarks ranks llama-8b-8x24 llama-8b-1x24 t5-3b-8x24 t5-3b-1x24 t5-3b-8x80 llama-8b-8x80 t5-11b-8x80 \
         t5-3b-8 llama-8b-8 t5-3b-1x80 $OUT --seconds 570
