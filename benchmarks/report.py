@@ -272,7 +272,7 @@ def _run_table(found: Sequence[Row]) -> Iterator[str]:
     yield ""
     yield from _plan_of_run(works.values())
     yield from _notes(found, lambda row: f"*{row['case']}*")
-    yield from _trace_table([row for row in found if "traced" in row["figures"]])
+    yield from _trace_table([row for row in found if "traced" in row["figures"] and row["rates"]])  # peers have none
 
 
 def _plan_of_run(works: Collection[Sequence[Row]]) -> Iterator[str]:

@@ -227,6 +227,7 @@ def test_a_run_on_four_gpus_has_a_table_with_its_scaling_and_traces(
     assert "scaling" not in alone
     names_of_trace = ("traced step", "computing", "only NCCL", "only copies", "idle", "NCCL", "H2D", "D2H")
     traced = dict.fromkeys((*names_of_trace, "main thread", "all threads"), 0.25)
+    rows[1]["figures"]["traced"] = traced  # as by a peer, without rates
     rows[2]["figures"]["traced"] = traced | {"step": 0.5, "H2D bytes": 3e9, "D2H bytes": 1e9}
     rows[2]["figures"]["bytes moved in the last step"] = {"cpu_step": 6 * 10**9, "h2d": 3 * 10**9, "d2h": 10**9}
     rates = {"link": 2e9, "h2d": 30e9, "d2h": 5e9, "cpu_and_bus": 50e9}
