@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import _lru_cache_wrapper, cache, cached_property, partial
+from itertools import islice
 from operator import is_
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -43,6 +44,8 @@ class ForwardCode:
     Not found are
 
     - names that are made at run time (`getattr(self, name)`), operators (`__add__`) and constructors of classes;
+    - attributes of functions, what a function imports while it runs, and code inside objects of libraries (that of
+      `torch.library.custom_op`);
     - attributes of modules that are in no block, of objects inside objects, and of objects without a `__dict__`;
     - the code, defaults and closures of functions of installed packages, unless the class of a module is in the same
       file: a function that replaces them is found by its name;
@@ -237,6 +240,7 @@ class _Search:
     def _look_into(self, function: FunctionType, is_method: bool) -> None:
         package = _package(function.__globals__.get("__name__"))
         if package in _LIBRARIES and not is_method:
+            self._visit(getattr(function, "__wrapped__", None), function.__qualname__)  # as @torch.no_grad() makes it
             return
         for cell in function.__closure__ or ():
             for value in gc.get_referents(cell):
@@ -249,7 +253,7 @@ class _Search:
         spaces = [function.__globals__]
         for name in read & function.__globals__.keys():
             self._add_global(function.__globals__, name, spaces)
-        for space in spaces[1:]:
+        for space in islice(spaces, 1, None):  # it grows: modules of packages have modules too
             for name in words & space.keys():
                 self._add_global(space, name, spaces)
 

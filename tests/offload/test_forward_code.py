@@ -50,6 +50,14 @@ def with_a_closure() -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[
 multiplied, set_multiplier = with_a_closure()
 
 
+@torch.no_grad()
+def offset(x: torch.Tensor) -> torch.Tensor:
+    return x * OFFSET
+
+
+OFFSET = 1.0
+
+
 @cache
 def width() -> int:
     return WIDTH
@@ -105,6 +113,7 @@ class Calls(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.tanh(self.drop(self.up(x))) * (self.gain + self.loss)
+        y = torch.nn.functional.softsign(y) + offset(y)
         return x + scaled(self.last(y)) + REGISTRY["scaled"](y) * width() - self.partial(y) + Negated.apply(y)
 
 
@@ -138,6 +147,8 @@ OTHERS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (lambda patch: set_multiplier(2.0), "a variable of with_a_closure.<locals>.multiply"),
     (lambda patch: patch.setattr(Negated, "backward", staticmethod(lambda ctx, x: x)), "Negated.backward"),
     (lambda patch: patch.setattr(HERE, "WIDTH", 2), f"{__name__}.WIDTH"),
+    (lambda patch: patch.setattr(HERE, "OFFSET", 2.0), f"{__name__}.OFFSET"),
+    (lambda patch: patch.setattr(torch.nn.functional, "softsign", halved), "functional.softsign"),
     (lambda patch: patch.delattr(HERE, "FACTOR"), f"{__name__}.FACTOR"),
     (lambda patch: patch.setattr(modeling_t5.T5Attention, "forward", halved), "T5Attention.forward"),
     (lambda patch: patch.setattr(modeling_t5.T5LayerNorm, "eps", 1.0, raising=False), "the attributes of T5LayerNorm"),
