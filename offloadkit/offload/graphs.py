@@ -1258,7 +1258,7 @@ class _Call:
         is_live: backward may come.
         seen: the updates of the block's layers that it saw.
         versions: of the entry's `saved` tensors.
-        follows_blocks: the gradients of inputs go to other blocks' backward, and to no operation in between.
+        follows_blocks: the gradients of inputs go to other blocks' backward, and to no operation or hook in between.
     """
 
     entry: _Entry
@@ -1498,7 +1498,10 @@ class _Entry:
         graphs, block = self.block.graphs, self.block
         seen = [layer.num_updates for layer in self._all_layers]
         graphs.num_graphed += 1
-        follows_blocks = all(type(tensors[index].grad_fn) is _node for index in self._have_gradients)
+        follows_blocks = all(
+            type(each.grad_fn) is _node and not each._backward_hooks  # a hook may write through `.data`
+            for each in map(tensors.__getitem__, self._have_gradients)
+        )
         versions = [each._version for each in self.saved.values()]
         call = _Call(self, graphs.pool.random_state(), seen, versions, follows_blocks)
         self._newest = newest = weakref.ref(call, block.live.discard)

@@ -1036,6 +1036,13 @@ def double_in_place(x: torch.Tensor, kept: list[torch.Tensor]) -> None:
     x.register_hook(hook)
 
 
+def double_through_data(x: torch.Tensor, kept: list[torch.Tensor]) -> None:
+    def hook(gradient: torch.Tensor) -> None:
+        gradient.data.mul_(2)
+
+    x.register_hook(hook)
+
+
 def double_in_memory(x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
     return cast(torch.Tensor, cast(Any, Overwrites).apply(x))
 
@@ -1050,7 +1057,11 @@ def use_again(x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("activations", ["keep", "checkpoint"])
 @pytest.mark.parametrize(
-    "change", [keep, keep_a_view, keep_as_grad, double, double_in_place, double_in_memory, use_twice, use_again]
+    "change",
+    [
+        *(keep, keep_a_view, keep_as_grad, double, double_in_place, double_through_data, double_in_memory),
+        *(use_twice, use_again),
+    ],
 )
 def test_other_code_gets_gradients_between_graphs(
     change: Callable[..., torch.Tensor | None], activations: Any, monkeypatch: pytest.MonkeyPatch
