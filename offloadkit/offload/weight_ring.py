@@ -10,8 +10,9 @@ stepped the layer. No rank steps too early, because every rank finishes its fetc
 between steps go to a private copy (copy-on-write) and must be equal on all ranks; `step()` publishes the range that
 each rank owns.
 
-A graph of a block reads a copy of its weights. Then the parameters are not bound to the buffer, nor after the step to
-RAM, until other code reads them: between blocks and steps they are watched, and in backward guarded.
+A graph of a block reads a copy of its weights. Then the parameters are not bound to the buffer until other code reads
+them: between blocks they are watched, and in backward guarded. After a step, parameters that are bound to no memory are
+bound to RAM when other code reads them.
 
 Autograd never keeps a view of a buffer: a saved weight is packed as its position in the block. Tensors of a
 recomputation are not packed: their views live until the block's backward is done. If the buffer goes to another block
@@ -117,8 +118,8 @@ class StreamedWeights(LayerWeights):
             self.bind(self._home)
 
     def rest(self) -> None:
-        """Bind the parameters to RAM, but leave those that a graph left unbound until other code reads them: the next
-        graph would unbind them again, and each takes 2 µs.
+        """Bind the parameters to RAM. Those that are unbound stay so until other code reads them: the next graph would
+        unbind them again, and each takes 2 µs.
         """
         self._rests = self.bound is self._unbound
         if not self._rests:
