@@ -285,6 +285,7 @@ class BlockGraphs:
     def _check_code(self) -> None:
         """Capture all blocks again if the code of their forwards has changed."""
         if all(block.changes_often for block in self._blocks):
+            self._code = None  # it keeps the values that it compares, such as activations in a global list
             return
         if self._code is not None and (changed := self._code.changed()) is not None:
             logger.info("%s changed; blocks are captured again", changed)
@@ -292,7 +293,11 @@ class BlockGraphs:
                 block.change()
         if self._code is None:
             modules = [each for block in self._blocks for each in block.module.modules()]
-            self._code = ForwardCode(modules, [block.own_forward for block in self._blocks])
+            try:
+                self._code = ForwardCode(modules, [block.own_forward for block in self._blocks])
+            except Exception as error:  # a global may be an object that cannot be looked at, such as a dead weak proxy
+                self.give_up(f"the code of their forwards cannot be compared ({type(error).__name__}: {error})")
+                self.is_open = False
 
     def forget_code(self) -> None:
         """A block has changed: the next forward looks for its code again."""

@@ -522,6 +522,33 @@ def test_blocks_whose_code_changes_in_every_step_run_eagerly(
     assert_equals_eager(found, run, monkeypatch)
 
 
+def test_values_that_change_in_every_step_are_not_kept() -> None:
+    values, found = cast(Any, test_forward_code.ACTIVATIONS), list[weakref.ref[Any]]()
+
+    def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
+        for _ in range(6):
+            values["kept"] = torch.zeros(1)
+            found.append(weakref.ref(values["kept"]))
+            yield engine((2, 3))
+        assert [each() is not None for each in found] == [False] * 5 + [True]
+
+    try:
+        assert train_by(Stack(Calls), forwards)[2] == 0
+    finally:
+        del values["kept"]
+
+
+def test_blocks_whose_code_cannot_be_compared_run_eagerly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(cast(Any, test_forward_code.ACTIVATIONS), "dead", weakref.proxy(nn.Module()))
+    run = lambda: train(Stack(Calls), [(2, 3)] * 4)  # noqa: E731
+    found = run()
+    assert "the code of their forwards cannot be compared (ReferenceError" in caplog.text
+    assert found[2] == 0
+    assert_equals_eager(found, run, monkeypatch)
+
+
 def test_a_block_that_changes_now_and_then_runs_as_a_graph_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is captured after the blocks that follow it, so all are captured anew."""
     monkeypatch.setattr(offload_graphs, "RARELY", 4)
