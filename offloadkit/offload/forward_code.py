@@ -8,6 +8,7 @@ from __future__ import annotations
 import dis
 import gc
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,7 +16,7 @@ from functools import _lru_cache_wrapper, cache, cached_property, partial
 from itertools import islice
 from operator import is_
 from pathlib import Path
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -155,8 +156,8 @@ class _Search:
         self._seen = set[Any]()
         for module in modules:
             for name, value in vars(module).items():
-                if isinstance(value, FunctionType | MethodType | partial):
-                    self._held.setdefault(name, []).append(value)
+                if functions := _functions_in(value):
+                    self._held.setdefault(name, []).extend(functions)
             self._add_class(type(module))
         self._files = {each.__module__ for each in self._classes}
         for call in forwards:
@@ -202,7 +203,7 @@ class _Search:
                 self._add_class(value)
         elif isinstance(value, dict | list | tuple | set):
             self._add_container(value, name, is_inside=is_inside)
-        elif not is_inside and _package(type(value).__module__) not in _LIBRARIES and not isinstance(value, nn.Module):
+        elif not is_inside and not isinstance(value, nn.Module) and _may_be_written(type(value)):
             if isinstance(attributes := getattr(value, "__dict__", None), dict):
                 self._add_container(attributes, name, is_inside=True)
                 self._add_class(type(value))
@@ -268,6 +269,17 @@ class _Search:
             self.tables.setdefault(id(space), _Table(owner, space)).names.append(name)
             if isinstance(value, FunctionType) or _package(owner) not in _LIBRARIES:
                 self._visit(value, f"{owner}.{name}")
+
+
+def _functions_in(value: Any) -> list[Any]:
+    """An attribute of a module that is a function, or those in it."""
+    found = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+    return [each for each in found if isinstance(each, FunctionType | MethodType | partial)]
+
+
+def _may_be_written(kind: type) -> bool:
+    """Whether the attributes of such an object belong to programs."""
+    return kind in (SimpleNamespace, Namespace) or _package(kind.__module__) not in _LIBRARIES
 
 
 def _package(module: str | None) -> str:

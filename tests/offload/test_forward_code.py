@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, ClassVar, cast
@@ -52,10 +53,11 @@ multiplied, set_multiplier = with_a_closure()
 
 @torch.no_grad()
 def offset(x: torch.Tensor) -> torch.Tensor:
-    return x * OFFSET
+    return x * (OFFSET * OPTIONS.offset)
 
 
 OFFSET = 1.0
+OPTIONS = Namespace(offset=1.0)
 
 
 @cache
@@ -64,6 +66,7 @@ def width() -> int:
 
 
 WIDTH = 1
+LAST = 1.0
 
 
 class Registry:
@@ -108,12 +111,12 @@ class Calls(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.drop, self.tanh, self.loss = nn.Linear(8, 8), nn.Dropout(0.5), Tanh(), 1.0
-        self.calls = [multiplied]
+        self.calls = [multiplied, lambda x: x * LAST]
         self.last, self.partial = multiplied, partial(scaled, bias=0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.tanh(self.drop(self.up(x))) * (self.gain + self.loss)
-        y = torch.nn.functional.softsign(y) + offset(y)
+        y = torch.nn.functional.softsign(y) + offset(y) + self.calls[1](y)
         return x + scaled(self.last(y)) + REGISTRY["scaled"](y) * width() - self.partial(y) + Negated.apply(y)
 
 
@@ -148,6 +151,8 @@ OTHERS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (lambda patch: patch.setattr(Negated, "backward", staticmethod(lambda ctx, x: x)), "Negated.backward"),
     (lambda patch: patch.setattr(HERE, "WIDTH", 2), f"{__name__}.WIDTH"),
     (lambda patch: patch.setattr(HERE, "OFFSET", 2.0), f"{__name__}.OFFSET"),
+    (lambda patch: patch.setattr(OPTIONS, "offset", 2.0), f"the contents of {__name__}.OPTIONS"),
+    (lambda patch: patch.setattr(HERE, "LAST", 2.0), f"{__name__}.LAST"),
     (lambda patch: patch.setattr(torch.nn.functional, "softsign", halved), "functional.softsign"),
     (lambda patch: patch.delattr(HERE, "FACTOR"), f"{__name__}.FACTOR"),
     (lambda patch: patch.setattr(modeling_t5.T5Attention, "forward", halved), "T5Attention.forward"),
