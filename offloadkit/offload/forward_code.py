@@ -36,7 +36,7 @@ _LIBRARIES = frozenset({"torch", "numpy", "triton", "offloadkit", *sys.stdlib_mo
 
 class ForwardCode:
     """Finds changes of the code that forwards run: attributes of classes, the code, defaults and closures of functions,
-    and globals, with the contents of global dicts, lists, sets and objects.
+    and globals, with the contents of global dicts, lists and sets, and the attributes of global objects.
 
     All are found by their names in code, beginning with the forwards, and compared by identity. For example,
     `torch.nn.functional.linear` is found in `nn.Linear.forward`, which a module has, and what that function calls is
@@ -106,11 +106,11 @@ _code, _defaults, _kwdefaults = (
 
 @dataclass(eq=False)
 class _Table:
-    """The globals of a Python module, or the attributes of a class.
+    """The globals of a Python module, or the attributes of a class or object.
 
     Attributes:
         names: those that code reads.
-        size: of a class, whose new attributes may hide inherited ones.
+        size: of a class or object, whose new attributes may hide inherited ones.
     """
 
     owner: str
@@ -152,6 +152,7 @@ class _Search:
         self.containers: list[tuple[str, Any]] = []
         self._classes: list[type] = []
         self._held: dict[str, list[Any]] = {}
+        self._objects: list[tuple[str, dict[str, Any]]] = []
         self._waiting: list[tuple[FunctionType, bool]] = []
         self._seen = set[Any]()
         for module in modules:
@@ -172,7 +173,9 @@ class _Search:
         return package not in _LIBRARIES and (not is_installed or function.__module__ in self._files)
 
     def _has_new_methods(self) -> bool:
-        """Find methods of the classes, and functions that modules hold, by the names that code has."""
+        """Find methods of the classes, functions that modules hold, and attributes of objects, by the names that code
+        has.
+        """
         for word in self.words & self._held.keys():
             for value in self._held.pop(word):
                 self._visit(value, word, is_method=True)
@@ -180,6 +183,9 @@ class _Search:
             if each is not nn.Module:
                 for word in self.words & vars(each).keys():
                     self._visit(vars(each)[word], word, is_method=True)
+        for name, attributes in self._objects:
+            for word in self.words & attributes.keys():
+                self._visit(attributes[word], name, is_inside=True)
         return bool(self._waiting)
 
     def _visit(self, value: Any, name: str, *, is_method: bool = False, is_inside: bool = False) -> None:
@@ -205,7 +211,7 @@ class _Search:
             self._add_container(value, name, is_inside=is_inside)
         elif not is_inside and not isinstance(value, nn.Module) and _may_be_written(type(value)):
             if isinstance(attributes := getattr(value, "__dict__", None), dict):
-                self._add_container(attributes, name, is_inside=True)
+                self._add_object(attributes, name)
                 self._add_class(type(value))
 
     def _add_class(self, kind: type) -> None:
@@ -219,6 +225,13 @@ class _Search:
             for name, value in [] if issubclass(each, Enum) else [*table.items()]:
                 if isinstance(value, dict | list | tuple | set) and not name.startswith("__"):
                     self._visit(value, f"{each.__name__}.{name}", is_inside=True)
+
+    def _add_object(self, attributes: dict[str, Any], name: str) -> None:
+        if not attributes:
+            self._add_container(attributes, name, is_inside=True)
+        elif id(attributes) not in self.tables:
+            self.tables[id(attributes)] = _Table(name, attributes, len(attributes))
+            self._objects.append((name, attributes))
 
     def _add_container(self, container: Any, name: str, *, is_inside: bool) -> None:
         if id(container) in self._seen or len(container) > MOST_VALUES:

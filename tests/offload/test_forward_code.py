@@ -57,7 +57,7 @@ def offset(x: torch.Tensor) -> torch.Tensor:
 
 
 OFFSET = 1.0
-OPTIONS = Namespace(offset=1.0)
+OPTIONS = Namespace(offset=1.0, step=0, losses=[])
 
 
 @cache
@@ -151,7 +151,7 @@ OTHERS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (lambda patch: patch.setattr(Negated, "backward", staticmethod(lambda ctx, x: x)), "Negated.backward"),
     (lambda patch: patch.setattr(HERE, "WIDTH", 2), f"{__name__}.WIDTH"),
     (lambda patch: patch.setattr(HERE, "OFFSET", 2.0), f"{__name__}.OFFSET"),
-    (lambda patch: patch.setattr(OPTIONS, "offset", 2.0), f"the contents of {__name__}.OPTIONS"),
+    (lambda patch: patch.setattr(OPTIONS, "offset", 2.0), f"{__name__}.OPTIONS.offset"),
     (lambda patch: patch.setattr(HERE, "LAST", 2.0), f"{__name__}.LAST"),
     (lambda patch: patch.setattr(torch.nn.functional, "softsign", halved), "functional.softsign"),
     (lambda patch: patch.delattr(HERE, "FACTOR"), f"{__name__}.FACTOR"),
@@ -194,9 +194,11 @@ def test_a_change_is_found_in_each_later_call(
 
 def test_what_no_forward_reads_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook's loop writes its `loss` in every step. It is the name of an attribute that the forward reads, and a
-    global of a method that no forward calls.
+    global of a method that no forward calls. It counts steps in an object of which the forward reads another attribute.
     """
     found = code()
     monkeypatch.setattr(HERE, "loss", 1.0)
     monkeypatch.setattr(HERE, "another", 1.0, raising=False)
+    monkeypatch.setattr(OPTIONS, "step", 1)
+    OPTIONS.losses.append(1.0)
     assert found.changed() is None
