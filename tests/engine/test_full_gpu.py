@@ -134,6 +134,6 @@ def test_a_gpu_that_is_full_in_evaluation_and_in_generation_ends_neither(monkeyp
     with pytest.warns(RuntimeWarning, match="memory was full in an evaluation after step 1: the plan has moved in"):
         result = finetune(handed_over(), **held_out)
     assert full == [False, False]
-    assert [move.why for move in result.moves] == ["the GPU's memory was full in an evaluation"] * 2
+    assert [move.why for move in result.moves] == ["the GPU's memory was full in an evaluation"]  # then fewer rows fit
     assert result.plan.total_bytes("vram") == result.moves[-1].after["vram"]
     assert (result.samples, result.metrics["eval_loss"]) == (whole.samples, whole.metrics["eval_loss"])
