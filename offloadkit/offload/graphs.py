@@ -758,7 +758,7 @@ class _Block:
         tensors: list[torch.Tensor] = []
         self.num_calls += 1
         try:
-            spec = _flatten_call(args, kwargs, tensors, graphs.newest)
+            spec = _flatten((args, kwargs), tensors, graphs.newest)
             entry = self._entry(spec, tensors)
         except _EagerlyError as reason:
             self._say(str(reason))
@@ -1148,25 +1148,6 @@ def _getters() -> Sequence[Callable[[], Any]]:
 def _meta(tensor: torch.Tensor) -> Meta:
     facts = tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
     return tuple.__new__(Meta, facts)  # in half of the time of `Meta(...)`
-
-
-def _flatten_call(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[torch.Tensor],
-    newest: Callable[[torch.Tensor], torch.Tensor],
-) -> Any:
-    """`_flatten((args, kwargs), ...)`, in a third of the time for tensors and constants."""
-    found: list[Any] = []
-    for value in (*args, *kwargs.values()):
-        kind = type(value)
-        if kind in _CONSTANTS:
-            found.append((kind, value))
-        else:
-            found.append(_flatten(value, tensors, newest))
-    num = len(args)
-    named = (dict, (tuple(kwargs), (tuple, tuple(found[num:]))))
-    return tuple, ((tuple, tuple(found[:num])), named)
 
 
 def _flatten(value: Any, tensors: list[torch.Tensor], newest: Callable[[torch.Tensor], torch.Tensor]) -> Any:
