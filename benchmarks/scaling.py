@@ -40,8 +40,8 @@ def host(card_name: str, num_cores: int, ram_gib: int, dram: float) -> Hardware:
 
 
 EIGHT_H200S = host("H200", 128, 560, 376e9)
-"""A host with 128 cores and 560 GiB of RAM. Its DRAM is assumed to have twice the rate that 64 cores reached beside
-four H100s."""
+"""A host with 128 cores and 560 GiB of RAM. The rate of its DRAM is assumed: twice the rate that a host with 64 cores
+and four H100s reached."""
 
 
 def page() -> str:
@@ -77,22 +77,30 @@ def table_of_cases() -> str:
         if case.num_gpus != GPUS_PER_HOST or case.vram is None or case.claim == "try":
             continue
         made, alone = plan_of(case), RANK_CASES.get(name.replace("-8x", "-1x"))
-        needs, one = made.needs(), plan_of(alone) if alone else None
-        assert made.seconds is not None
+        one = plan_of(alone) if alone else None
+        cells = _cells(made, f"{case.model}, {case.shape}, {case.vram:g} GiB", sum(made.communicated.values()))
         assert made.tokens_per_second is not None
-        rows.append(
-            (
-                f"{made.num_gpus}",
-                f"{case.model}, {case.shape}, {case.vram:g} GiB",
-                format_bytes(needs["vram"]),
-                format_bytes(needs["ram"] * made.num_on_host),
-                format_bytes(sum(made.communicated.values())),
-                format_seconds(made.seconds.step, digits=3),
-                f"{made.tokens_per_second:,.0f}",
-                f"{made.tokens_per_second / one.tokens_per_second:.2f}" if one and one.tokens_per_second else "-",
-                format_bytes(one.needs()["ram"]) if one else "-",
-            )
-        )
+        scaling = f"{made.tokens_per_second / one.tokens_per_second:.2f}" if one and one.tokens_per_second else "-"
+        rows.append((*cells, scaling, format_bytes(one.needs()["ram"]) if one else "-"))
+    return _in_markdown(rows)
+
+
+def _cells(made: Plan, what: str, received_bytes: int) -> tuple[str, ...]:
+    """The first cells of a plan's row; `what` tells it from the other rows."""
+    needs = made.needs()
+    assert made.seconds is not None
+    return (
+        f"{made.num_gpus}",
+        what,
+        format_bytes(needs["vram"]),
+        format_bytes(needs["ram"] * made.num_on_host),
+        format_bytes(received_bytes) if received_bytes else "-",
+        format_seconds(made.seconds.step, digits=3),
+        f"{made.tokens_per_second:,.0f}",
+    )
+
+
+def _in_markdown(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -150,19 +158,7 @@ def scaling_table(
     head += ("tokens/s", "scaling", f'tokens/s, "{order}"')
     rows = [head, ("---:",) * len(head)]
     for each in scaled_plans(plan, numbers, accumulations, network):
-        made, needs = each.plan, each.plan.needs()
-        assert made.seconds is not None
-        rows.append(
-            (
-                f"{made.num_gpus}",
-                f"{made.accumulation}",
-                format_bytes(needs["vram"]),
-                format_bytes(needs["ram"] * made.num_on_host),
-                format_bytes(each.received_bytes) if each.received_bytes else "-",
-                format_seconds(made.seconds.step, digits=3),
-                f"{made.tokens_per_second:,.0f}",
-                f"{each.efficiency:.2f}",
-                f"{each.otherwise.tokens_per_second:,.0f}" if each.otherwise else "-",
-            )
-        )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        otherwise = f"{each.otherwise.tokens_per_second:,.0f}" if each.otherwise else "-"
+        cells = _cells(each.plan, f"{each.plan.accumulation}", each.received_bytes)
+        rows.append((*cells, f"{each.efficiency:.2f}", otherwise))
+    return _in_markdown(rows)
