@@ -326,7 +326,7 @@ def _trace_table(found: Sequence[Row]) -> Iterator[str]:
 
 
 def limits(row: Row) -> dict[str, float | None]:
-    """The fraction of a traced step for which each part of the machine is needed, at its measured rate.
+    """How much of a traced step needs each part of the machine at its measured rate, as a fraction.
 
     None where a row lacks a figure: rows of 95456de have no CPU time of autograd's thread.
     """

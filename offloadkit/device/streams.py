@@ -98,7 +98,7 @@ class CudaEvent(Event):
 _NUM_OF_POOL = 32
 """torch hands out this many streams of a priority in turn."""
 _owners: weakref.WeakValueDictionary[tuple[int, int], object] = weakref.WeakValueDictionary()
-"""By device and number of a stream. torch's streams themselves do not clear weak references to them (torch 2.11)."""
+"""Keys: device and number of a stream. torch's streams themselves do not clear weak references to them (torch 2.11)."""
 
 
 def own_stream(owner: object, device: torch.device, *, urgent: bool = False) -> torch.cuda.Stream:

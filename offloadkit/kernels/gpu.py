@@ -150,9 +150,10 @@ _stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _launch(kernel: Any, num_programs: int, *arguments: Any) -> None:
-    """`kernel[(num_programs,)](*arguments, enable_fp_fusion=False)`, in less of Python's time: a kernel that was
-    compiled for arguments of the same kind is launched without Triton's search for it and without its hooks, by
-    addresses, because Triton asks CUDA about the memory of each tensor.
+    """`kernel[(num_programs,)](*arguments, enable_fp_fusion=False)`, in less of Python's time.
+
+    A kernel that was compiled for arguments of the same kind is launched without Triton's search for it and without
+    Triton's hooks. It gets addresses, because Triton asks CUDA about the memory of each tensor.
 
     The first argument is a tensor on the current device.
     """
