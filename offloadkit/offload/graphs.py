@@ -64,7 +64,11 @@ MOST_CONTENTS = 2000
 FIRST_RUNS = 128
 """Micro-batches in which blocks run eagerly, after a GPU was full with new lengths beside graphs of other lengths."""
 MOST_CHANGES = 3
-"""A block whose attributes changed this often in succession is not captured any more."""
+"""A block whose attributes or code changed this often, and whose graphs ran less than `PAYS` times in between, runs
+eagerly for `RARELY` calls.
+"""
+PAYS = 8
+"""A capture takes about as long as so many graphs save."""
 RARELY = 128
 """Graphs of blocks that ran in another order are captured anew `MOST_CHANGES` times, then once in so many forwards: a
 changed block is captured after the blocks that follow it.
@@ -705,7 +709,8 @@ class _Block:
         self.streams = False
         self._tied = any(each in tied for each in module.modules())
         self._said: set[str] = set()
-        self._num_changes = 0
+        self._num_changes = self._num_calm = 0
+        """Calm: calls since the last change, through graphs, or eagerly if the block changes often."""
         self._repeats = self.ran_eagerly = self.adds = False
         self.num_calls = 0
         self.live: set[weakref.ref[_Call]] = set()
@@ -724,8 +729,8 @@ class _Block:
         return self._num_changes >= MOST_CHANGES
 
     def change(self) -> None:
-        """Capture the block again, unless it changes in every step."""
-        self._num_changes += 1
+        """Capture the block again, unless it changes often."""
+        self._num_changes, self._num_calm = self._num_changes + 1, 0
         if not self.changes_often:
             self.graphs.forget_code()
         self._drop_entries()
@@ -813,7 +818,10 @@ class _Block:
                 self._say(f"{changed} changed; it is captured again")
             facts = self._facts = _Facts(self.module)
         if self.changes_often:
-            raise _EagerlyError("its attributes or its code change in every step")
+            self._num_calm += 1
+            if self._num_calm <= RARELY:
+                raise _EagerlyError("its attributes or its code change often")
+            self._num_changes, self._num_calm = MOST_CHANGES - 1, 0
         streams, recomputed = self.streams, self.recomputed
         addresses = () if streams else facts.addresses()
         key = _Key(spec, tuple([_meta(each) for each in tensors]), addresses, recomputed is not None, _flags())
@@ -841,13 +849,16 @@ class _Block:
                 if not (self.eager_bytes and self.graphs.has_begun):
                     self.eager_bytes = max(self.eager_bytes, key.num_bytes())
                 return first
-        self._num_changes = 0
         if not isinstance(entry, _Entry):
             if self.graphs.runs_first:
                 raise _EagerlyError("all lengths run eagerly once before graphs take VRAM")
             has_run, reason = entry is not None, None if entry is None else entry.reason
             entry = self._entries[key] = _Entry(self, key, facts, reason, streams=streams)
             entry.capture(tensors, has_run=has_run)
+        elif self._num_changes:
+            self._num_calm += 1
+            if self._num_calm >= PAYS:
+                self._num_changes = 0
         if entry.reason is not None:
             raise _EagerlyError(entry.reason)
         if (why := entry.why_not_now()) is not None:

@@ -517,8 +517,38 @@ def test_blocks_whose_code_changes_in_every_step_run_eagerly(
         return train(Stack(Calls), [(2, 3)] * 6, None, change)
 
     found = run()
-    assert "its attributes or its code change in every step" in caplog.text
+    assert "its attributes or its code change often" in caplog.text
     assert found[2] == 0
+    assert_equals_eager(found, run, monkeypatch)
+
+
+@pytest.mark.slow
+def test_blocks_that_change_often_are_captured_again_when_they_have_calmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The changes are too close for captures to pay."""
+    monkeypatch.setattr(test_forward_code, "FACTOR", 1.0)
+    monkeypatch.setattr(offload_graphs, "RARELY", 16)
+    own, captured, now = RunAgain.capture, list[int](), 0
+
+    def capture(self: RunAgain, work: Any) -> Any:
+        captured.append(now)
+        return own(self, work)
+
+    def change(model: Stack, step: int) -> None:
+        nonlocal now
+        now = step
+        if step < 60 and step % 4 == 0:
+            test_forward_code.FACTOR = 1.0 + step / 100
+
+    def run() -> Trained:
+        return train(Stack(Calls), [(2, 3)] * 100, None, change)
+
+    monkeypatch.setattr(RunAgain, "capture", capture)
+    found = run()
+    steps = sorted(set(captured))
+    early = [step for step in steps if step < 60]
+    assert len(early) <= MOST_CHANGES + 60 // 16
+    assert [step for step in steps if step >= 60] == [steps[-1]]
+    assert steps[-1] < 60 + 16 + 4
     assert_equals_eager(found, run, monkeypatch)
 
 
@@ -675,7 +705,7 @@ KINDS: list[tuple[type[Block], str]] = [
     (CopiesAway, "it waits for the device (a copy to the meta)"),
     (UsesAnotherTensor, "it uses a tensor that is neither an argument nor its own"),
     (CountsCalls, "it writes a buffer"),
-    (Remembers, "its attributes or its code change in every step"),
+    (Remembers, "its attributes or its code change often"),
     (HoldsMuch, "its attributes hold more than 2000 values"),
     (HoldsAnArray, "HoldsAnArray.options holds a ndarray, whose contents are not compared"),
     (HoldsASlottedObject, "HoldsASlottedObject.slotted holds a Slotted, whose contents are not compared"),
