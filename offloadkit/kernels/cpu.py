@@ -27,8 +27,6 @@ from offloadkit.optim.table import OPTIMIZERS, FlatState, Segment, check_state
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _PRECISIONS = {"exact": 0, "compact": 1, "tiny": 2}
 _MAX_MOMENTS, _MAX_SCALARS = 2, 8
-_NEWER = {"plan_seconds", "split", "round"}
-"""Functions missing in older builds of the library."""
 SLICE = 1 << 18
 """Elements that torch splits or rounds at a time: temporaries in the caches are five times as fast."""
 LEVELS = ("baseline", "avx2", "avx512")
@@ -98,8 +96,6 @@ def load(path: Path) -> ctypes.CDLL | None:
         "force_level": ([c_int], None),
     }
     for name, (arguments, result) in signatures.items():
-        if name in _NEWER and not hasattr(library, f"offloadkit_{name}"):
-            continue  # an older build: Python is the fallback
         function = library[f"offloadkit_{name}"]
         function.argtypes, function.restype = arguments, result
         setattr(library, name, function)
@@ -219,9 +215,8 @@ def split_into(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
         raise ValueError("master weights, weights and remainders must be contiguous")
     for array in arrays:
         _check_on_cpu(array)
-    kernel = getattr(c_library(), "split", None)
-    if kernel is not None:
-        kernel(*(array.data_ptr() for array in arrays), master.numel())
+    if (library := c_library()) is not None:
+        library.split(*(array.data_ptr() for array in arrays), master.numel())
         return
     for begin in range(0, master.numel(), SLICE):
         at = slice(begin, begin + SLICE)
@@ -241,9 +236,8 @@ def round_into(values: Tensor, rounded: Tensor, key: int, *, first: int, moment:
     if (values.dtype, rounded.dtype) != (torch.float32, torch.bfloat16):
         raise TypeError(f"fp32 and bf16 are needed, not {values.dtype} and {rounded.dtype}")
     _check_flat_pair(values, rounded, "moments")
-    kernel = getattr(c_library(), "round", None)
-    if kernel is not None:
-        kernel(values.data_ptr(), rounded.data_ptr(), values.numel(), key, first, 16 * moment)
+    if (library := c_library()) is not None:
+        library.round(values.data_ptr(), rounded.data_ptr(), values.numel(), key, first, 16 * moment)
         return
     for begin in range(0, values.numel(), SLICE):
         part = values[begin : begin + SLICE]
@@ -310,15 +304,15 @@ def step_seconds(
     Returns:
         [number, 4]: seconds of the update phase, of the backward phase, of forward's work and of the CPU step's work.
     """
-    kernel = getattr(c_library(), "plan_seconds", None)
-    if kernel is None:
+    if (library := c_library()) is None:
         return None
     names = ("machine", "stages", "layers", "ends", "blocks")
     pointers = (np.ascontiguousarray(model[name]).ctypes.data for name in names)
     whole = _PlanModel(*pointers, len(model["stages"]), len(model["layers"]))
     codes, levels = (np.ascontiguousarray(each, dtype=np.int64) for each in (codes, levels))
     found = np.empty((len(codes), 4))
-    error = kernel(ctypes.byref(whole), codes.ctypes.data, levels.ctypes.data, len(codes), found.ctypes.data)
+    arguments = codes.ctypes.data, levels.ctypes.data, len(codes), found.ctypes.data
+    error = library.plan_seconds(ctypes.byref(whole), *arguments)
     if error:
         raise MemoryError(os.strerror(error))
     return found
