@@ -103,7 +103,7 @@ def initialize(
     local_rank = _local_rank()
     if hasattr(args, "local_rank"):
         args.local_rank = local_rank
-    read = read_deepspeed(_the_config(args, config, config_params), num_gpus=_world_size())
+    read = read_deepspeed(_the_config(args, config, config_params), num_gpus=world.size())
     if read.auto:
         raise ConfigError(
             f"{read.where}: 'auto' in {', '.join(read.auto)}: a Trainer's arguments would set that, but there is no "
@@ -147,7 +147,7 @@ def initialize(
     if training_data is not None:
         sampler: DistributedSampler[Any] | None = None
         if not isinstance(training_data, IterableDataset):
-            sampler = DistributedSampler(training_data, num_replicas=_world_size(), rank=_rank())
+            sampler = DistributedSampler(training_data, num_replicas=world.size(), rank=world.rank())
         loader = DataLoader(
             training_data,
             batch_size=read.micro_batch_size,
@@ -224,7 +224,7 @@ class DeepSpeedEngine:
     ) -> None:
         self.offload, self.module, self.optimizer = offload, offload.module, offload.optimizer
         self.device, self.lr_scheduler, self.training_dataloader = offload.device, lr_scheduler, loader
-        self.local_rank, self.global_rank, self.world_size = local_rank, _rank(), _world_size()
+        self.local_rank, self.global_rank, self.world_size = local_rank, world.rank(), world.size()
         self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._read = read
         self._boundary: bool | None = None
@@ -660,12 +660,4 @@ def _freeze_others(model: nn.Module, groups: list[dict[str, Any]]) -> None:
 
 def _local_rank() -> int:
     """Without LOCAL_RANK, ranks are assigned to GPUs in turn."""
-    return int(os.environ.get("LOCAL_RANK") or _rank() % max(torch.cuda.device_count(), 1))
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return int(os.environ.get("LOCAL_RANK") or world.rank() % max(torch.cuda.device_count(), 1))
