@@ -25,6 +25,7 @@ from offloadkit.doors.engines.timing import timed_steps
 from offloadkit.doors.engines.work import Batch, Work, num_tokens, random_steps
 from offloadkit.facts import hardware
 from offloadkit.facts.units import format_bytes
+from offloadkit.hf.hub import causes
 
 Row = dict[str, Any]
 
@@ -105,18 +106,11 @@ def why(error: BaseException, limit: int | None) -> Row:
     """Status and reason of an error; for an error in the task's input also `fault`, its type and message."""
     if isinstance(error, errors.DoesNotFitError):
         return {"status": "does not fit", "reason": first_line(error).removeprefix("the plan ")}
-    shortage = next((each for each in _causes(error) if isinstance(each, torch.OutOfMemoryError)), None)
+    shortage = next((each for each in causes(error) if isinstance(each, torch.OutOfMemoryError)), None)
     if shortage is not None:
         return {"status": "does not fit", "reason": _out_of_vram(shortage, limit)}
     row: Row = {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"[:300]}
     return row | ({"fault": [type(error).__name__, str(error)]} if isinstance(error, _FAULTS) else {})
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    found = [error]
-    while (following := found[-1].__cause__ or found[-1].__context__) and following not in found:
-        found.append(following)
-    return found
 
 
 def _out_of_vram(error: BaseException, limit: int | None) -> str:
