@@ -184,7 +184,7 @@ def zero_needs(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1) -
     torch pins memory in powers of two, which accounts for a third of ZeRO's RAM for some models. Reserved but unused
     memory is not included. `plan` is offloadkit's for the same work; `logits`: logits in a micro-batch.
     """
-    weight = 4 if _dtype(plan) == "fp32" else 2
+    weight = 4 if dtype_of(plan) == "fp32" else 2
     size, share = plan.num_parameters, -(-plan.num_parameters // num_ranks)
     pinned = (lambda number: number) if plan.on_cpu else _power_of_two
     vram = 2 * weight * min(size, BUCKET_ELEMENTS) + logits * (weight + _LOSS_BYTES)
@@ -223,12 +223,14 @@ def forecast_line(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1
     return f"DeepSpeed {zero}: about {vram} of VRAM{each}, {ram} of RAM ({own_plan})"
 
 
-def _dtype(plan: Plan) -> Dtype:
+def dtype_of(plan: Plan) -> Dtype:
+    """The working dtype of most layers."""
     dtypes = [layer.dtype for layer in plan.layers]
     return max(dtypes, key=dtypes.count)
 
 
 def activation_bytes(plan: Plan, *, recomputed: bool) -> int:
+    """Of the plan's micro-batch, with no block or every block recomputed; 0 if it is unknown."""
     work = plan.basis.work
     if work is None:
         return 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offloadkit.deepspeed.zero import activation_bytes, dtype_of
 from offloadkit.doors.engines.engine import LEARNING_RATE, MAX_GRAD_NORM
 from offloadkit.doors.engines.timing import LEAST_STEPS
 from offloadkit.doors.engines.work import Work, model_to_plan
@@ -14,7 +15,6 @@ from offloadkit.doors.planning import PlanRequest, plan_source
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.source import resolve
 from offloadkit.planner import Plan
-from offloadkit.planner.layout import activations
 from offloadkit.planner.words import does_not_fit
 
 if TYPE_CHECKING:
@@ -61,16 +61,11 @@ class Forecast:
 def forecast(work: Work, device: torch.device) -> Forecast:
     """Plan `work` on this machine. Runs kernels if the machine was never measured."""
     _, made = planned(model_to_plan(work.model), work, device)
-    seconds, basis = made.seconds, made.basis
+    seconds = made.seconds
     busy = {} if seconds is None else {name: float(number) for name, number in seconds.busy.items()}
-    kept = recomputed = 0
-    if basis.work is not None:
-        stages = basis.work.stages
-        kept = activations(basis.work, ["keep"] * len(stages)).vram
-        recomputed = activations(basis.work, ["checkpoint" if stage.block else "keep" for stage in stages]).vram
     return Forecast(
         num_parameters=made.num_parameters,
-        dtype=max((layer.dtype for layer in made.layers), key=[layer.dtype for layer in made.layers].count),
+        dtype=dtype_of(made),
         on_cpu=made.on_cpu,
         lacking={tier: (made.needs()[tier], made.budgets[tier]) for tier in made.lacking()},
         limits=dict(made.budgets),
@@ -80,8 +75,8 @@ def forecast(work: Work, device: torch.device) -> Forecast:
         step_seconds=None if seconds is None else seconds.step,
         large_gpu_seconds=made.large_gpu_seconds,
         busy={"GPU": busy.pop("forward", 0.0) + busy.pop("backward", 0.0)} | busy,
-        kept_bytes=kept,
-        recomputed_bytes=recomputed,
+        kept_bytes=activation_bytes(made, recomputed=False),
+        recomputed_bytes=activation_bytes(made, recomputed=True),
     )
 
 
