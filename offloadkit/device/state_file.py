@@ -72,7 +72,7 @@ class StateFile:
         self._folder = Path(folder)
         self._regions: list[tuple[int, int, _Mapping, int]] = []
         """(bytes, offset in the file, mapping, offset in the mapping) of every region."""
-        self._file, self.direct = _file_for_states(self._folder, max(sum(map(_whole_pages, sizes)), _PAGE))
+        self._file = _file_for_states(self._folder, max(sum(map(_whole_pages, sizes)), _PAGE))
         self._closing = weakref.finalize(self, os.close, self._file)
         self._end = 0
         self._map(sizes)
@@ -258,7 +258,7 @@ def unnamed_file(folder: Path, num_bytes: int) -> tuple[int, bool]:
     return file, _without_page_cache(file)
 
 
-def _file_for_states(folder: Path, num_bytes: int) -> tuple[int, bool]:
+def _file_for_states(folder: Path, num_bytes: int) -> int:
     unfit = unfit_for_states(folder)
     if unfit:
         raise OutputError(
@@ -268,7 +268,7 @@ def _file_for_states(folder: Path, num_bytes: int) -> tuple[int, bool]:
     try:
         free = shutil.disk_usage(folder).free
         if free >= num_bytes:
-            return unnamed_file(folder, num_bytes)
+            return unnamed_file(folder, num_bytes)[0]
     except OSError as error:
         raise _cannot_be_put(folder, error) from error
     raise _too_small(folder, num_bytes, free)
