@@ -275,7 +275,7 @@ def why_not_packed(model: Any) -> str | None:
             "state or a convolution that goes on from row to row"
         )
     kind: Any = type(model)
-    if not _takes_positions(kind) or getattr(text, "alibi", False):
+    if "position_ids" not in parameters_of(kind) or getattr(text, "alibi", False):
         return f"{name} takes no position_ids, so positions cannot begin again with each row"
     if begin := max(map(_first_position, model.modules())):
         return f"positions of {name} begin at {begin}, not at 0"
@@ -305,11 +305,6 @@ def _first_position(module: nn.Module) -> int:
     table = getattr(module, "position_embeddings", None)
     padding = table.padding_idx if isinstance(table, nn.Embedding) else None
     return 0 if padding is None else padding + 1
-
-
-@cache
-def _takes_positions(kind: type[nn.Module]) -> bool:
-    return "position_ids" in inspect.signature(kind.forward).parameters
 
 
 def _check_positions_given(kwargs: Mapping[str, Any]) -> None:
