@@ -179,10 +179,9 @@ class Telemetry:
 
 
 def mean_seconds(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Mean seconds per step by phase, ignoring the first tenth of the steps as warm-up."""
-    settled = records[len(records) // 10 :]
-    phases = dict.fromkeys(phase for record in settled for phase in record.seconds)
-    return {phase: sum(record.seconds.get(phase, 0.0) for record in settled) / len(settled) for phase in phases}
+    """Mean seconds per step by phase."""
+    phases = dict.fromkeys(phase for record in records for phase in record.seconds)
+    return {phase: sum(record.seconds.get(phase, 0.0) for record in records) / len(records) for phase in phases}
 
 
 def _finite(value: Any) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import islice
 
-from offloadkit.facts.telemetry import Telemetry
-from offloadkit.monitor.figures import NUM_RECENT, Machine, mean, slowdown
+from offloadkit.facts.telemetry import Telemetry, mean_seconds
+from offloadkit.monitor.figures import NUM_RECENT, Machine, slowdown
 
 _GIB = 1 << 30
 
@@ -23,7 +23,7 @@ def memory_and_speed(telemetry: Telemetry) -> dict[str, float]:
     for tier in ("vram", "ram"):
         if (used := newest[0].bytes.get(tier, {}).get("process")) is not None:
             found[f"{tier}_gib"] = used / _GIB
-    seconds = mean(newest)
+    seconds = mean_seconds(newest)
     if step := seconds.get("step"):
         found["step_seconds"] = step
         if tokens := sum(record.num_tokens or 0 for record in newest):

@@ -14,7 +14,7 @@ import torch
 from offloadkit.device.measure import vram_rate
 from offloadkit.facts import hardware
 from offloadkit.facts.fitted import KERNEL_SECONDS, STEP_EFFICIENCY
-from offloadkit.facts.telemetry import StepRecord
+from offloadkit.facts.telemetry import StepRecord, mean_seconds
 from offloadkit.planner import Plan
 from offloadkit.planner.layout import CATEGORIES, GRAPHS
 
@@ -303,7 +303,7 @@ def figures(
     without one. `baseline_seconds`: a measured step with everything in VRAM. Other arguments: see `Figures`.
     """
     typical = history.typical()
-    seconds = mean(typical)
+    seconds = mean_seconds(typical)
     newest = history.newest
     done = newest.step if newest else 0
     measured = newest.bytes if newest else None
@@ -350,11 +350,6 @@ def is_offloaded(plan: Plan | None) -> bool:
         {where.weights, where.gradients, where.states} != {"vram"} or where.activations != "keep"
         for where in plan.placements
     )
-
-
-def mean(records: Sequence[StepRecord]) -> dict[str, float]:
-    phases = dict.fromkeys(phase for record in records for phase in record.seconds)
-    return {phase: sum(record.seconds.get(phase, 0.0) for record in records) / len(records) for phase in phases}
 
 
 def split(seconds: Mapping[str, float]) -> Parts:

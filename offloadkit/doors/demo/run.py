@@ -125,7 +125,7 @@ def _summary(result: FinetuneResult, before: float, seconds: float, machine: dic
         "peak_ram_bytes": hardware.process_peak_ram_bytes(),
         "peak_vram_bytes": max((peak.get("vram", 0) for peak in result.peaks.values()), default=0),
         "planned_bytes": result.plan.tiers,
-        "mean_step_seconds": mean_seconds(result.steps),
+        "mean_step_seconds": mean_seconds(result.steps[len(result.steps) // 10 :]),  # the first tenth warms up
         "predictions": [asdict(sample) for sample in result.samples],
         "model": str(result.model_dir),
         "machine": machine | {"transformers": transformers.__version__},
