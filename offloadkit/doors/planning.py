@@ -147,7 +147,10 @@ def plan(
     return plan_source(source, config, request)
 
 
-_MOST_TOKENS = 2**30
+_MOST_TOKENS = 2**27
+_LONG_ROW = 2**15
+"""Tokens of a row from which "auto" tries small batches first: tracing takes long for many tokens, with tiles of each.
+"""
 _WELL_KNOWN = ("T4", "RTX 3060", "RTX 4090", "A100")
 
 
@@ -210,11 +213,6 @@ def plan_source(source: ModelSource, config: OffloadConfig, request: PlanRequest
         def make() -> Plan:
             found = _outline(source, _with_dtype(config, machine), machine, request, assumed=assumed)
             rows = found.rows()
-            if rows.batch_size * (rows.input_length + (rows.target_length or 0)) > _MOST_TOKENS:
-                raise ConfigError(
-                    f"a micro-batch of {rows} has more than {_MOST_TOKENS:,} tokens, too many for any machine: reduce "
-                    "batch_size, max_input_length or max_target_length"
-                )
             outline = replace(found, outline=replace(found.outline, num_ranks=number))
             made = outline.outline.plan(outline.work(rows))
             if source.adapters is not None and not source.is_quantised:
@@ -406,20 +404,45 @@ class _TaskOutline:
             )
         rows = Rows(AUTO_BATCH_SIZE, length, target)
         if wanted.batch_size != "auto":
-            return replace(rows, batch_size=wanted.batch_size)
-        if outline.machine.device == "cpu":
-            return rows
-        value = outline.config.vram
-        vram = outline.machine.vram_total_bytes if value is None else parse_bytes(value)
-        for size in BATCH_SIZES:
-            rows = replace(rows, batch_size=size)
-            work = self.work(rows)
+            rows = replace(rows, batch_size=wanted.batch_size)
+        elif outline.machine.device != "cpu":
+            self._check_tokens(replace(rows, batch_size=1))
+            return self._largest(rows)
+        self._check_tokens(rows)
+        return rows
+
+    @property
+    def _vram(self) -> int:
+        value = self.outline.config.vram
+        return self.outline.machine.vram_total_bytes if value is None else parse_bytes(value)
+
+    def _check_tokens(self, rows: Rows) -> None:
+        """Raise `ConfigError` for rows whose tokens no placement can hold: the VRAM is smaller than a block's input and
+        output, with two bytes a number. Tracing them could take hours.
+        """
+        config: Any = self.outline.model.config.get_text_config()
+        most = min(_MOST_TOKENS, self._vram // (4 * (getattr(config, "hidden_size", None) or 1)))
+        if rows.batch_size * max(rows.input_length, rows.target_length or 0) > most:
+            raise ConfigError(
+                f"a micro-batch of {rows} tokens is too large for {format_bytes(self._vram)} of VRAM, which holds the "
+                f"input and the output of one block for {most:,} tokens: reduce batch_size, max_input_length or "
+                "max_target_length"
+            )
+
+    def _largest(self, rows: Rows) -> Rows:
+        """`rows` with the largest of `BATCH_SIZES` whose activations, recomputed, take at most half of the VRAM."""
+        is_long = rows.input_length + (rows.target_length or 0) >= _LONG_ROW
+        found = min(BATCH_SIZES)
+        for size in reversed(BATCH_SIZES) if is_long else BATCH_SIZES:
+            work = self.work(replace(rows, batch_size=size))
             if work is None:
                 return replace(rows, batch_size=AUTO_BATCH_SIZE)
             recomputed = ["checkpoint" if stage.block else "keep" for stage in work.stages]
-            if activations(work, recomputed).vram <= vram // 2:
+            fits = activations(work, recomputed).vram <= self._vram // 2
+            found = size if fits else found
+            if fits != is_long:
                 break
-        return rows
+        return replace(rows, batch_size=found)
 
     @property
     def _has_images(self) -> bool:

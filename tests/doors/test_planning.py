@@ -264,6 +264,39 @@ def test_wishes_without_a_meaning_are_refused(wishes: dict[str, Any], message: s
         offloadkit.plan("t5-small", **wishes)
 
 
+def test_rows_that_no_placement_holds_are_refused_before_they_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning._TaskOutline, "work", None)  # tracing would take hours
+    model = LlamaForCausalLM(llama_config())
+    for wishes in ({"max_input_length": 10**9}, {"max_input_length": 512, "batch_size": 10**7}):
+        with pytest.raises(ConfigError, match="reduce batch_size") as error:
+            offloadkit.plan(model, vram="1GiB", **wishes)
+        assert has_facts(str(error.value), "1 GiB of VRAM", f"{2**30 // (4 * model.config.hidden_size):,} tokens")
+
+
+@pytest.mark.slow
+def test_the_batch_size_of_long_rows_is_found_from_one_row_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = list[int]()
+    work = planning._TaskOutline.work
+
+    def counted(outline: Any, rows: Any) -> Any:
+        traced.append(rows.batch_size)
+        return work(outline, rows)
+
+    def chosen(vram: str) -> Any:
+        traced.clear()
+        return offloadkit.plan(LlamaForCausalLM(llama_config()), vram=vram, max_input_length=256).to_dict()[
+            "batch_size"
+        ]
+
+    monkeypatch.setattr(planning._TaskOutline, "work", counted)
+    for vram in ("8MiB", "1MiB"):
+        from_above = chosen(vram)
+        with monkeypatch.context() as patched:
+            patched.setattr(planning, "_LONG_ROW", 256)
+            assert chosen(vram) == from_above
+            assert traced[0] == 1
+
+
 def test_rows_beyond_a_table_of_positions_are_refused() -> None:
     for model, limit in (("gpt2", 1024), ("t5-small", None), ("llama-3.2-1b", None), ("gemma-2-2b", None)):
         assert num_positions(PRESETS[model].config()) == limit
