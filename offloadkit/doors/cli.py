@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import errno
 import functools
 import gc
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -103,7 +106,7 @@ def _readable_errors(command: Command, *, loads_torch: bool = True) -> Command:
             if loads_torch and not is_loaded("torch"):
                 say("loading torch and transformers")
             context = kwargs.get("context")  # None: the command asks for no plan with other options
-            with asked_by(Asked(_Again.of(context) if context else _never, in_a_shell=True)):
+            with asked_by(Asked(_Again.of(context) if context else _never, in_a_shell=True)), _warnings_in_lines():
                 return command(*args, **kwargs)
         except TrainingStoppedError as error:
             typer.echo(f"\n{error}", err=True)
@@ -114,8 +117,24 @@ def _readable_errors(command: Command, *, loads_torch: bool = True) -> Command:
         except KeyboardInterrupt as error:
             typer.echo(f"\ninterrupted{error}", err=True)
             raise typer.Exit(130) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+                raise
+            typer.echo(f"error: the output cannot be written: {error.strerror}", err=True)
+            raise typer.Exit(1) from error
 
     return run  # type: ignore[return-value]
+
+
+@contextmanager
+def _warnings_in_lines() -> Iterator[None]:
+    """While open, warnings are printed without the file and the code that gave them."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _command(command: Command, cls: type[typer.core.TyperCommand] | None = None) -> Command:

@@ -841,7 +841,7 @@ def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     with explained_write_errors(path.parent), atomic_write(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))  # names of files may have bytes that are not UTF-8
 
 
 def _num_started() -> int:

@@ -37,16 +37,27 @@ def why_no_name(name: str) -> str | None:
     return None
 
 
+def why_no_model_name(name: str) -> str | None:
+    """Why no model can be read from or written to this path, as the end of a sentence, or None."""
+    if (why := why_no_name(name)) is not None:
+        return why
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "its bytes are not UTF-8, which safetensors needs"
+    return None
+
+
 def path_of(given: object, option: str) -> Path:
     """Convert a user's path, expanding ~.
 
     Raises:
-        ConfigError: it is no path, or no file can have this name. The message begins with `option`.
+        ConfigError: it is no path, or no file of a model can have this name. The message begins with `option`.
     """
     if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
         raise ConfigError(f"{option} must be a path, such as 'folder/name', got {shown(given)}")
     name = os.fspath(given)
-    if (why := why_no_name(name)) is not None:
+    if (why := why_no_model_name(name)) is not None:
         raise ConfigError(f"{option} {shown(name)} cannot be used: {why}. Pass another path")
     return Path(os.path.expanduser(name))
 

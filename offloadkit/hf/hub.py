@@ -24,11 +24,12 @@ from offloadkit.errors import (
     shown,
 )
 from offloadkit.facts.calls import as_here
-from offloadkit.facts.files import read_json, why_no_name, why_not_plain
+from offloadkit.facts.files import read_json, why_no_model_name, why_no_name, why_not_plain
 from offloadkit.hf.presets import PRESETS
 
 _CONNECTION_CLASSES = {"TransportError", "LocalEntryNotFoundError", "XetDownloadError", "ChunkedEncodingError"}
 """Class names, because huggingface_hub versions use different HTTP libraries."""
+_HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+", re.ASCII)
 
 
 def locate(name_or_path: str | os.PathLike[str]) -> str:
@@ -36,7 +37,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
     `ModelNotFoundError`.
     """
     name = os.fspath(name_or_path)
-    if (why := why_no_name(name)) is not None:
+    if (why := why_no_model_name(name)) is not None:
         raise ModelNotFoundError(f"no model {shown(name)}: {why}. Pass a folder, a preset or a hub name")
     folder = Path(name).expanduser()
     if name and folder.is_dir():
@@ -50,7 +51,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
     if name and folder.is_file():
         raise ModelNotFoundError(f"{name!r} is a file: pass its folder, {str(folder.parent)!r}")
     looks_like_path = isinstance(name_or_path, os.PathLike) or name.startswith((".", "~", "/")) or name.count("/") > 1
-    if looks_like_path or not name or "\\" in name:
+    if looks_like_path or not _HUB_NAME.fullmatch(name):
         raise ModelNotFoundError(no_model_message(name, "it is not a hub name (owner/name)"))
     return name
 

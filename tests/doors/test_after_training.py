@@ -17,7 +17,7 @@ from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration, Tr
 
 import offloadkit
 from offloadkit import OffloadConfig
-from offloadkit.doors import recipes
+from offloadkit.doors import finetuning, recipes
 from offloadkit.doors.model_card import model_card
 from offloadkit.doors.recipes import as_yaml
 from offloadkit.errors import ConfigError
@@ -125,6 +125,11 @@ def test_the_recipe_of_an_extended_run_does_not_say_that_it_repeats_the_run(tmp_
     assert recipes.repeats_the_run(recipes.with_head("max_steps: 4\n", path, resumed=None))
     unknown = recipes.with_head("max_steps: 4\n", tmp_path / "none.yaml", resumed=checkpoint)
     assert "# (not known)" in unknown
+
+
+def test_a_card_names_files_whose_names_are_not_utf8(tmp_path: Path) -> None:
+    finetuning._write(tmp_path / "README.md", "rows of zeil\udcfc.jsonl")  # in Latin-1, as Python reads such names
+    assert (tmp_path / "README.md").read_text() == r"rows of zeil\udcfc.jsonl"
 
 
 def test_what_yaml_cannot_hold_is_named_in_a_comment() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,6 +134,23 @@ def test_errors_of_ours_are_one_message_and_exit_with_one(model_folder: Path, tm
     assert zero.exit_code == 1
     assert "batch_size must be a whole number >= 1, got 0" in zero.stderr
     assert "output_dir is empty" in run("train", str(model_folder), str(model_folder), "--output", "").stderr
+
+
+def test_warnings_and_a_full_disk_behind_stdout_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    formatted = []
+
+    def fills_the_disk(*_: object, **__: object) -> None:
+        formatted.append(warnings.formatwarning("slow", RuntimeWarning, "measure.py", 3, "measure()"))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(importlib.import_module("offloadkit.doors.finetuning"), "finetune", fills_the_disk)
+    done = run("train", "t5-small", "rows.jsonl")
+    assert formatted == ["warning: slow\n"]
+    assert warnings.formatwarning("slow", RuntimeWarning, "measure.py", 3, "measure()") != formatted[0]
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (
+        1,
+        "error: the output cannot be written: No space left on device",
+    )
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

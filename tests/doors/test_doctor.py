@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -332,3 +333,15 @@ def test_a_folder_that_cannot_be_written_is_an_advice(tmp_path: Path, monkeypatc
     facts = doctor.gather(tmp_path / "missing")
     assert facts.disk_fault is not None
     assert "missing is not a folder" in facts.disk_fault
+
+
+def test_the_report_alone_says_that_the_kernel_is_missing(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, tmp_path: Path
+) -> None:
+    def measure(*_: object, **__: object) -> Hardware:
+        warnings.warn("the kernels are missing", stacklevel=2)
+        return CPU_ONLY
+
+    monkeypatch.setattr(doctor, "measure", measure)
+    assert doctor.gather(tmp_path).hardware is CPU_ONLY
+    assert list(recwarn) == []

@@ -19,6 +19,7 @@ from offloadkit.facts.files import DEEPEST_JSON, parse_json, path_of, read_json,
         ("x/" + "y" * 256, "256 bytes, but file systems allow 255"),
         ("é" * 130, "260 bytes"),
         ("a/" * 3000, "6,000 bytes"),
+        ("gr\udcf6sse", "not UTF-8, which safetensors needs"),  # Latin-1 on disk
         ("~nobody-of-that-name/x", "no user 'nobody-of-that-name'"),
         (b"bytes", "must be a path"),
         (3, "must be a path"),

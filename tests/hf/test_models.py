@@ -307,7 +307,7 @@ def test_folder_without_config_points_at_the_folders_in_it(tmp_path: Path) -> No
         tiny.load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["./no/such/folder", "no/such/folder", "", Path("t5-small-here")])
+@pytest.mark.parametrize("name", ["./no/such/folder", "no/such/folder", "", "t5 3b", Path("t5-small-here")])
 def test_missing_folder_is_not_looked_up_on_the_hub(name: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offloadkit.hf.source.where_to_look", lambda source: pytest.fail("asked the hub"))
     with pytest.raises(ModelNotFoundError, match=r"there is no such folder.*(save_pretrained|did you mean)"):
