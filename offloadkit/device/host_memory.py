@@ -42,17 +42,16 @@ class HostSlab:
                 f"the system refuses {format_bytes(self.num_bytes)} of RAM ({error.strerror}): give the plan less "
                 "(ram=...), end other programs, or raise the limit of this process (ulimit -v)"
             ) from error
-        self._advise("MADV_HUGEPAGE")
-        self._advise("MADV_DONTFORK")
+        self._advise(mmap.MADV_HUGEPAGE)
+        self._advise(mmap.MADV_DONTFORK)
         self.buffer = (ctypes.c_ubyte * self.num_bytes).from_buffer(self._mapping)
         self.address = ctypes.addressof(self.buffer)
         self._used = 0
         self.pinned = False
 
-    def _advise(self, advice: str) -> None:
-        if hasattr(mmap, advice):
-            with suppress(OSError):  # old kernels refuse; that only costs time or memory
-                self._mapping.madvise(getattr(mmap, advice))
+    def _advise(self, advice: int) -> None:
+        with suppress(OSError):  # old kernels refuse; that only costs time or memory
+            self._mapping.madvise(advice)
 
     def populate(self, part: int = 0, num_parts: int = 1) -> None:
         """Back all pages, or one of `num_parts` equal parts, with RAM. Contents are kept."""
@@ -75,7 +74,7 @@ class HostSlab:
         if self.pinned:
             self._unpin()
             self.pinned = False
-        self._advise("MADV_DOFORK")
+        self._advise(mmap.MADV_DOFORK)
 
     def clear(self) -> None:
         self._used = 0
@@ -118,8 +117,8 @@ class SharedSlab(HostSlab):
         if found != self.address:
             number = ctypes.get_errno()
             raise OSError(number, f"{self.num_bytes} bytes of shared memory could not be mapped: {os.strerror(number)}")
-        self._advise("MADV_HUGEPAGE")
-        self._advise("MADV_DONTFORK")
+        self._advise(mmap.MADV_HUGEPAGE)
+        self._advise(mmap.MADV_DONTFORK)
 
     def part(self) -> None:
         """Switch to a copy-on-write mapping, so other processes no longer see this process's writes. No copy of the
@@ -147,7 +146,7 @@ class SharedSlab(HostSlab):
         """Like `HostSlab`'s; the memory becomes private to this process."""
         if not self.is_private:
             self._let_go()
-        self._advise("MADV_DOFORK")
+        self._advise(mmap.MADV_DOFORK)
         self._closing()
 
     def _let_go(self) -> None:

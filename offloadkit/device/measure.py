@@ -155,9 +155,8 @@ def host_rates() -> dict[str, float]:
 
 
 def _times_of_own_cores() -> list[Any]:
-    cores = psutil.cpu_times(percpu=True)
-    own = hardware.own_cores() or range(len(cores))
-    return [times for core, times in enumerate(cores) if core in own]
+    own = hardware.own_cores()
+    return [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in own]
 
 
 def seconds_of_others() -> float:
@@ -544,7 +543,7 @@ def disk_rates(folder: Path) -> dict[str, float]:
             os.fsync(file)
 
     def read(piece: int) -> None:
-        if not direct and hasattr(os, "posix_fadvise"):
+        if not direct:
             os.posix_fadvise(file, piece * _DISK_PIECE_BYTES, _DISK_PIECE_BYTES, os.POSIX_FADV_DONTNEED)
         os.preadv(file, [targets[piece % _NUM_DISK_THREADS]], piece * _DISK_PIECE_BYTES)
 

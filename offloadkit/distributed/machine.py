@@ -53,7 +53,7 @@ def cores_of_rank(ranks: Ranks) -> tuple[int, int]:
     told = ranks.agree(np.array(own))
     on_host = told[told[:, 0] == own[0]]
     sharing = int((on_host[:, 1] == own[1]).sum())
-    cores = (len(hardware.own_cores()) or hardware.num_cores()) // sharing
+    cores = len(hardware.own_cores()) // sharing
     quota = hardware.cpu_quota()
     return len(on_host), max(1, min(cores, round(quota) // len(on_host) if quota else cores))
 

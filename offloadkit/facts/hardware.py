@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import shutil
-import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -186,14 +185,13 @@ def _core_numbers(text: str) -> set[int]:
 
 
 def own_cores() -> set[int]:
-    """The CPU cores that this thread may run on; empty if unknown."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    """The CPU cores that this thread may run on."""
+    return os.sched_getaffinity(0)
 
 
 def num_cores() -> int:
     """CPU cores that this process may use: its affinity, limited by the cgroup's CPU quota (v1 and v2). At least 1."""
-    cores = len(own_cores()) or os.cpu_count() or 1
-    quota = cpu_quota()
+    cores, quota = len(own_cores()), cpu_quota()
     return max(1, min(cores, round(quota) if quota else cores))
 
 
@@ -294,8 +292,7 @@ def process_peak_ram_bytes() -> int:
     """
     high_water = _high_water_bytes()
     if high_water is None:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return max(high_water, _highest_ram)
 
 
@@ -481,7 +478,6 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
 
 
 def trim_heap() -> None:
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -26,7 +25,7 @@ _FILLS = (torch.ops.aten.normal_, torch.ops.aten.uniform_, torch.ops.aten.zero_,
 """In-place operations that overwrite every element."""
 PART_ELEMENTS = 1 << 22
 """Large tensors are drawn in parts of this size, with one seed per part."""
-NUM_THREADS = len(hardware.own_cores()) or os.cpu_count() or 1
+NUM_THREADS = len(hardware.own_cores())
 
 
 class ConstructorNeededError(Exception):

@@ -60,7 +60,6 @@ def test_what_is_no_data_is_named_and_what_is_unknown_is_refused(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("contents", "states"), [("all", "ram"), ("all", "disk"), ("compact", "disk")])
 def test_saving_and_loading_hold_a_few_pieces_of_a_checkpoint_and_not_all_of_it(
     tmp_path: Path, contents: str, states: str

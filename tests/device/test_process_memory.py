@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +35,6 @@ def _take(num_bytes: int) -> None:
             memory[at] = 1
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_each_phase_has_its_own_peak_and_the_process_keeps_the_highest() -> None:
     peaks: Peaks = {}
     before = hardware.process_ram_bytes()

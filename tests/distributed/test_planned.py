@@ -110,7 +110,7 @@ def test_all_ranks_measure_if_one_has_to_and_keep_what_they_found(ranks: RankPoo
     assert first[2] == second[2] == ["cpu"]
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_ranks_run_next_to_their_gpus_where_none_loses_cores_by_it(ranks: RankPool) -> None:
     """All threads of a rank are bound to its cores, and released afterwards."""
     one, other = sorted(os.sched_getaffinity(0))[:2]

@@ -228,7 +228,6 @@ def test_interrupts_lose_no_staging_memory(submitted: bool, monkeypatch: pytest.
     assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in expected.state_dict().items())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_closing_frees_the_states_and_copies_no_weights(device: str) -> None:
     """16 MiB of weights in RAM, and 48 MiB of moments and gradients."""

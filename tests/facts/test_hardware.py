@@ -127,7 +127,6 @@ def test_overfull_groups_leave_nothing(tree: Tree) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_is_this_programs_own_and_not_that_of_the_one_that_started_it() -> None:
     large = b"x" * (600 * MIB)
     code = "from offloadkit.facts import hardware; print(hardware.process_peak_ram_bytes())"

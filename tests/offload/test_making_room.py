@@ -383,7 +383,6 @@ def squeezed(engine: OffloadEngine) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ram_that_is_really_squeezed_moves_the_run_to_the_disk_with_the_bits_of_one_that_was_there_from_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

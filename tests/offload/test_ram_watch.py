@@ -150,7 +150,6 @@ except OutOfRamError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_that_takes_too_much_ends_with_the_error() -> None:
     root = Path(hardware.__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=True, cwd=root)

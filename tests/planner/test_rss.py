@@ -48,7 +48,6 @@ def as_many_threads_as_for_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and trims glibc's heap")
 def test_loading_leaves_no_holes_in_the_heap() -> None:
     """192 MiB of matrices of 4 MiB, drawn in the heap: without trimming, most of them stay resident."""
     done = subprocess.run(
@@ -67,7 +66,6 @@ def printed(*arguments: str) -> list[Any]:
 
 
 @pytest.mark.slow(30)
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and trims glibc's heap")
 @pytest.mark.parametrize("where", ["folder", "memory"])
 def test_a_run_takes_the_ram_that_its_plan_says(tmp_path: Path, where: str) -> None:
     """The committed table shows it for half a billion parameters, within 5 %; this model has 0.14 billion.
@@ -85,7 +83,6 @@ def test_a_run_takes_the_ram_that_its_plan_says(tmp_path: Path, where: str) -> N
 
 
 @pytest.mark.slow(60)
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("contents", "per_parameter"), [("all", 12), ("compact", 8), ("weights", 2)])
 def test_saving_and_loading_a_checkpoint_hold_no_second_copy(tmp_path: Path, contents: str, per_parameter: int) -> None:
     """0.2 billion parameters: the smallest second copy, of the bf16 weights, would be 416 MiB."""
@@ -96,7 +93,6 @@ def test_saving_and_loading_a_checkpoint_hold_no_second_copy(tmp_path: Path, con
 
 
 @pytest.mark.slow(15)
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_head_and_loss_in_chunks_add_less_ram() -> None:
     """256 rows of logits are 125 MiB in fp32; the model's own loss holds three such arrays."""
     (whole, whole_loss), (chunked, chunked_loss) = printed("head", "whole"), printed("head", "in chunks")
