@@ -11,7 +11,7 @@ from offloadkit.errors import ConfigError, DoesNotFitError
 from offloadkit.facts.config import DynamicLossScale, OffloadConfig, Placement
 from offloadkit.facts.units import format_bytes
 from offloadkit.planner import Dtype, Plan
-from offloadkit.planner.layout import activations
+from offloadkit.planner.layout import activation_bytes
 from offloadkit.planner.words import does_not_fit
 
 BUCKET_ELEMENTS = 200_000_000
@@ -188,7 +188,7 @@ def zero_needs(zero: Zero, plan: Plan, *, logits: int = 0, num_ranks: int = 1) -
     size, share = plan.num_parameters, -(-plan.num_parameters // num_ranks)
     pinned = (lambda number: number) if plan.on_cpu else _power_of_two
     vram = 2 * weight * min(size, BUCKET_ELEMENTS) + logits * (weight + _LOSS_BYTES)
-    vram += int(_OTHER_KERNELS * activation_bytes(plan, recomputed=zero.recomputed))
+    vram += int(_OTHER_KERNELS * activation_bytes(plan.basis.work, recomputed=zero.recomputed))
     if plan.basis.hardware is not None:
         vram += plan.basis.hardware.vram_context_bytes
     ram = _CPU_PROCESS_BYTES if plan.on_cpu else _PROCESS_BYTES
@@ -227,15 +227,6 @@ def dtype_of(plan: Plan) -> Dtype:
     """The working dtype of most layers."""
     dtypes = [layer.dtype for layer in plan.layers]
     return max(dtypes, key=dtypes.count)
-
-
-def activation_bytes(plan: Plan, *, recomputed: bool) -> int:
-    """Of the plan's micro-batch, with no block or every block recomputed; 0 if it is unknown."""
-    work = plan.basis.work
-    if work is None:
-        return 0
-    how = ["checkpoint" if recomputed and stage.block else "keep" for stage in work.stages]
-    return activations(work, how).vram
 
 
 def _in_groups(share: int, pinned: Callable[[int], int]) -> int:

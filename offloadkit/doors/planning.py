@@ -36,7 +36,7 @@ from offloadkit.hf.packing import check_packing
 from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.planner import Dtype, MicroBatch, Plan, Rows
 from offloadkit.planner.cards import CARDS, card_named
-from offloadkit.planner.layout import activations
+from offloadkit.planner.layout import activation_bytes
 from offloadkit.planner.plan import check_fits
 from offloadkit.planner.ranks import for_ranks
 
@@ -437,8 +437,7 @@ class _TaskOutline:
             work = self.work(replace(rows, batch_size=size))
             if work is None:
                 return replace(rows, batch_size=AUTO_BATCH_SIZE)
-            recomputed = ["checkpoint" if stage.block else "keep" for stage in work.stages]
-            fits = activations(work, recomputed).vram <= self._vram // 2
+            fits = activation_bytes(work, recomputed=True) <= self._vram // 2
             found = size if fits else found
             if fits != is_long:
                 break

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from offloadkit.engine.tracing import Call
 from offloadkit.offload.layers import repeated_blocks
-from offloadkit.planner.layout import activations
+from offloadkit.planner.layout import activation_bytes
 from offloadkit.planner.work import MicroBatch, Pass, Stage
 
 _MOST_VALUES = 1 << 16
@@ -68,8 +68,7 @@ def with_the_rest(work: MicroBatch, held_bytes: int) -> MicroBatch:
     Args:
         held_bytes: VRAM of all activations, as measured with every block recomputed.
     """
-    of_blocks = activations(work, ["checkpoint"] * len(work.stages)).vram
-    rest = max(0, held_bytes - of_blocks)
+    rest = max(0, held_bytes - activation_bytes(work, recomputed=True))
     return replace(work, stages=(Stage("", Pass(), Pass(), rest, 0, 0, 0, rest, 0), *work.stages))
 
 
@@ -80,13 +79,12 @@ def with_at_least(work: MicroBatch, held_bytes: int) -> MicroBatch:
         held_bytes: as for `with_the_rest`.
     """
     *others, last = work.stages
-    how = ["checkpoint" if stage.block else "keep" for stage in work.stages]
 
     def grown(more: int) -> MicroBatch:
         return replace(work, stages=(*others, replace(last, backward_peak_bytes=last.backward_peak_bytes + more)))
 
-    if activations(work, how).vram >= held_bytes:
+    if activation_bytes(work, recomputed=True) >= held_bytes:
         return work
     # The last stage takes `of_last` by the trace, with what it finds in VRAM.
-    of_last = activations(grown(held_bytes), how).vram - held_bytes
+    of_last = activation_bytes(grown(held_bytes), recomputed=True) - held_bytes
     return grown(held_bytes - of_last)

@@ -567,6 +567,13 @@ def activations(work: MicroBatch, how: Sequence[str]) -> Activations:
     return Activations(peak + moving, in_ram)
 
 
+def activation_bytes(work: MicroBatch | None, *, recomputed: bool) -> int:
+    """VRAM of a micro-batch's activations, with every block recomputed or with no block; 0 if it is unknown."""
+    if work is None:
+        return 0
+    return activations(work, ["checkpoint" if recomputed and stage.block else "keep" for stage in work.stages]).vram
+
+
 def choices(layers: Sequence[LayerShape], placements: Sequence[Placement], work: MicroBatch) -> list[str]:
     """How each stage's activations are kept: "keep", "cheap", "checkpoint" or "offload"."""
     of_block = {layer.name: where.activations for layer, where in zip(layers, placements, strict=True)}

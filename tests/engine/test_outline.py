@@ -23,7 +23,7 @@ from offloadkit.facts.fitted import LOADED_LATER_BYTES
 from offloadkit.offload.layers import flat_layers, hooks_of, repeated_blocks
 from offloadkit.offload.placed_layers import PlacedLayers
 from offloadkit.planner import counts, layout
-from offloadkit.planner.layout import ALLOCATOR_BYTES, activations
+from offloadkit.planner.layout import ALLOCATOR_BYTES, activation_bytes
 from tests.models import Residual, TinyLM
 from tests.planner.machines import GIB, H200
 
@@ -202,7 +202,7 @@ def test_a_model_that_cannot_be_traced_is_planned_from_a_measured_window(
     assert planned is not None
     assert planned.basis.work is not None
     work = planned.basis.work
-    lean = activations(work, ["checkpoint" if stage.block else "keep" for stage in work.stages]).vram
+    lean = activation_bytes(work, recomputed=True)
     placed = sum(size for name, size in first.plan.tiers["vram"].items() if name not in ("framework", "activations"))
     monkeypatch.setattr(outline, "peak_allocated_bytes", lambda _: placed + lean)  # as torch's allocator on a GPU
     torch.manual_seed(0)
@@ -257,7 +257,7 @@ def test_a_set_forward_is_traced_and_a_window_is_measured(more: int, monkeypatch
     assert planned is not None
     assert planned.basis.work is not None
     work = planned.basis.work
-    lean = activations(work, ["checkpoint" if stage.block else "keep" for stage in work.stages]).vram
+    lean = activation_bytes(work, recomputed=True)
     first = outline.FirstWindow(set_forward(TinyLM(**LARGER)), flat_layers(TinyLM(**LARGER), config), config, CPU)
     placed = sum(size for name, size in first.plan.tiers["vram"].items() if name not in ("framework", "activations"))
     monkeypatch.setattr(outline, "peak_allocated_bytes", lambda _: placed + lean + more)
@@ -275,10 +275,7 @@ def test_a_set_forward_is_traced_and_a_window_is_measured(more: int, monkeypatch
     assert measured is not None
     *blocks, last = measured.stages
     assert blocks == list(work.stages[:-1])
-    assert (
-        activations(measured, ["checkpoint" if stage.block else "keep" for stage in measured.stages]).vram
-        == lean + more
-    )
+    assert activation_bytes(measured, recomputed=True) == lean + more
     assert (last == work.stages[-1]) == (not more)
     assert plans[1].total_bytes("vram") <= BUDGET
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offloadkit.deepspeed.zero import activation_bytes, dtype_of
+from offloadkit.deepspeed.zero import dtype_of
 from offloadkit.doors.engines.engine import LEARNING_RATE, MAX_GRAD_NORM
 from offloadkit.doors.engines.timing import LEAST_STEPS
 from offloadkit.doors.engines.work import Work, model_to_plan
@@ -15,6 +15,7 @@ from offloadkit.doors.planning import PlanRequest, plan_source
 from offloadkit.facts.config import OffloadConfig
 from offloadkit.hf.source import resolve
 from offloadkit.planner import Plan
+from offloadkit.planner.layout import activation_bytes
 from offloadkit.planner.words import does_not_fit
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ def forecast(work: Work, device: torch.device) -> Forecast:
         step_seconds=None if seconds is None else seconds.step,
         large_gpu_seconds=made.large_gpu_seconds,
         busy={"GPU": busy.pop("forward", 0.0) + busy.pop("backward", 0.0)} | busy,
-        kept_bytes=activation_bytes(made, recomputed=False),
-        recomputed_bytes=activation_bytes(made, recomputed=True),
+        kept_bytes=activation_bytes(made.basis.work, recomputed=False),
+        recomputed_bytes=activation_bytes(made.basis.work, recomputed=True),
     )
 
 
