@@ -184,8 +184,8 @@ def _warnings(facts: Facts) -> Iterator[str]:
         first = f"there is a compiler now ({compiler})" if compiler else "install a C compiler (gcc or clang)"
         yield (
             "The C kernel is missing, so the CPU step is 5 to 20 times slower (precision compact or tiny: 50 to 200 "
-            f"times), with the same result: {first}, then reinstall offloadkit: pip install --force-reinstall --no-deps "
-            "offloadkit."
+            f"times), with the same result: {first}, then reinstall offloadkit: pip install --force-reinstall "
+            "--no-deps offloadkit."
         )
     if facts.triton_fault:
         yield (
