@@ -128,7 +128,7 @@ class TrainingLoop:
         with self.records.backward(loss):
             self.update_loss_scale()
             try:
-                with self.placed.in_backward():
+                with self.placed.in_backward(loss):
                     loss = loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
                     loss.backward()  # type: ignore[no-untyped-call]
             except BaseException as error:

@@ -14,7 +14,8 @@ a layer's gradients at once, without autograd, where no parameter can have anoth
 gradients of inputs and, where they go from block to block, writes the static memory of the next backward. Streamed
 weights are copied too, because a block's place in the ring changes. An input that many blocks share, such as an
 encoder's output, is also an output of each block that uses it, and the next block gets that one. So backward adds the
-uses' gradients one by one, in the order of eager blocks.
+uses' gradients one by one, in the order of eager blocks. A block whose input is used after it too, as by an auxiliary
+loss, runs eagerly (`use_order.py`).
 
 Kept activations stay in the pool from capture on. A *generation* is what is captured until no forward waits for its
 backward; the next generation reuses its memory. So the pool holds the activations of the largest kind of batch, and
@@ -53,6 +54,7 @@ from offloadkit.offload.dict_versions import UnchangedContainers
 from offloadkit.offload.external_writes import Watched
 from offloadkit.offload.forward_code import ForwardCode
 from offloadkit.offload.layers import forward_of, hooks_of, replace_forwards
+from offloadkit.offload.use_order import Summed, UseOrder, next_node
 from offloadkit.offload.weights import LayerWeights
 
 logger = logging.getLogger(__name__)
@@ -180,6 +182,8 @@ class BlockGraphs:
         """Why no block runs as a graph in the rest of this forward."""
         self._num_shortages = self._num_first_runs = self._num_growths = 0
         self.hooks_of_saved_tensors: Any = None
+        self.uses = UseOrder(_summed)
+        self._num_found = 0
 
     def arrange(self, weights: Mapping[nn.Module, Sequence[LayerWeights]], take: Take) -> None:
         """The layers of each block, after they were placed or moved. Drops all graphs."""
@@ -202,6 +206,7 @@ class BlockGraphs:
         self._rooms.clear()
         self._unsealed.clear()
         self._counted.clear()
+        self.uses.clear()
         if self.has_begun:
             self.pool.free()
         self._kept_bytes, self._scale, self._generation, self._code = 0, 1.0, self._generation + 1, None
@@ -278,6 +283,7 @@ class BlockGraphs:
             self._check_code()
         for block in self._blocks:
             block.num_calls = 0
+        self.uses.begin()
         try:
             yield
         finally:
@@ -335,6 +341,15 @@ class BlockGraphs:
             self.give_up(_TWICE)
         elif self._is_watching:
             self.pool.begins_backward()
+
+    def begins_backward(self, loss: torch.Tensor) -> None:
+        """From the next call on, blocks run eagerly whose graphs would add the gradients of `loss` in another order."""
+        found: dict[_Block, bool] = self.uses.used_after(loss)
+        for block in found:
+            block.run_eagerly()
+        self._num_found += any(found.values())
+        if self._num_found >= MOST_CHANGES:
+            self.give_up("losses use inputs of other blocks again and again")
 
     def end_of_backward(self) -> None:
         """Release the inputs of this micro-batch."""
@@ -509,14 +524,18 @@ class BlockGraphs:
 
     def pass_on(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         """Later blocks of this forward get `alias` instead of `tensor`."""
-        given = self._passed_on.get(id(tensor))
-        original = tensor if given is None else given[0]
+        original = self.original(tensor)
         self._passed_on[id(original)] = original, alias
         self._passed_on[id(alias)] = original, alias
 
     @property
     def has_passed_on(self) -> bool:
         return bool(self._passed_on)
+
+    def original(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor instead of which blocks got `tensor`."""
+        found = self._passed_on.get(id(tensor))
+        return tensor if found is None else found[0]
 
     def newest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that blocks get instead of `tensor`."""
@@ -699,6 +718,7 @@ class _Block:
         ran_eagerly: since the last backward, with gradients.
         adds: autograd adds the gradients of several calls in this backward.
         num_calls: in this forward.
+        is_used_after: other code uses its input, or a weight of it, after the block.
         eager_bytes: of the first argument, in the largest first run before any capture.
     """
 
@@ -711,7 +731,7 @@ class _Block:
         self._said: set[str] = set()
         self._num_changes = self._num_calm = 0
         """Calm: calls since the last change, through graphs, or eagerly if the block changes often."""
-        self._repeats = self.ran_eagerly = self.adds = False
+        self._repeats = self.ran_eagerly = self.adds = self.is_used_after = False
         self.num_calls = 0
         self.live: set[weakref.ref[_Call]] = set()
         self._facts: _Facts | None = None
@@ -721,7 +741,12 @@ class _Block:
         self.eager_bytes = 0
 
     def drop(self) -> None:
-        self._facts, self.eager_bytes = None, 0
+        self._facts, self.eager_bytes, self.is_used_after = None, 0, False
+        self._drop_entries()
+
+    def run_eagerly(self) -> None:
+        """Until all graphs are dropped, because its input or a weight of it is used after it."""
+        self.is_used_after = True
         self._drop_entries()
 
     @property
@@ -762,6 +787,7 @@ class _Block:
             return self._eagerly(args, kwargs)
         tensors: list[torch.Tensor] = []
         self.num_calls += 1
+        start = next_node()
         try:
             spec = _flatten((args, kwargs), tensors, graphs.newest)
             entry = self._entry(spec, tensors)
@@ -769,6 +795,22 @@ class _Block:
             self._say(str(reason))
             graphs.num_eager[str(reason)] += 1
             entry = None
+        found = self._run(entry, tensors, args, kwargs)
+        graphs.uses.ran(start)
+        if isinstance(entry, _FirstRun) and entry.reason is None:  # it will be a graph
+            originals = [*map(graphs.original, tensors)]
+            graphs.uses.used(self, [*originals[:1], *self.module.parameters()], is_handed_on=False)
+            graphs.uses.used(self, originals[1:], is_handed_on=True)
+        return found
+
+    def _run(
+        self,
+        entry: _Entry | _FirstRun | None,
+        tensors: list[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        graphs = self.graphs
         if entry is None:
             args, kwargs = _rebuilt((args, kwargs), graphs.newest)
             return self._eagerly(args, kwargs)
@@ -822,6 +864,8 @@ class _Block:
             if self._num_calm <= RARELY:
                 raise _EagerlyError("its attributes or its code change often")
             self._num_changes, self._num_calm = MOST_CHANGES - 1, 0
+        if self.is_used_after:
+            raise _EagerlyError("its input or a weight of it is used after it too")
         streams, recomputed = self.streams, self.recomputed
         addresses = () if streams else facts.addresses()
         key = _Key(spec, tuple([_meta(each) for each in tensors]), addresses, recomputed is not None, _flags())
@@ -1231,20 +1275,25 @@ class _Run:
     roots: list[torch.Tensor | None]
     passed_on: list[torch.Tensor]
 
-    def reaches_others(self) -> bool:
-        """Whether gradients would flow to tensors that are neither arguments nor parameters of the block."""
-        own = {id(leaf) for leaf in self.leaves}
+    def num_uses(self) -> list[int]:
+        """How many nodes use each of `leaves`.
+
+        Raises:
+            _EagerlyError: gradients would flow to tensors that are neither arguments nor parameters of the block.
+        """
+        found = dict.fromkeys(map(id, self.leaves), 0)
         waiting: list[Any] = [root.grad_fn for root in self.roots if root is not None]
         seen = set(waiting)
         while waiting:
-            node = waiting.pop()
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in own:
-                return True
-            new = {following for following, _ in node.next_functions} - seen - {None}
-            seen |= new
-            waiting += new
-        return False
+            for node, _ in waiting.pop().next_functions:
+                if (leaf := getattr(node, "variable", None)) is not None:
+                    if id(leaf) not in found:
+                        raise _EagerlyError("it uses parameters or activations of other modules")
+                    found[id(leaf)] += 1
+                elif node is not None and node not in seen:
+                    seen.add(node)
+                    waiting.append(node)
+        return list(found.values())
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -1302,6 +1351,7 @@ class _Entry:
         self._have_gradients = [index for index, meta in enumerate(metas) if meta.requires_grad]
         self._passes_on = [index for index in self._have_gradients if index > 0]
         at = {parameter: len(metas) + index for index, parameter in enumerate(self.trained)}
+        self.summed: Summed | None = None
         self._layers = [
             (layer, [at[view.parameter] for view in layer.layer.views])
             for layer in self._all_layers
@@ -1459,8 +1509,9 @@ class _Entry:
     def _work_of_forward(self) -> list[torch.Tensor]:
         self._make_own()  # in the pool
         run, outputs = self._compute(self._inputs())
-        if run.reaches_others():
-            raise _EagerlyError("it uses parameters or activations of other modules")
+        num_uses, handed_on = run.num_uses(), self._passes_on
+        once = [index for index, num in enumerate(num_uses) if num > 1 and index not in handed_on]
+        self.summed = Summed(self.block, once, handed_on, len(self._differentiable))
         self._run = None if self.recomputes else run
         return outputs
 
@@ -1753,6 +1804,10 @@ class _Replay(torch.autograd.Function):
                 "backward, its blocks never become graphs"
             )
         return None, None, *ctx.call.entry.backward(ctx.call, ctx.saved_tensors, gradients)
+
+
+def _summed(node: Any) -> Summed | None:
+    return node.call.entry.summed if type(node) is _node else None
 
 
 _Parent: Any = super(torch.autograd.Function, _Replay)

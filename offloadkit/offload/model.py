@@ -281,11 +281,13 @@ class PlacedModel:
         self.external_writes.watch_all()
 
     @contextmanager
-    def in_backward(self) -> Iterator[None]:
-        """While open: backward runs. At the end, the micro-batch's gradients have been sent."""
+    def in_backward(self, loss: torch.Tensor) -> Iterator[None]:
+        """While open: the backward of `loss` runs. At the end, the micro-batch's gradients have been sent."""
         recomputing = nullcontext() if self.layers.weight_ring is None else self.layers.weight_ring.backward()
         if self.gathers is not None:
             self.gathers.bring()  # all ranks fetch weights before they exchange gradients
+        if self.graphs is not None:
+            self.graphs.begins_backward(loss)
         try:
             with self._waits.during("backward"), self.external_writes.released(), recomputing:
                 yield

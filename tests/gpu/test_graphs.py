@@ -16,6 +16,7 @@ from offloadkit.facts import graphs as facts_graphs
 from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.offload.graphs import _Entry, _FirstRun
 from tests.graphs import PLACEMENTS, assert_equals_eager, batches, llama, t5, train, train_by
+from tests.offload.test_graph_order import USES, Seen, Use, forwards_with
 
 SIZES = {
     "t5": {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 3},
@@ -42,6 +43,23 @@ def test_graphs_train_the_bits_of_eager_blocks(
 
     found = run()
     assert found[2] >= 2 * 3 * 2  # forward and backward, three blocks, two lengths
+    assert_equals_eager(found, run, monkeypatch)
+
+
+@pytest.mark.parametrize(("kind", "use", "num_eager"), USES, ids=lambda each: getattr(each, "__name__", str(each)))
+@pytest.mark.parametrize("placement", [PLACEMENTS[0], PLACEMENTS[4]], ids=str)
+def test_losses_use_hidden_states(
+    kind: str, use: Use, num_eager: int, placement: Placement, deterministic: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, seen = {"t5": t5, "llama": llama}[kind], Seen()
+    forwards = forwards_with(kind, use, [0.3, 0.7] * 4, seen, "cuda")
+
+    def run() -> Any:
+        return train_by(make(**SIZES[kind]).train(), forwards, placement, device="cuda", working_dtype="bf16")
+
+    found = run()
+    assert found[2] > 0
+    assert seen.num_used_after == num_eager
     assert_equals_eager(found, run, monkeypatch)
 
 
