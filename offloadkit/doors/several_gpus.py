@@ -17,17 +17,21 @@ import torch
 from offloadkit.distributed import world
 from offloadkit.distributed.launch import launch, send_to_parent
 from offloadkit.errors import ConfigError
+from offloadkit.facts import hardware
 from offloadkit.facts.calls import Asked, asked_by
 from offloadkit.facts.telemetry import StepRecord
+from offloadkit.facts.units import format_bytes
 from offloadkit.monitor.monitor import Monitor, can_be_drawn
 from offloadkit.offload.unread import make_real
 from offloadkit.planner import Plan
+from offloadkit.planner.layout import FRAMEWORK_RAM_BYTES
 
 State = Literal["finished", "stopped", "failed"]
 
 
 def check_num_gpus(num_gpus: Any, *, on_cpu: bool) -> None:
-    """Raise `ConfigError` if the machine has fewer GPUs, or a launcher started this process as one of several."""
+    """Raise `ConfigError` if the machine has fewer GPUs, or on the CPU no RAM for so many processes, or if a launcher
+    started this process as one of several."""
     if type(num_gpus) is not int or num_gpus < 1:
         raise ConfigError(f"num_gpus must be a whole number >= 1, got {num_gpus!r}")
     num_ranks = int(os.environ.get("WORLD_SIZE") or 1)
@@ -40,6 +44,12 @@ def check_num_gpus(num_gpus: Any, *, on_cpu: bool) -> None:
         raise ConfigError(
             f"num_gpus={num_gpus}: this machine has {found} GPU{'' if found == 1 else 's'} that torch can use. Pass at "
             "most that number. use_cpu=True tries it with that many processes on the CPU"
+        )
+    each, total = FRAMEWORK_RAM_BYTES["cpu"], hardware.ram_limit_bytes()
+    if on_cpu and num_gpus * each > total:
+        raise ConfigError(
+            f"num_gpus={num_gpus}: so many processes on the CPU take {format_bytes(num_gpus * each)} of RAM for Python "
+            f"and torch alone, and this machine has {format_bytes(total)}. Pass at most {max(1, total // each)}"
         )
 
 

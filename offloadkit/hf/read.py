@@ -174,6 +174,7 @@ def _checked(value: Any, place: str) -> dict[str, Any]:
     return value
 
 
+_COMPRESSED = (".gz", ".zip", ".bz2", ".xz", ".zst", ".tar", ".tgz", ".7z")
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _ACCEPTED = (
     "a datasets.Dataset, a list of dicts, a pandas DataFrame, a path to a .jsonl, .json, .csv or .parquet file, a "
@@ -302,7 +303,12 @@ def _load(data: object, split: str, columns: Collection[str]) -> Dataset:
     if isinstance(data, Iterator):
         kind = type(data).__name__
         raise DataError(f"a {kind} can be read only once: pass the function that makes it, or a list of its rows")
-    raise DataError(f"a {type(data).__name__} is not a dataset: pass {_ACCEPTED}")
+    raise DataError(f"{_kind(data)} is not a dataset: pass {_ACCEPTED}")
+
+
+def _kind(value: object) -> str:
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def as_row(row: Any, index: int) -> dict[str, Any]:
@@ -310,7 +316,7 @@ def as_row(row: Any, index: int) -> dict[str, Any]:
     if isinstance(row, str):
         return {"text": row}
     if not isinstance(row, Mapping):
-        raise DataError(f"row {index} is a {type(row).__name__}, not a dict of columns or a text")
+        raise DataError(f"row {index} is {_kind(row)}, not a dict of columns or a text")
     return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
 
 
@@ -319,7 +325,7 @@ def _from_rows(rows: Sequence[Any]) -> Dataset:
         return _from_columns({"text": list(rows)})
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(f"row {index} is a {type(row).__name__}, not a dict: pass {_ACCEPTED}")
+            raise DataError(f"row {index} is {_kind(row)}, not a dict: pass {_ACCEPTED}")
     columns = dict.fromkeys(name for row in rows for name in row)
     return _from_columns({name: [row.get(name) for row in rows] for name in columns})
 
@@ -425,6 +431,8 @@ def _from_file(path: Path, columns: Collection[str]) -> Dataset:
 
     builder = _BUILDERS.get(path.suffix.lower())
     if builder is None:
+        if path.suffix.lower() in _COMPRESSED:
+            raise DataError(f"{path.name!r} is compressed: unpack it, and pass the {', '.join(_BUILDERS)} file")
         raise DataError(f"the extension of {path.name!r} does not tell its format: use {', '.join(_BUILDERS)}")
     if path.stat().st_size == 0:
         raise DataError(f"{str(path)!r} is empty: at least one row is needed")

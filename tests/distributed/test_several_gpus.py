@@ -32,6 +32,7 @@ from tests.monitor.records import Watched
         (0, {}, "num_gpus must be a whole number >= 1, got 0"),
         (True, {}, "num_gpus must be a whole number >= 1, got True"),
         (2, {}, "num_gpus=2: this machine has 0 GPUs that torch can use. .* use_cpu=True tries it"),
+        (99_999, {"use_cpu": True}, "num_gpus=99999: .* GiB of RAM for Python and torch alone, .* Pass at most"),
         (2, {"use_cpu": True, "train_dataset": None}, "train_dataset cannot be sent to the processes"),
     ],
 )

@@ -114,6 +114,26 @@ def test_a_pattern_gives_the_rows_of_all_its_files_by_name(tmp_path: Path, capsy
     assert load_dataset_like([str(tmp_path / "b.jsonl"), str(tmp_path / "a.csv")])["target"][:] == ["1", "0"]
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, "^None is not a dataset"),
+        ({"a"}, "^a set is not a dataset"),
+        (5, "^an int is not a dataset"),
+        ([1], "^row 0 is an int, not a dict"),
+    ],
+)
+def test_what_is_no_dataset_is_named(data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_dataset_like(data)
+
+
+def test_a_compressed_file_is_to_be_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(DataError, match=r"'rows\.jsonl\.gz' is compressed: unpack it, and pass the \.jsonl"):
+        load_dataset_like(tmp_path / "rows.jsonl.gz")
+
+
 def test_a_pattern_without_files_and_a_column_of_two_types_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no file matches 'none\*\.jsonl'"):
         check_there("none*.jsonl")
