@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, cast
@@ -324,6 +324,18 @@ class CopyStream:
         yield
         if tracing is not None:
             tracing.device(self.track, name, began, self.record(timing=True), num_bytes)
+
+
+def hold_back(queued: deque[Event], most: int, pause: float = 1e-3) -> None:
+    """Block until fewer than `most` of the events in `queued` are left; those at its front that are done are dropped.
+
+    `pause`: seconds between looks at the first.
+    """
+    while len(queued) >= most:
+        if queued[0].done():
+            queued.popleft()
+        else:
+            time.sleep(pause)
 
 
 def record_compute(device: torch.device, timing: bool = False) -> Event:

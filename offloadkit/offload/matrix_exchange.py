@@ -15,7 +15,6 @@ layer. All ranks use the same order of layers.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from itertools import accumulate, cycle, pairwise
 
 import torch
 
-from offloadkit.device.streams import CopyStream, Event
+from offloadkit.device.streams import CopyStream, Event, hold_back
 from offloadkit.distributed.ranks import Group
 from offloadkit.kernels.muon import Workspace, apply_update, orthogonalize, write_update
 from offloadkit.offload.layers import FlatLayer, ParameterView
@@ -140,11 +139,7 @@ class MatrixExchange:
             self._queue(partial(apply_update, step.state, step.pieces[place], segment, self._workspace), stream)
 
     def _queue(self, work: Callable[[], None], stream: CopyStream) -> None:
-        while len(self._queued) >= MOST_QUEUED:
-            if self._queued[0].done():
-                self._queued.popleft()
-            else:
-                time.sleep(_PAUSE)
+        hold_back(self._queued, MOST_QUEUED, _PAUSE)
         stream.run(work)
         self._queued.append(stream.record())
 

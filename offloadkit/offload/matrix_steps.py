@@ -6,7 +6,6 @@ thread cannot draw random numbers during a capture. The thread that queues the G
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from functools import partial
 import torch
 
 from offloadkit.device.graphs import pools_of_step
-from offloadkit.device.streams import CopyStream, Event
+from offloadkit.device.streams import CopyStream, Event, hold_back
 from offloadkit.facts.config import MuonOptions
 from offloadkit.kernels.dispatch import optimizer_step
 from offloadkit.kernels.muon import Workspace
@@ -27,7 +26,6 @@ takes 0.3 ms or more, and for the next fetch of states in RAM to be queued befor
 queues some dozens of kernels, and a full stream (about a thousand operations) blocks every thread that queues an
 operation.
 """
-_PAUSE = 1e-3
 
 
 def workspace(device: torch.device, matrices: Collection[Matrix], options: MuonOptions) -> Workspace:
@@ -61,10 +59,6 @@ class MatrixSteps:
     ) -> None:
         """Queue one optimizer step of the matrices in `segments`."""
         for segment in segments:
-            while len(self._queued) >= MOST_QUEUED:
-                if self._queued[0].done():
-                    self._queued.popleft()
-                else:
-                    time.sleep(_PAUSE)
+            hold_back(self._queued, MOST_QUEUED)
             stream.run(partial(optimizer_step, state, gradient, [segment], grad_scale, self._workspace))
             self._queued.append(stream.record())

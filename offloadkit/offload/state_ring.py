@@ -16,7 +16,6 @@ layer's weights that were ready 20 ms into an update then arrived at its end, af
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from typing import ClassVar
 
 import torch
 
-from offloadkit.device.streams import CopyStream, Event, record_compute
+from offloadkit.device.streams import CopyStream, Event, hold_back, record_compute
 from offloadkit.kernels.dispatch import optimizer_step
 from offloadkit.offload.matrix_steps import MatrixSteps
 from offloadkit.optim.table import FlatState, Segment, aligned
@@ -36,7 +35,6 @@ MOST_UNDER_WAY = 32
 """Maximum number of chunks queued but not stepped: if a stream's queue is full (about a thousand operations), the next
 thread that queues an operation blocks, on any stream.
 """
-_PAUSE = 1e-3
 
 _Layout = tuple[tuple[str, torch.dtype, int], ...]
 
@@ -228,7 +226,7 @@ class StateRing:
         return stream.record()
 
     def _load(self, layer: StreamedStates, chunk: _Chunk, gradient: torch.Tensor | None, stream: CopyStream) -> Loaded:
-        self._hold_back()
+        hold_back(self.under_way, MOST_UNDER_WAY)
         buffer, table = self._fetched(layer, chunk), layer.host.table
         here = buffer.parts(chunk)
         if buffer not in chunk.states:
@@ -281,13 +279,6 @@ class StateRing:
         here = buffer.parts(chunk)
         buffer.arrived = self.h2d.copy_all([(here[name], chunk.host[name]) for name in names], layer.name)
         return buffer
-
-    def _hold_back(self) -> None:
-        while len(self.under_way) >= MOST_UNDER_WAY:
-            if self.under_way[0].done():
-                self.under_way.popleft()
-            else:
-                time.sleep(_PAUSE)
 
 
 def _within(segments: Sequence[Segment], chunk: _Chunk) -> list[Segment]:

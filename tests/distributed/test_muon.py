@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import offloadkit
 from offloadkit import OffloadConfig, OffloadEngine, Placement
+from offloadkit.device import streams
 from offloadkit.errors import ConfigError, EngineStateError, RankError
 from offloadkit.facts.telemetry import Telemetry
 from offloadkit.offload import matrix_exchange
@@ -170,7 +171,7 @@ def test_the_gpu_is_busy_while_pieces_are_queued(monkeypatch: pytest.MonkeyPatch
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(matrix_exchange, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(streams, "time", SimpleNamespace(sleep=sleep))
     exchange = matrix_exchange.MatrixExchange.__new__(matrix_exchange.MatrixExchange)
     exchange._queued = deque()
     for seconds in [*[60e-6] * 5, *[400e-6] * 5, *[80e-6] * 5] * 24:
