@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints, runtime_checkable
@@ -100,9 +100,7 @@ class DynamicLossScale:
         for name in ("window", "hysteresis"):
             if type(value := getattr(self, name)) is not int or not 0 < value < 2**63:
                 raise ConfigError(f"{name} of the loss scale must be a whole number >= 1, got {shown(value)}")
-        if not isinstance(self.consecutive_hysteresis, bool):
-            given = shown(self.consecutive_hysteresis)
-            raise ConfigError(f"consecutive_hysteresis of the loss scale must be True or False, got {given}")
+        _check_choices(self, " of the loss scale")
 
 
 @helps_with_fields
@@ -140,15 +138,13 @@ class MuonOptions:
     """Coefficients of the iteration's polynomial."""
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_choices(self, " of Muon")
         for name in ("learning_rate", "weight_decay", "eps"):
             value = getattr(self, name)
             if not (_is_number(value) and 0 <= value < float("inf")) and (name, value) != ("learning_rate", None):
                 raise ConfigError(f"{name} of Muon must be a number >= 0, got {shown(value)}")
         if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum of Muon must be a number in [0, 1), got {shown(self.momentum)}")
-        if not isinstance(self.nesterov, bool):
-            raise ConfigError(f"nesterov of Muon must be True or False, got {shown(self.nesterov)}")
         if type(self.ns_steps) is not int or not 0 < self.ns_steps < 100:
             raise ConfigError(f"ns_steps of Muon must be a whole number from 1 to 99, got {shown(self.ns_steps)}")
         some = self.ns_coefficients if isinstance(self.ns_coefficients, tuple | list) else ()
@@ -324,9 +320,6 @@ class OffloadConfig:
             )
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must be a whole number from 0 to 2**32 - 1, got {shown(self.seed)}")
-        for name in ("activation_checkpointing", "compile_blocks", "save_only_model", "resume_incomplete"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {shown(getattr(self, name))}")
         if self.checkpoint_precision not in (None, "compact"):
             raise ConfigError(f"checkpoint_precision must be 'compact' or None, got {shown(self.checkpoint_precision)}")
         if self.checkpoint_precision is not None and self.precision == "tiny":
@@ -405,13 +398,16 @@ def _is_number(value: object) -> bool:
     return True
 
 
-def _check_choices(options: Placement | MuonOptions | OffloadConfig) -> None:
-    hints = get_type_hints(type(options))
-    for each in fields(options):
-        value, choices = getattr(options, each.name), get_args(hints[each.name])
-        if get_origin(hints[each.name]) is Literal and not (isinstance(value, str) and value in choices):
-            named = ", ".join(map(repr, choices))
-            raise ConfigError(f"{each.name} must be one of {named}; got {shown(value)}")
+def _check_choices(options: Placement | DynamicLossScale | MuonOptions | OffloadConfig, of: str = "") -> None:
+    """Raise `ConfigError` for the first flag or name that its annotation does not allow. `of`: ends the option's name
+    in the message.
+    """
+    for name, hint in get_type_hints(type(options)).items():
+        value, choices = getattr(options, name), get_args(hint)
+        if hint is bool and not isinstance(value, bool):
+            raise ConfigError(f"{name}{of} must be True or False, got {shown(value)}")
+        if get_origin(hint) is Literal and not (isinstance(value, str) and value in choices):
+            raise ConfigError(f"{name}{of} must be one of {', '.join(map(repr, choices))}; got {shown(value)}")
 
 
 Reader = Callable[[Any, int | None], OffloadConfig]

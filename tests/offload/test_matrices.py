@@ -318,7 +318,7 @@ def test_what_does_not_go_together_is_refused_by_name() -> None:
         ("muon", {"ns_steps": 100}, "ns_steps of Muon must be a whole number from 1 to 99, got 100"),
         ("muon", {"nesterov": 1}, "nesterov of Muon must be True or False, got 1"),
         ("muon", {"ns_coefficients": (1.0, 2.0)}, "ns_coefficients of Muon must be three numbers"),
-        ("muon", {"adjust_lr_fn": "none"}, "adjust_lr_fn must be one of 'match_rms_adamw', 'original'; got 'none'"),
+        ("muon", {"adjust_lr_fn": "none"}, "adjust_lr_fn of Muon must be one of 'match_rms_adamw', 'original'; got"),
     ):
         with pytest.raises(ConfigError, match=said):
             config(**{name: MuonOptions(**value) if isinstance(value, dict) else value})
