@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from offloadkit.engine.tracing import Call
 from offloadkit.offload.layers import repeated_blocks
 from offloadkit.planner.layout import activation_bytes
-from offloadkit.planner.work import MicroBatch, Pass, Stage
+from offloadkit.planner.work import MicroBatch, Stage
 
 _MOST_VALUES = 1 << 16
 """Integers of an argument whose values are kept: ends of images, but no mask of every query and key."""
@@ -69,7 +69,7 @@ def with_the_rest(work: MicroBatch, held_bytes: int) -> MicroBatch:
         held_bytes: VRAM of all activations, as measured with every block recomputed.
     """
     rest = max(0, held_bytes - activation_bytes(work, recomputed=True))
-    return replace(work, stages=(Stage("", Pass(), Pass(), rest, 0, 0, 0, rest, 0), *work.stages))
+    return replace(work, stages=(Stage(kept_bytes=rest, forward_peak_bytes=rest), *work.stages))
 
 
 def with_at_least(work: MicroBatch, held_bytes: int) -> MicroBatch:

@@ -36,7 +36,7 @@ from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.hardware import Hardware, with_disk
 from offloadkit.offload.layers import FlatLayer, flat_layers, frozen_dtypes, hooks_of, plan_of, repeated_blocks
 from offloadkit.offload.records import num_tokens
-from offloadkit.planner import MicroBatch, Pass, Plan, Rows, Stage
+from offloadkit.planner import MicroBatch, Plan, Rows, Stage
 from offloadkit.planner.plan import check_fits
 from offloadkit.planner.words import misfit_message
 
@@ -463,12 +463,11 @@ class FirstWindow:
         Raises:
             DoesNotFitError: there is no GPU, and the plan does not fit.
         """
-        found: Plan | str | None = _of_the_largest(self._ranks, sum(self._most.values()), self._plan_now)
-        if isinstance(found, str):
+        made: Plan | str | None = _of_the_largest(self._ranks, sum(self._most.values()), self._plan_now)
+        if isinstance(made, str):
             self._calls = BlockCalls(self._model)
             forget_peak(self._device)
             return None
-        made = found
         self.is_done = True
         self.close()
         if made is not None:
@@ -515,9 +514,8 @@ class FirstWindow:
         whole = outline.plan(None)
         if self.is_settled or self._is_on_cpu:
             return whole
-        nothing = Stage("", Pass(), Pass(), 0, 0, 0, 0, 0, 0)
-        blocks = [replace(nothing, block=name) for name, _ in repeated_blocks(outline.model)]
-        work, made = MicroBatch((nothing, *blocks, nothing), 0), whole
+        blocks = [Stage(name) for name, _ in repeated_blocks(outline.model)]
+        work, made = MicroBatch((Stage(), *blocks, Stage()), 0), whole
         for share in _SHARES_OF_VRAM:
             vram = whole.budgets["vram"] // share
             made = outline.plan(work, vram=vram, activation_checkpointing=bool(blocks))

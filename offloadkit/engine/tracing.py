@@ -47,7 +47,6 @@ _GROUPED_MM = getattr(torch.ops.aten._grouped_mm, "default", None) if hasattr(to
 _INDEXING = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "_index_put_impl_"))
 _UNLIKE_THE_FIRST_RUN = (ModelError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 """Errors of a block that cannot run again with the same arguments, because they changed: a cache of keys and values."""
-_EMPTY = Stage("", Pass(), Pass(), 0, 0, 0, 0, 0, 0)
 _ALLOCATION = 512
 """torch's CUDA allocator rounds tensors up to multiples of this many bytes."""
 
@@ -607,8 +606,7 @@ class _Stages:
 
     def _end_outside(self) -> None:
         counter = self.counter
-        stage = replace(
-            _EMPTY,
+        stage = Stage(
             forward=counter.total - self._counted,
             kept_bytes=counter.live - self._before,
             forward_peak_bytes=counter.peak - self._before,

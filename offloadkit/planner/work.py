@@ -50,21 +50,21 @@ class Cheap:
 class Stage:
     """One repeated block, or the operations between two blocks. Its bytes exclude weights and gradient buffers."""
 
-    block: str
+    block: str = ""
     """The block's name in the model; "" between blocks."""
-    forward: Pass
-    backward: Pass
-    kept_bytes: int
+    forward: Pass = Pass()
+    backward: Pass = Pass()
+    kept_bytes: int = 0
     """Bytes allocated in forward and alive until backward: tensors saved by autograd, and the outputs."""
-    output_bytes: int
+    output_bytes: int = 0
     """The outputs' part of `kept_bytes`: all that a checkpointed block keeps."""
-    input_bytes: int
+    input_bytes: int = 0
     """The first input (the hidden states), which waits in RAM if activations are offloaded."""
-    shared_bytes: int
+    shared_bytes: int = 0
     """Inputs that several blocks read (a position bias, an encoder's output). They have gradients in backward."""
-    forward_peak_bytes: int
+    forward_peak_bytes: int = 0
     """Peak of forward, beyond the bytes alive before it."""
-    backward_peak_bytes: int
+    backward_peak_bytes: int = 0
     """Peak of backward, beyond the bytes alive before it (which include `kept_bytes`)."""
     cheap: Cheap | None = None
     """None between blocks, and for blocks whose recomputation cannot be traced."""

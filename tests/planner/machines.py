@@ -13,7 +13,7 @@ from offloadkit.facts.config import OffloadConfig
 from offloadkit.facts.hardware import Hardware
 from offloadkit.offload.layers import flat_layers
 from offloadkit.optim.table import LayerKind
-from offloadkit.planner import LayerShape, MicroBatch, Pass, Stage
+from offloadkit.planner import LayerShape, MicroBatch, Stage
 
 GIB = 1 << 30
 
@@ -89,7 +89,7 @@ def shape(name: str = "block.0", numel: int = 1024, **changes: Any) -> LayerShap
 
 def stage(block: str, kept: int = 100, **changes: Any) -> Stage:
     """A stage without costs except the bytes it keeps."""
-    made = Stage(block, Pass(), Pass(), kept, 10, 10, 0, kept, 0)
+    made = Stage(block, kept_bytes=kept, output_bytes=10, input_bytes=10, forward_peak_bytes=kept)
     return replace(made, **changes)
 
 
