@@ -286,16 +286,15 @@ class OffloadTrainerMixin(_Base):  # type: ignore[misc]
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Like the Trainer's, padded to the widths of training. Rows are dealt to ranks without repeating any."""
-        with self.widths.used(self):
-            loader = super().get_eval_dataloader(*args, **kwargs)
-        if not self.args.dataloader_drop_last:
-            shard_batches(loader)
-        return loader
+        return self._for_evaluation(super().get_eval_dataloader, *args, **kwargs)
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Like `get_eval_dataloader`."""
+        return self._for_evaluation(super().get_test_dataloader, *args, **kwargs)
+
+    def _for_evaluation(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.widths.used(self):
-            loader = super().get_test_dataloader(*args, **kwargs)
+            loader = make(*args, **kwargs)
         if not self.args.dataloader_drop_last:
             shard_batches(loader)
         return loader
