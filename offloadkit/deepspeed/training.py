@@ -13,7 +13,6 @@ from transformers import Seq2SeqTrainer, TrainingArguments
 from transformers.integrations import deepspeed as of_transformers
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from offloadkit.checkpoint.folder import replace_folder
 from offloadkit.deepspeed.process import check_installed, prepare
 from offloadkit.deepspeed.zero import BUCKET_ELEMENTS, ds_config, forecast_line, zero_for
 from offloadkit.distributed import world
@@ -25,7 +24,7 @@ from offloadkit.hf.freezing import freeze_parts
 from offloadkit.hf.loss import num_targets, on_device, with_dummy_target
 from offloadkit.hf.patches import choose_attention
 from offloadkit.hf.ragged import OrderOfSeed
-from offloadkit.hf.saving import saved_in_pieces
+from offloadkit.hf.saving import save_whole
 from offloadkit.hf.sharding import forward_epochs
 from offloadkit.hf.source import ModelSource
 from offloadkit.offload.unread import make_real
@@ -140,15 +139,8 @@ class ZeroTrainer(Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
         """Write the trained model for `from_pretrained`. A collective call. Raises `OutputError` if it cannot be
         written.
         """
-        model: Any = self.model
         state = self.accelerator.get_state_dict(self.deepspeed) if self.is_at_stage_3 else None
-
-        def write(new: Path) -> None:
-            with saved_in_pieces():
-                model.save_pretrained(new, state_dict=state)
-            tokenizer.save_pretrained(new)
-
-        world.run_on_rank_0("saving the model", partial(replace_folder, folder, write))
+        world.run_on_rank_0("saving the model", partial(save_whole, self.model, tokenizer, folder, state_dict=state))
 
     @property
     def is_at_stage_3(self) -> bool:

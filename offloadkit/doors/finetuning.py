@@ -26,7 +26,6 @@ from offloadkit.checkpoint.folder import (
     colab_disk_warning,
     explained_write_errors,
     newest_checkpoint,
-    replace_folder,
     skipped_checkpoints,
     writable,
 )
@@ -75,7 +74,7 @@ from offloadkit.hf.packing import check_packing, packed, planned_length, share_o
 from offloadkit.hf.quiet import bars_where_live
 from offloadkit.hf.read import check_there, is_stream, on_hub, with_validation
 from offloadkit.hf.resumed import check_same_model, other_rows
-from offloadkit.hf.saving import saved_in_pieces
+from offloadkit.hf.saving import save_whole
 from offloadkit.hf.source import ModelSource, resolve
 from offloadkit.hf.speech import prepare_speech
 from offloadkit.monitor.monitor import Monitor, can_be_drawn
@@ -830,12 +829,7 @@ def _by_offloadkit(run: TrainingRun) -> FinetuneResult:
 
 
 def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    def write(folder: Path) -> None:
-        with saved_in_pieces():
-            model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-    replace_folder(folder, write)
+    save_whole(model, tokenizer, folder)
     print(f"the {'adapters are' if has_adapters(model) else 'model is'} in {folder}", flush=True)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offloadkit.checkpoint.arrays import ArrayFile, can_hold, write_arrays
-from offloadkit.checkpoint.folder import atomic_write
+from offloadkit.checkpoint.folder import atomic_write, replace_folder
 from offloadkit.checkpoint.weights import load_weights
 from offloadkit.facts.changes import claim, unclaimed
 from offloadkit.offload.unread import become, leave_unread, sources
@@ -36,6 +36,19 @@ def saved_in_pieces() -> Iterator[None]:
             theirs = unclaimed(module, "safe_save_file")  # another thread may be saving too
             undo.callback(claim(module, "safe_save_file", partial(_write, otherwise=theirs)))
         yield
+
+
+def save_whole(model: Any, tokenizer: Any, folder: Path, **options: Any) -> None:
+    """Replace `folder` by the model and its tokenizer, for `from_pretrained`. `options`: of `save_pretrained`. Raises
+    `OutputError` if the folder cannot be written.
+    """
+
+    def write(new: Path) -> None:
+        with saved_in_pieces():
+            model.save_pretrained(new, **options)
+        tokenizer.save_pretrained(new)
+
+    replace_folder(folder, write)
 
 
 @contextmanager
