@@ -285,7 +285,8 @@ def _bound(plan: Prediction) -> Iterator[str]:
     ram = f"RAM at {format_rate(machine.cpu_and_bus_bytes_per_second)}"
     names = {"GPU": "computing", "DRAM": ram, "bus": "the bus", "disk": "the disk"}
     parts = [f"{each.name} {format_seconds(each.seconds)} ({names[each.slowest]})" for each in bound.phases]
-    planned = f"the plan takes {rounded(seconds.step / bound.step)}x as long"
+    longer = rounded(seconds.step / bound.step)
+    planned = "the plan takes as long" if longer == "1" else f"the plan takes {longer}x as long"
     yield f"the bound of a step is {format_seconds(bound.step)}: {', '.join(parts)}; {planned}"
 
 

@@ -142,6 +142,8 @@ def test_a_plan_names_its_bound() -> None:
     expected = "the bound of a step is 112 ms: forward and update 104 ms (RAM at 1 GB/s), backward 8 ms (computing)"
     (line,) = [line for line in planned(IN_RAM, **rates).explain().splitlines() if "bound" in line]
     assert line == f"{expected}; the plan takes 1.04x as long"  # the CPU step takes 97 % of RAM's rate
+    (line,) = [line for line in planned(IN_VRAM).explain().splitlines() if "bound" in line]
+    assert line.endswith("; the plan takes as long")
 
 
 @pytest.mark.parametrize("where", [IN_RAM, IN_VRAM, STREAMED, THROUGH_VRAM])
