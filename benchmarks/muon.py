@@ -180,8 +180,7 @@ def _time_matrix(matrix: Matrix, kind: LayerKind, device: torch.device) -> tuple
 
 
 def _scalars() -> tuple[float, ...]:
-    options = {name: value for name, value in vars(MuonOptions()).items() if name != "learning_rate"}
-    return muon_scalars(lr=1e-3, **options, step=1)
+    return muon_scalars(lr=1e-3, options=MuonOptions(), step=1)
 
 
 def _state(master: torch.Tensor, kind: LayerKind) -> FlatState:

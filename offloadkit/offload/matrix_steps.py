@@ -36,9 +36,8 @@ def workspace(device: torch.device, matrices: Collection[Matrix], options: MuonO
     most = max(matrix.workspace_bytes for matrix in matrices)
     made = Workspace(torch.zeros(most, dtype=torch.uint8, device=device))
     if device.type in pools_of_step:
-        own = {name: value for name, value in vars(options).items() if name != "learning_rate"}
         pool = pools_of_step[device.type](device)
-        made.capture(matrices, muon_scalars(lr=0.0, **own, step=1), lambda work: pool.capture(work).replay)
+        made.capture(matrices, muon_scalars(lr=0.0, options=options, step=1), lambda work: pool.capture(work).replay)
     return made
 
 

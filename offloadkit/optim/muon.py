@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offloadkit.facts.config import MuonOptions
+
 SLICE = 1 << 22
 """Elements, in whole rows, that element-wise operations in a workspace take at a time."""
 
@@ -37,20 +39,10 @@ class MuonScalars(NamedTuple):
     c: float
 
 
-def muon_scalars(
-    *,
-    lr: float,
-    weight_decay: float,
-    momentum: float,
-    nesterov: bool,
-    ns_coefficients: tuple[float, float, float],
-    eps: float,
-    ns_steps: int,
-    adjust_lr_fn: str,
-    step: int,
-) -> MuonScalars:
-    matches = adjust_lr_fn == "match_rms_adamw"
-    return MuonScalars(lr, 1 - lr * weight_decay, momentum, nesterov, matches, eps, ns_steps, *ns_coefficients)
+def muon_scalars(*, lr: float, options: MuonOptions, step: int) -> MuonScalars:
+    matches = options.adjust_lr_fn == "match_rms_adamw"
+    of_update = options.momentum, options.nesterov, matches, options.eps, options.ns_steps
+    return MuonScalars(lr, 1 - lr * options.weight_decay, *of_update, *options.ns_coefficients)
 
 
 def workspace_sizes(rows: int, columns: int, row: int) -> dict[str, int]:

@@ -155,13 +155,8 @@ class MuonGroup:
     """Options of a parameter group of Muon at the time of `step()`."""
 
     lr: float
-    weight_decay: float
-    momentum: float
-    nesterov: bool
-    ns_coefficients: tuple[float, float, float]
-    eps: float
-    ns_steps: int
-    adjust_lr_fn: str
+    options: MuonOptions
+    """All but its `learning_rate`."""
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> MuonGroup:
@@ -169,8 +164,7 @@ class MuonGroup:
         lr, own = _number(group.get("lr"), "lr"), [field.name for field in fields(MuonOptions)[1:]]
         if lacking := [name for name in own if name not in group]:
             raise ConfigError(f"a parameter group of Muon lacks {lacking[0]}")
-        options = MuonOptions(**{name: group[name] for name in own})
-        return cls(lr, **{name: getattr(options, name) for name in own})
+        return cls(lr, MuonOptions(**{name: group[name] for name in own}))
 
 
 Options = GroupOptions | MuonGroup

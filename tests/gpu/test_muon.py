@@ -15,7 +15,7 @@ from offloadkit.facts.config import MuonOptions, OffloadConfig, Placement
 from offloadkit.kernels import muon as kernel
 from offloadkit.kernels.muon import step_matrices
 from offloadkit.offload.matrix_steps import workspace
-from offloadkit.optim.muon import MuonScalars, muon_scalars
+from offloadkit.optim.muon import MuonScalars
 from offloadkit.optim.table import FlatState, Matrix, Segment, state_table
 from tests.offload.test_state_ring import IN_VRAM, mixed, trained
 from tests.optim.states import DTYPES, assert_same_bits, make_gradient, make_state
@@ -50,7 +50,7 @@ def test_it_is_torch_s_function(monkeypatch: pytest.MonkeyPatch, is_transposed: 
         optimizer = torch.optim.Muon([theirs], **OPTIONS)
         flat, matrix = turned(theirs.detach()).flatten().clone(), Matrix(rows, columns, is_transposed)
         ours = FlatState(state_table("muon", "exact", flat.dtype), flat, {"momentum_buffer": torch.zeros_like(flat)})
-        segment = Segment(0, rows * columns, muon_scalars(**OPTIONS, step=1), matrix=matrix)
+        segment = Segment(0, rows * columns, scalars(), matrix=matrix)
         for _ in range(3):
             theirs.grad = torch.randn(rows, columns, generator=generator, device="cuda")
             optimizer.step()

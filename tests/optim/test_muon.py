@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offloadkit import errors
 from offloadkit.device.graphs import RunAgain
+from offloadkit.facts.config import MuonOptions
 from offloadkit.kernels import muon as kernel
 from offloadkit.optim import muon as formula
 from offloadkit.optim.muon import muon_scalars, newton_schulz_flops
@@ -37,7 +38,8 @@ STEPS = [step_reference, kernel.step_matrices]
 
 
 def scalars(**changed: Any) -> tuple[float, ...]:
-    return muon_scalars(**OPTIONS | changed, step=1)
+    own = OPTIONS | changed
+    return muon_scalars(lr=own.pop("lr"), options=MuonOptions(**own), step=1)
 
 
 def fp32_state(weights: Tensor) -> FlatState:
@@ -60,7 +62,7 @@ def test_it_is_torch_s_function(step: Any, nesterov: bool, adjust: str, is_trans
         theirs = torch.nn.Parameter(torch.randn(rows, columns, generator=generator))
         optimizer = torch.optim.Muon([theirs], **options)
         ours, matrix = fp32_state(turned(theirs.detach())), Matrix(rows, columns, is_transposed)
-        segment = Segment(0, rows * columns, muon_scalars(**options, step=1), matrix=matrix)
+        segment = Segment(0, rows * columns, scalars(**options), matrix=matrix)
         for _ in range(3):
             theirs.grad = torch.randn(rows, columns, generator=generator)
             optimizer.step()
