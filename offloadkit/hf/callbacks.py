@@ -104,9 +104,9 @@ class StopCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     Attributes:
         stop: the request, from any rank.
         stopped: whether the request ended training.
-        ended_by: SIGTERM or SIGHUP if a signal ended training, else None.
-        leaves_an_evaluation: an evaluation was skipped because of a signal.
-        nothing_is_left: the resumed checkpoint was at the last step, so no step ran.
+        stop_signal: SIGTERM or SIGHUP if a signal ended training, else None.
+        evaluation_skipped: an evaluation was skipped because of a signal.
+        was_complete: the resumed checkpoint was at the last step, so no step ran.
     """
 
     def __init__(
