@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -46,6 +47,14 @@ def asked_by(asked: Asked) -> Iterator[None]:
 def as_here(command: str, call: str) -> str:
     """The shell command in a command, else the call."""
     return command if (asked := _asked.get()) is not None and asked.in_a_shell else call
+
+
+_OPTION = re.compile(r"\b(batch_size|max_input_length|precision)=(['\"]?)(\w+)\2")
+
+
+def in_words_here(words: str) -> str:
+    """Words with options as in a call, such as "batch_size=4 and ...", in a command with its options."""
+    return as_here(_OPTION.sub(lambda found: f"--{found[1].replace('_', '-')} {found[3]}", words), words)
 
 
 @dataclass(frozen=True)

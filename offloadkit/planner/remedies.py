@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from offloadkit.facts.calls import in_words_here
 from offloadkit.facts.config import Precision
 from offloadkit.facts.fitted import GRAPHS_DRIVER_BYTES
 from offloadkit.facts.starting import said_if_long
@@ -188,7 +189,7 @@ def remedies(plan: Prediction) -> list[Remedy]:
         needs, options = host_totals(other, other.needs()), _options(plan, other)
         memory = of_tiers({tier: needs[tier] for tier in _tiers_to_name(plan, other)})
         takes = ", ".join([*([memory] if memory else []), *speed(other)])
-        found.append(Remedy(words, plan.basis.call.changed(options) if options else None, takes))
+        found.append(Remedy(in_words_here(words), plan.basis.call.changed(options) if options else None, takes))
     more = _with_another_gpu(plan)
     if more is not None and more.fits:
         found.append(Remedy(f"{more.num_gpus} such GPUs", None, ", ".join(takes_of(more))))
@@ -337,7 +338,7 @@ def _help(plan: Prediction) -> Iterator[str]:
             tier = "disk" if plan.total_bytes("disk") else "ram"
             less = max(0, plan.total_bytes(tier) - other.total_bytes(tier))
             saved = format_bytes(host_totals(plan, {tier: less})[tier])
-            saves = "precision='compact'"
+            saves = in_words_here("precision='compact'")
             if less > _MIN_SAVED * plan.total_bytes(tier):
                 saves += f" would save {saved} of {TIERS[tier]}"
             yield f"{saves}: {_faster(other, step / other.seconds.step)}"

@@ -38,6 +38,7 @@ from offloadkit.doors import planning
 from offloadkit.doors.cli import app
 from offloadkit.engine import outline
 from offloadkit.errors import ConfigError, DoesNotFitError
+from offloadkit.facts.calls import Asked, asked_by, in_words_here
 from offloadkit.facts.changes import num_rotated
 from offloadkit.hf.data import num_positions
 from offloadkit.hf.presets import PRESETS
@@ -479,6 +480,17 @@ def test_commands_are_written_as_commands() -> None:
     assert "--verbose" in command
     assert run(*command[2:]).exit_code == 0, "the command must fit as it is written"
     assert "offloadkit.plan" not in refused.stdout
+
+
+@pytest.mark.slow
+def test_options_in_words_are_a_commands_in_a_command() -> None:
+    disk = "optimizer states on disk (OffloadConfig(disk='/x'), or --disk /x)"
+    words = f"batch_size=4, precision='tiny' and {disk} with 9 GiB of RAM"
+    assert in_words_here(words) == words
+    with asked_by(Asked(lambda options: None, in_a_shell=True)):
+        assert in_words_here(words) == f"--batch-size 4, --precision tiny and {disk} with 9 GiB of RAM"
+    plan = ("plan", "llama-3.1-70b", "--gpu", "H100", "--num-gpus", "16", "--ram", "2TiB", "--batch-size", "16")
+    assert "1. --batch-size 16 with " in CliRunner().invoke(app, plan).stdout
 
 
 def test_another_machine_is_planned_by_a_call_or_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
