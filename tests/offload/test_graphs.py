@@ -581,6 +581,7 @@ def test_blocks_whose_code_cannot_be_compared_run_eagerly(
 
 def test_a_block_that_changes_now_and_then_runs_as_a_graph_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is captured after the blocks that follow it, so all are captured anew."""
+    monkeypatch.setattr(offload_graphs, "PAYS", 4)
     monkeypatch.setattr(offload_graphs, "RARELY", 4)
     model = Stack()
     with OffloadEngine(model, OffloadConfig(working_dtype="fp32", placement=Placement()), device="cpu") as engine:
