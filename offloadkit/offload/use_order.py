@@ -21,7 +21,7 @@ MOST_CALLS = 10_000
 _OF_LEAVES = 2**64 - 1
 """The number of every node that stands for a leaf."""
 _Place = tuple[int, int]
-"""Of a tensor in the graph: the numbers of its node and of the node's output; of a leaf: its identity and -1."""
+"""A tensor in the graph: the numbers of its node and of the node's output. A leaf: its identity and -1."""
 
 
 _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ class UseOrder:
             self._uses.append(_Use(block, place, self._starts[-1], self._ends[-1], is_handed_on, is_graph=False))
 
     def used_after(self, loss: torch.Tensor) -> dict[Any, bool]:
-        """The blocks for which the order differs in the backward of `loss`, and whether they ran as graphs.
+        """The blocks whose graphs change the order in the backward of `loss`, and whether they ran as graphs.
 
         Looks at the nodes that are newer than the last call. Looks at all nodes if a block ran eagerly that may run as
         a graph, or if the nodes between calls, or the uses of older nodes, are new.
@@ -134,7 +134,7 @@ class UseOrder:
                 yield use
 
     def _place(self, node: Any, at: int, number: int) -> _Place:
-        """Of the tensor that was handed on, if it was."""
+        """The place of this output, or of the tensor that it hands on."""
         while (summed := self._summed(node)) is not None and number >= summed.first_output:
             node, number = node.next_functions[summed.handed_on[number - summed.first_output]]
             at = node._sequence_nr()

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from offloadkit.engine.engine import OffloadEngine
@@ -19,6 +20,7 @@ from offloadkit.offload import use_order
 from offloadkit.offload.graphs import BlockGraphs
 from offloadkit.offload.layers import repeated_blocks
 from tests.graphs import PLACEMENTS, Trained, assert_equals_eager, batches, llama, t5, train_by
+from tests.hf import families
 from tests.offload.test_graphs import Block, Stack
 
 USED_AFTER = "its input or a weight of it is used after it too"
@@ -143,6 +145,27 @@ def test_losses_use_hidden_states_from_a_step_on(
     """In the first such step graphs are in use: a factor of 0 makes no order of sums visible."""
     factors = [None, None, None, None, 0.0, 0.3, 0.7, 0.3]
     assert_order(kind, use, num_eager, factors, placement, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["BltForCausalLM", "Inkling2ForCausalLM", "Inkling2LoopForCausalLM"])
+def test_models_use_inputs_of_blocks_after_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 222 classes of transformers, these three."""
+    seen = Seen()
+
+    def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
+        for step in range(4):
+            yield engine(**families.batch(name, 8, step)).loss
+        seen.look(engine.placed.graphs)
+
+    def run() -> Trained:
+        torch.manual_seed(0)
+        model = getattr(transformers, name)(families.tiny_config(name)).train()
+        return train_by(model, forwards, Placement())
+
+    found = run()
+    assert seen.num_used_after >= 2
+    assert_equals_eager(found, run, monkeypatch)
 
 
 # ---- other uses
