@@ -47,6 +47,12 @@ def parse_bytes(size: int | str, option: str = "a size") -> int:
     return num_bytes
 
 
+def kind_of(value: object) -> str:
+    """Its class in a sentence: "a list", "an int", "None"."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
 def counted(number: int, what: str) -> str:
     """ "1 row" or "2,000 rows"."""
     return f"{number:,} {what}" + ("" if number == 1 else "s")

@@ -23,6 +23,7 @@ from string import Formatter
 from typing import Any, Literal
 
 from offloadkit.errors import ConfigError, DataError, cut, shown
+from offloadkit.facts.units import kind_of
 
 Kind = Literal["tokenized", "pairs", "messages", "labelled text", "text"]
 
@@ -188,11 +189,10 @@ def strings(values: list[Any], column: str, indices: list[int]) -> list[str]:
         if value is None:
             raise DataError(_no_value(index, column))
         if not isinstance(value, str):
-            name = type(value).__name__
-            article = "an" if name[0] in "aeiou" else "a"
+            text = str(value, "utf-8", "replace") if isinstance(value, bytes) else str(value)
             raise DataError(
-                f"row {index} has {article} {name} instead of a string in {column!r}: write it as text, such as "
-                f"{reprlib.repr(str(value))}"
+                f"row {index} has {kind_of(value)} instead of a string in {column!r}: write it as text, such as "
+                f"{reprlib.repr(text)}"
             )
     return values
 

@@ -184,7 +184,7 @@ def packed(data: PreparedData, config: Any, tokenizer: Any, *, max_input_length:
     else:
         rows = PackedRows(data.dataset, length, seed)
         print(
-            f"{len(data.dataset):,} rows are packed into {counted(len(rows), 'row')} of {length:,} tokens: "
+            f"{counted(len(data.dataset), 'row')} packed into {counted(len(rows), 'row')} of {length:,} tokens: "
             f"{rows.share_padding:.1%} of all tokens are padding",
             flush=True,
         )

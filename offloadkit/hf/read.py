@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from offloadkit.errors import DataError, DataNotFoundError, cut, shown
 from offloadkit.facts.files import check_depth, is_pattern, matching, parse_json, why_no_name, why_not_plain
+from offloadkit.facts.units import kind_of
 from offloadkit.hf.columns import CONVERSATIONS, FOR_TEMPLATES, IMAGES, TEXTS, columns_to_read
 from offloadkit.hf.hub import causes, hub_answers, readable_hub_errors, unreachable
 from offloadkit.hf.quiet import no_loader_messages
@@ -303,12 +304,7 @@ def _load(data: object, split: str, columns: Collection[str]) -> Dataset:
     if isinstance(data, Iterator):
         kind = type(data).__name__
         raise DataError(f"a {kind} can be read only once: pass the function that makes it, or a list of its rows")
-    raise DataError(f"{_kind(data)} is not a dataset: pass {_ACCEPTED}")
-
-
-def _kind(value: object) -> str:
-    name = type(value).__name__
-    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    raise DataError(f"{kind_of(data)} is not a dataset: pass {_ACCEPTED}")
 
 
 def as_row(row: Any, index: int) -> dict[str, Any]:
@@ -316,7 +312,7 @@ def as_row(row: Any, index: int) -> dict[str, Any]:
     if isinstance(row, str):
         return {"text": row}
     if not isinstance(row, Mapping):
-        raise DataError(f"row {index} is {_kind(row)}, not a dict of columns or a text")
+        raise DataError(f"row {index} is {kind_of(row)}, not a dict of columns or a text")
     return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
 
 
@@ -325,7 +321,7 @@ def _from_rows(rows: Sequence[Any]) -> Dataset:
         return _from_columns({"text": list(rows)})
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(f"row {index} is {_kind(row)}, not a dict: pass {_ACCEPTED}")
+            raise DataError(f"row {index} is {kind_of(row)}, not a dict: pass {_ACCEPTED}")
     columns = dict.fromkeys(name for row in rows for name in row)
     return _from_columns({name: [row.get(name) for row in rows] for name in columns})
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from offloadkit.errors import DataError
+from offloadkit.facts.units import kind_of
 from offloadkit.hf.columns import FOR_TEMPLATES
 from offloadkit.hf.read import as_row, load_dataset_like
 from offloadkit.hf.tokenize import Tokenizing, rows_that_teach
@@ -38,7 +39,7 @@ class Rows:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         rows = self._data() if callable(self._data) else self._data
         if not hasattr(rows, "__iter__"):
-            raise DataError(f"the function of rows returned a {type(rows).__name__}: write it with `yield`")
+            raise DataError(f"the function of rows returned {kind_of(rows)}: write it with `yield`")
         return (as_row(row, index) for index, row in enumerate(rows))
 
     def of_pass(self, number: int) -> Iterator[dict[str, Any]]:

@@ -118,7 +118,7 @@ def test_labels_must_be_known_before_the_stream_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "named"), [(lambda: iter(()), "empty"), (lambda: 3, "yield"), (lambda: [3], "row 0 is a int")]
+    ("data", "named"), [(lambda: iter(()), "empty"), (lambda: 3, "yield"), (lambda: [3], "row 0 is an int")]
 )
 def test_what_yields_no_rows_is_refused(data: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=named):

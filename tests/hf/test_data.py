@@ -121,11 +121,13 @@ def test_a_pattern_gives_the_rows_of_all_its_files_by_name(tmp_path: Path, capsy
         ({"a"}, "^a set is not a dataset"),
         (5, "^an int is not a dataset"),
         ([1], "^row 0 is an int, not a dict"),
+        ([{"input": b"gr\xc3\xbc", "target": "1"}], "^row 0 has a bytes instead of a string in 'input': .* 'grü'$"),
+        ([{"input": 7, "target": "1"}], "^row 0 has an int instead of a string in 'input': .* '7'$"),
     ],
 )
 def test_what_is_no_dataset_is_named(data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        load_dataset_like(data)
+        prepared(data)
 
 
 def test_a_compressed_file_is_to_be_unpacked(tmp_path: Path) -> None:
