@@ -152,3 +152,19 @@ class Twin:
         for name, master in self.masters.items():
             master.grad = sums[name] * scale if name in sums else None
         self.optimizer.step()
+
+
+def numbers(engine: OffloadEngine) -> dict[str, torch.Tensor]:
+    """Copies of all weights and optimizer states."""
+    state = engine.state_dict()
+    found = {name: weight.cpu().clone() for name, weight in state["module"].items()}
+    for name, states in state["optimizer"].items():
+        found |= {f"{name}.{key}": value.cpu().clone() for key, value in states.items()}
+    return found
+
+
+def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor], what: object = None) -> None:
+    assert expected.keys() == found.keys()
+    different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+    assert not different, (what, different[:5], len(different))
+    assert all(bool(value.isfinite().all()) for value in found.values())

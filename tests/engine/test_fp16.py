@@ -14,7 +14,7 @@ from offloadkit.errors import ConfigError, EngineStateError, NonFiniteGradientEr
 from offloadkit.facts.config import DynamicLossScale, OffloadConfig, Placement
 from offloadkit.optim.loss_scale import LossScale
 from tests.hf.tiny import t5_config, t5_v1_1_config
-from tests.models import TinyLM, tokens, train
+from tests.models import TinyLM, numbers, tokens, train
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -29,14 +29,6 @@ START, WINDOW = DynamicLossScale().start, DynamicLossScale().window
 
 def fp16(**options: Any) -> OffloadConfig:
     return OffloadConfig(**({"learning_rate": 1e-2, "working_dtype": "fp16"} | options))
-
-
-def everything(engine: OffloadEngine) -> dict[str, torch.Tensor]:
-    state = engine.state_dict()
-    numbers = {name: weight.cpu().clone() for name, weight in state["module"].items()}
-    for name, states in state["optimizer"].items():
-        numbers |= {f"{name}.{key}": value.cpu().clone() for key, value in states.items()}
-    return numbers
 
 
 def test_the_dynamic_scale_follows_the_overflows() -> None:
@@ -133,18 +125,18 @@ def test_an_overflow_leaves_everything_equal_and_lowers_the_scale(device: str, p
     ) as engine:
         batches = tokens(8, device)
         train(engine, batches[:4])
-        before = everything(engine)
+        before = numbers(engine)
         assert engine.loss_scale is not None
         scale = engine.loss_scale.scale
         for batch in batches[4:6]:
             engine.backward(engine(batch) * 1e6)
             engine.step()
-        after = everything(engine)
-        assert all(torch.equal(numbers, after[name]) for name, numbers in before.items())
+        after = numbers(engine)
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
         train(engine, batches[6:7])
         assert engine.loss_scale.scale == scale / 2
         assert [record.skipped for record in engine.telemetry.records] == [False] * 4 + [True] * 2 + [False]
-        assert not torch.equal(everything(engine)["blocks.0.up.weight.step"], before["blocks.0.up.weight.step"])
+        assert not torch.equal(numbers(engine)["blocks.0.up.weight.step"], before["blocks.0.up.weight.step"])
 
 
 def test_no_scale_changes_a_gradient_that_fits(device: str) -> None:
@@ -154,7 +146,7 @@ def test_no_scale_changes_a_gradient_that_fits(device: str) -> None:
         torch.manual_seed(0)
         with OffloadEngine(TinyLM(), fp16(loss_scale=scale, eps=1e-6), device=device) as engine:
             train(engine, tokens(1, device))
-            return everything(engine) | {"norm": torch.tensor(engine.grad_norm())}
+            return numbers(engine) | {"norm": torch.tensor(engine.grad_norm())}
 
     small, large = weights(1024.0), weights(4096.0)
     assert torch.equal(small["norm"], large["norm"]) or abs(small["norm"] / large["norm"] - 1) < 1e-3

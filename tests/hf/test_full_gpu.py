@@ -12,9 +12,9 @@ from offloadkit.facts.config import OffloadConfig, Placement
 from offloadkit.hf.trainer import OffloadTrainer
 from offloadkit.offload.update import StepThread
 from tests.hf.training import logged, train
+from tests.models import assert_equal, numbers
 from tests.offload.test_making_room import Hungry, fail, rows, seeded
-from tests.offload.test_move import IN_VRAM, numbers, planned
-from tests.offload.test_placements import assert_equal
+from tests.offload.test_move import IN_VRAM, planned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

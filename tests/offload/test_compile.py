@@ -32,7 +32,7 @@ from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.offload.weight_ring import WeightRing
 from offloadkit.planner import Plan, possible, tier_bytes
 from tests.hf.tiny import llama_config, t5_config
-from tests.models import Residual, TinyLM, tokens, train
+from tests.models import Residual, TinyLM, assert_equal, tokens, train
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PLACEMENTS = [
@@ -95,12 +95,6 @@ def trained(kind: str, batches: list[Any], device: str, *args: Any, **options: A
             engine.backward(engine(**batch).loss if isinstance(batch, dict) else engine(batch))
             engine.step()
         return {name: weight.cpu().clone() for name, weight in engine.state_dict()["module"].items()}
-
-
-def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor], what: object = None) -> None:
-    different = [name for name, numbers in expected.items() if not torch.equal(numbers, found[name])]
-    assert not different, (what, different[:5], len(different))
-    assert all(bool(numbers.isfinite().all()) for numbers in found.values())
 
 
 def graphs(printed: str) -> list[str]:

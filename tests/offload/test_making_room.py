@@ -32,9 +32,8 @@ from offloadkit.offload.gradient_buffers import NormSums
 from offloadkit.offload.gradients import Gradients
 from offloadkit.offload.states import LayerState
 from offloadkit.planner import Plan
-from tests.models import Residual, TinyLM, tokens
-from tests.offload.test_move import IN_VRAM, lm, numbers, planned, train
-from tests.offload.test_placements import assert_equal
+from tests.models import Residual, TinyLM, assert_equal, numbers, tokens
+from tests.offload.test_move import IN_VRAM, lm, planned, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

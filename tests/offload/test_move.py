@@ -25,8 +25,8 @@ from offloadkit.offload.states import LayerState
 from offloadkit.offload.update import StepThread
 from offloadkit.offload.weights import ForwardHooks
 from offloadkit.planner import Plan, placed, possible
-from tests.models import TinyLM, tokens
-from tests.offload.test_placements import DEVICES, assert_equal, batches, tiny
+from tests.models import TinyLM, assert_equal, numbers, tokens
+from tests.offload.test_placements import DEVICES, batches, tiny
 
 IN_VRAM = Placement(gradients="vram", states="vram", step="gpu")
 VERY_DIFFERENT = [
@@ -58,15 +58,6 @@ def train(engine: OffloadEngine, given: Sequence[Any]) -> None:
     for batch in given:
         engine.backward(engine(**batch).loss if isinstance(batch, dict) else engine(batch))
         engine.step()
-
-
-def numbers(engine: OffloadEngine) -> dict[str, torch.Tensor]:
-    """Weights, states, and outputs of the model."""
-    state = engine.state_dict()
-    found = {name: weight.cpu().clone() for name, weight in state["module"].items()}
-    for name, states in state["optimizer"].items():
-        found |= {f"{name}.{key}": value.cpu().clone() for key, value in states.items()}
-    return found
 
 
 def route(*plans: Placement) -> list[Placement]:

@@ -26,7 +26,7 @@ from offloadkit.offload import kept_results
 from offloadkit.offload.layers import flat_layers, plan_of
 from offloadkit.planner import Plan, possible, tier_bytes
 from tests.hf.tiny import llama_config, t5_config
-from tests.models import TinyLM, tokens
+from tests.models import TinyLM, assert_equal, numbers, tokens
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ACTIVATIONS = ("keep", "cheap", "checkpoint", "offload")
@@ -100,18 +100,7 @@ def trained(
             loss = engine(**batch).loss if isinstance(batch, dict) else engine(batch)
             engine.backward(loss)
             engine.step()
-        state = engine.state_dict()
-        numbers = {name: weight.cpu().clone() for name, weight in state["module"].items()}
-        for name, states in state["optimizer"].items():
-            numbers |= {f"{name}.{key}": value.cpu().clone() for key, value in states.items()}
-    return numbers
-
-
-def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor], what: object) -> None:
-    assert expected.keys() == found.keys()
-    different = [name for name, numbers in expected.items() if not torch.equal(numbers, found[name])]
-    assert not different, (what, different[:5], len(different))
-    assert all(bool(numbers.isfinite().all()) for numbers in found.values())
+        return numbers(engine)
 
 
 def check_placements(

@@ -27,8 +27,7 @@ from offloadkit.planner import layout as shapes
 from offloadkit.planner.faster import COMPUTE, PYTHON, Rate
 from offloadkit.planner.layout import ALLOCATOR_BYTES
 from offloadkit.planner.seconds import StepModel
-from tests.models import TinyLM, tokens
-from tests.offload.test_placements import assert_equal
+from tests.models import TinyLM, assert_equal, tokens
 from tests.planner import test_faster
 from tests.planner.machines import H200
 from tests.synchronisations import of_the_callers, synchronisations

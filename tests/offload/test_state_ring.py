@@ -32,7 +32,7 @@ from offloadkit.offload.weight_ring import WeightRing
 from offloadkit.optim.reference import split_master
 from offloadkit.planner import Plan, possible, tier_bytes
 from offloadkit.planner import layout as shapes
-from tests.models import TinyLM, tokens, train
+from tests.models import TinyLM, assert_equal, numbers, tokens, train
 from tests.simulated_streams import Simulation
 
 LEAST_RAM = Placement(gradients="vram", step="gpu")
@@ -73,15 +73,6 @@ def mixed(config: OffloadConfig, placements: Sequence[Placement], depth: int = 3
     return replace(base, placements=in_turn, tiers=tier_bytes(base.layers, in_turn, config.gradient_accumulation))
 
 
-def numbers(engine: OffloadEngine) -> dict[str, torch.Tensor]:
-    """Copies of all weights and states."""
-    state = engine.state_dict()
-    found = {name: weight.cpu().clone() for name, weight in state["module"].items()}
-    for name, of_parameter in state["optimizer"].items():
-        found |= {f"{name}.{key}": value.cpu().clone() for key, value in of_parameter.items()}
-    return found
-
-
 def trained(
     device: str, steps: int = 8, plan: Plan | None = None, bad: Sequence[int] = (), depth: int = 3, **options: Any
 ) -> dict[str, torch.Tensor]:
@@ -96,12 +87,6 @@ def trained(
                 engine.backward(loss * float("nan") if step in bad else loss)
                 engine.step()
         return numbers(engine)
-
-
-def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor], what: object) -> None:
-    assert expected.keys() == found.keys()
-    different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
-    assert not different, (what, different[:5], len(different))
 
 
 def at_random(seed: int) -> Callable[[StepBalancer, Sequence[states.LayerState]], None]:

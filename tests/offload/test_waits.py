@@ -36,7 +36,7 @@ from offloadkit.planner import layout, placed, possible, tier_bytes
 from tests.distributed.mirrored import MirroredRanks
 from tests.engine.test_engine_waits import EmbedsByHand
 from tests.happens_before import Wait, Watched, waits, without
-from tests.models import Residual, TinyLM, tokens, train
+from tests.models import Residual, TinyLM, numbers, tokens, train
 from tests.offload.test_state_ring import (
     EVERYWHERE,
     IN_VRAM,
@@ -45,7 +45,6 @@ from tests.offload.test_state_ring import (
     at_random,
     lm,
     mixed,
-    numbers,
     trained,
 )
 
