@@ -206,8 +206,6 @@ def test_a_full_gpu_is_recovered_from_whatever_tensors_the_program_has() -> None
 class Evaluated(Hungry):
     """Raises an OOM error in evaluation while any block has its weights in VRAM."""
 
-    in_training = False
-
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         found = super().forward(x, labels)
         if not torch.is_grad_enabled() and self.is_full():
