@@ -299,8 +299,7 @@ class BlockGraphs:
             return
         if self._code is not None and (changed := self._code.changed()) is not None:
             logger.info("%s changed; blocks are captured again", changed)
-            for block in self._blocks:
-                block.change()
+            self._change_all()
         if self._code is None:
             modules = [each for block in self._blocks for each in block.module.modules()]
             try:
@@ -308,6 +307,20 @@ class BlockGraphs:
             except Exception as error:  # a global may be an object that cannot be looked at, such as a dead weak proxy
                 self.give_up(f"the code of their forwards cannot be compared ({type(error).__name__}: {error})")
                 self.is_open = False
+
+    def _change_all(self) -> None:
+        """Without its old graphs, the pool has room for new ones."""
+        if not self._live_calls():
+            self.release()
+        for block in self._blocks:
+            block.change()
+
+    def change(self, block: _Block) -> None:
+        """Capture a block again whose attributes have changed, and with it all blocks if theirs have too."""
+        if not block.changes_often and all(each is block or each.has_changed() for each in self._blocks):
+            self._change_all()
+        else:
+            block.change()
 
     def forget_code(self) -> None:
         """A block has changed: the next forward looks for its code again."""
@@ -753,6 +766,10 @@ class _Block:
     def changes_often(self) -> bool:
         return self._num_changes >= MOST_CHANGES
 
+    def has_changed(self) -> bool:
+        """Whether attributes have changed since the last call, or no graph depends on them."""
+        return self._facts is None or self._facts.changed() is not None
+
     def change(self) -> None:
         """Capture the block again, unless it changes often."""
         self._num_changes, self._num_calm = self._num_changes + 1, 0
@@ -856,7 +873,7 @@ class _Block:
         facts = self._facts
         if facts is None or (changed := facts.changed()) is not None:
             if facts is not None:
-                self.change()
+                self.graphs.change(self)
                 self._say(f"{changed} changed; it is captured again")
             facts = self._facts = _Facts(self.module)
         if self.changes_often:

@@ -434,7 +434,7 @@ CHANGES: list[tuple[Callable[[Stack], Any], str]] = [
     (set_item, "the contents of Block.options changed"),
     (set_attribute_of_attribute, "the contents of Block.options changed"),
     (set_attribute_of_dict, "the contents of Block.options changed"),
-    (set_argument_of_partial, "the contents of Block.options changed"),
+    (set_argument_of_partial, "the contents of options changed"),
     (rename_a_key, "the contents of Block.options changed"),
     (exchange_module, "a parameter, buffer or module of Block changed"),
     (exchange_buffer, "a parameter, buffer or module of Block changed"),
@@ -520,6 +520,45 @@ def test_blocks_whose_code_changes_in_every_step_run_eagerly(
     assert "its attributes or its code change often" in caplog.text
     assert found[2] == 0
     assert_equals_eager(found, run, monkeypatch)
+
+
+def change_global(model: Stack) -> None:
+    test_forward_code.FACTOR = 2.0
+
+
+def change_attributes(model: Stack) -> None:
+    for block in model.blocks:
+        cast(Any, block).drop.p = 0.5
+
+
+@pytest.mark.parametrize("change", [change_global, change_attributes])
+def test_when_all_blocks_change_new_graphs_have_the_memory_of_the_old_ones(
+    change: Callable[[Stack], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_forward_code, "FACTOR", 1.0)
+    done, own_free, own_capture = list[str](), RunAgain.free, RunAgain.capture
+
+    def free(self: RunAgain) -> None:
+        done.append("free")
+        own_free(self)
+
+    def capture(self: RunAgain, work: Any) -> Any:
+        done.append("capture")
+        return own_capture(self, work)
+
+    def note(model: Stack, step: int) -> None:
+        done.append(f"step {step}")
+        if step == 4:
+            change(model)
+
+    monkeypatch.setattr(RunAgain, "free", free)
+    monkeypatch.setattr(RunAgain, "capture", capture)
+    train(Stack(Calls), [(2, 3)] * 7, None, note)
+    captures = ["capture"] * 6
+    begin = done.index("step 1")
+    assert done[begin : done.index("step 6") + 1] == (
+        ["step 1", *captures, "step 2", "step 3", "step 4", "free", "step 5", *captures, "step 6"]
+    )
 
 
 @pytest.mark.slow
