@@ -144,7 +144,7 @@ def test_what_a_plan_of_several_ranks_took(case: str) -> None:
 
 
 def test_rows_of_several_ranks() -> None:
-    assert len(RANKS) == 31
+    assert len(RANKS) == 35
     assert RANKS_WITHIN.keys() < RANKS.keys()
 
 
