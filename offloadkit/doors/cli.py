@@ -226,7 +226,9 @@ def demo(
     context: typer.Context,
     output: Annotated[Path, typer.Option(help="Folder for model/ and summary.json.")] = Path("offloadkit-demo"),
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps; with fewer the model learns less.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the dates, the weights and the order of rows.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Seed of the dates, the weights and the order of rows.")
+    ] = 0,
 ) -> None:
     """Watch a small T5 learn dates; 105 s on two idle CPU cores."""
     from offloadkit.doors.demo.run import NUM_STEPS, run_demo

@@ -106,8 +106,8 @@ def copy(name: str, to: Path) -> Path:
     """
     file, to = find(name), to.expanduser()
     target = to if to.suffix == file.suffix and not to.is_dir() else to / file.name
-    if target.exists():
-        raise ConfigError(f"{target} exists already: name another folder, or remove it first")
+    if (there := to if to.is_file() else target).exists():
+        raise ConfigError(f"{there} exists already: name another folder, or remove it first")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(file.read_text())

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoModelForSeq2SeqLM
+from typer.testing import CliRunner
 
+from offloadkit.doors.cli import app
 from offloadkit.doors.demo.dates import FIRST_YEAR, LAST_YEAR, date_pairs, spellings
 from offloadkit.doors.demo.run import run_demo
 from offloadkit.errors import OutputError
@@ -84,3 +86,11 @@ def test_the_demo_finds_an_unwritable_folder_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError):
         run_demo(tmp_path / "file" / "demo", num_steps=1)
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**32)])
+def test_a_seed_that_numpy_does_not_take_is_refused(tmp_path: Path, seed: str) -> None:
+    done = CliRunner().invoke(app, ["demo", "--seed", seed, "--output", str(tmp_path / "demo")])
+    assert done.exit_code == 2
+    assert "--seed" in done.stderr
+    assert list(tmp_path.iterdir()) == []

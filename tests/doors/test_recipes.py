@@ -72,6 +72,9 @@ def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
     again = run("recipes", "cp", "chat", str(tmp_path / "new"))
     assert again.exit_code == 1
     assert "exists already" in again.stderr
+    (tmp_path / "rows.jsonl").touch()
+    onto = run("recipes", "cp", "chat", str(tmp_path / "rows.jsonl"))
+    assert f"{tmp_path / 'rows.jsonl'} exists already" in onto.stderr
     assert run("recipes", "cp", "chat", str(tmp_path / "mine.yaml")).exit_code == 0
     assert (tmp_path / "mine.yaml").read_text() == recipes.find("chat").read_text()
     below = run("recipes", "cp", "chat", str(tmp_path / "mine.yaml" / "folder"))
