@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from offloadkit.checkpoint.origin import Origin, parse_origin, recorded_origin
 from offloadkit.errors import ConfigError, ModelError, OffloadkitError, OutputError, cut, shown
 from offloadkit.facts.config import Contents
-from offloadkit.facts.files import path_of, read_json, why_not_plain
+from offloadkit.facts.files import path_of, read_json, why_no_model_name, why_not_plain
 from offloadkit.facts.threads import ThreadPool
 from offloadkit.facts.units import format_bytes
 
@@ -76,6 +76,8 @@ def writable(folder: str | os.PathLike[str], *, resume: bool = False) -> Path:
 def check_saving(folder: Path) -> None:
     """Try every operation that saving needs: create, replace and rename files and folders. Raises `OutputError`."""
     is_written, probe = False, None
+    if (why := why_no_model_name(str(folder))) is not None:
+        raise OutputError(f"the output folder {str(folder)!r} cannot be used: {why}. Pass another output_dir")
     try:
         for left in folder.glob(f"{_PROBE}*"):
             process = left.name.removeprefix(_PROBE).partition("-")[0]

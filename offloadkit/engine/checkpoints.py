@@ -55,7 +55,9 @@ class Checkpoints:
 
     def save(self, folder: str | Path, scheduler: Any, position: Any) -> None:
         states = _states_of(scheduler)
-        where = Path(os.path.realpath(path_of(folder, "folder")))  # keep a symbolic link, and replace its target
+        where = path_of(
+            os.path.realpath(path_of(folder, "folder")), "folder"
+        )  # keep a symbolic link, and replace its target
         with phase("saving", self._telemetry.peaks, self._device):
             with self._ranks.together("claiming a checkpoint"):
                 if self._ranks.rank == 0:
@@ -66,7 +68,7 @@ class Checkpoints:
         self.last, self._scheduler = where, scheduler
 
     def load(self, folder: str | Path, scheduler: Any) -> Any:
-        folder, own = Path(os.path.realpath(path_of(folder, "folder"))), _states_of(scheduler)
+        folder, own = _real(folder), _states_of(scheduler)
 
         def took_weights() -> None:
             self._loop.placed.layers.take_over_external_writes(keep_remainder=True)
@@ -143,6 +145,11 @@ class Checkpoints:
     def end(self) -> None:
         """Let other processes write the folders of this run."""
         self._saves.end()
+
+
+def _real(folder: str | Path) -> Path:
+    """The target of a symbolic link: the link is kept, and its target replaced."""
+    return path_of(os.path.realpath(path_of(folder, "folder")), "folder")
 
 
 def _states_of(scheduler: Any) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from offloadkit.checkpoint.folder import origin_of, write_manifest
+from offloadkit.checkpoint.folder import check_saving, origin_of, write_manifest
 from offloadkit.checkpoint.run import write_random
 from offloadkit.engine.engine import OffloadEngine as EngineOfDevice
 from offloadkit.errors import ConfigError, EngineStateError, ModelError, OutputError
@@ -123,6 +123,22 @@ def test_loading_copies_no_weight_before_it_is_written(tmp_path: Path, monkeypat
         monkeypatch.setattr(LayerState, "before_write", None)
         engine.load_checkpoint(tmp_path / "saved")
         assert differing(expected, run_state(engine)) == []
+
+
+@pytest.mark.slow
+def test_a_folder_whose_files_safetensors_could_not_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latin = tmp_path / "gr\udcf6sse"
+    latin.mkdir()
+    with pytest.raises(OutputError, match="not UTF-8"):
+        check_saving(latin)
+    monkeypatch.chdir(latin)
+    with OffloadEngine(model(), options(tmp_path)) as engine:
+        train(engine, None, 1)
+        with pytest.raises(ConfigError, match="not UTF-8"):
+            engine.save_checkpoint("saved")
+    assert list(latin.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
