@@ -7,6 +7,7 @@ import glob
 import json
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,14 @@ def why_no_model_name(name: str) -> str | None:
     try:
         name.encode()
     except UnicodeEncodeError:
+        pass
+    else:
+        return None
+    try:
+        os.fsencode(name).decode()
+    except UnicodeDecodeError:
         return "its bytes are not UTF-8, which safetensors needs"
-    return None
+    return f"Python reads names of files as {sys.getfilesystemencoding()} here, not as UTF-8: set PYTHONUTF8=1"
 
 
 def path_of(given: object, option: str) -> Path:

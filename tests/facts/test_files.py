@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,14 @@ from offloadkit.facts.files import DEEPEST_JSON, parse_json, path_of, read_json,
 def test_a_name_that_no_file_can_have_is_refused_by_its_option(name: object, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"^output_dir .*{why}"):
         path_of(name, "output_dir")
+
+
+def test_a_name_in_utf8_that_python_does_not_read_as_utf8_is_refused_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under LC_ALL=C without Python's coercion of it."""
+    monkeypatch.setattr(os, "fsencode", lambda name: name.encode("ascii", "surrogateescape"))
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    with pytest.raises(ConfigError, match="as ascii here, not as UTF-8: set PYTHONUTF8=1"):
+        path_of("größe".encode().decode("ascii", "surrogateescape"), "output_dir")
 
 
 def test_a_name_that_a_file_can_have_is_a_path() -> None:
