@@ -888,7 +888,8 @@ class _Block:
         key = _Key(spec, tuple([_meta(each) for each in tensors]), addresses, recomputed is not None, _flags())
         newest = self._newest[0]
         entry = self._newest[1] if newest == key else self._entries.get(key)
-        if entry is None:
+        waits = not isinstance(entry, _Entry) and self.graphs.uses.waits_for(self)
+        if entry is None or (waits and entry.reason is None):
             if newest is not None and not key.is_like(newest):
                 self._say(f"{key.difference(newest)} changed; it is captured again")
             if recomputed is not None and recomputed.why_eager is not None:
@@ -897,7 +898,7 @@ class _Block:
                 raise _EagerlyError("it contains a tied weight")
             if (reason := facts.reason()) is not None:
                 raise _EagerlyError(reason)
-            may_warm_up = not (facts.has_buffers or self.graphs.runs_first)
+            may_warm_up = not (facts.has_buffers or self.graphs.runs_first or waits)
             is_known = may_warm_up and any(other.reason is None for other in self._like(key))
             is_one_more = len({each[:2] for each in self._entries} - {key[:2]}) >= MOST_KINDS
             if recomputed is None and (is_one_more or not is_known):

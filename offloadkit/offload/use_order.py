@@ -53,7 +53,7 @@ class _Use(NamedTuple):
 
 
 class UseOrder:
-    """The calls of blocks, and the tensors that eager ones used, until the next backward."""
+    """The calls of blocks, and the tensors that eager ones used, until the first forward after a backward."""
 
     def __init__(self, summed: Callable[[Any], Summed | None]) -> None:
         """`summed(node)`: of a block that runs as a graph; None for other nodes."""
@@ -65,11 +65,11 @@ class UseOrder:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._uses: list[_Use] = []
-        self._num_between = 0
+        self._num_between, self._had_backward = 0, False
 
     def begin(self) -> None:
         """A forward begins."""
-        if len(self._ends) > MOST_CALLS:  # no backward comes, as in an evaluation with gradients
+        if self._had_backward or len(self._ends) > MOST_CALLS:  # the latter in an evaluation with gradients
             self.clear()
         if not self._ends:
             self._num_between = -next_node()
@@ -88,19 +88,22 @@ class UseOrder:
             place = (id(each), -1) if node is None else (node._sequence_nr(), each.output_nr)
             self._uses.append(_Use(block, place, self._starts[-1], self._ends[-1], is_handed_on, is_graph=False))
 
+    def waits_for(self, block: Any) -> bool:
+        """Whether the backward of an eager call of `block` has not come."""
+        return any(each.block is block for each in self._uses)
+
     def used_after(self, loss: torch.Tensor) -> dict[Any, bool]:
         """The blocks whose graphs change the order in the backward of `loss`, and whether they ran as graphs.
 
         Looks at the nodes that are newer than the last call. Looks at all nodes if a block ran eagerly that may run as
         a graph, or if the nodes between calls, or the uses of older nodes, are new.
         """
-        found = {}
+        found, self._had_backward = {}, True
         if self._ends and loss.grad_fn is not None:
             uses = self._num_between, frozenset(self._older(loss))
             if self._uses or uses not in self._seen:
                 self._seen.add(uses)
                 found = {each.block: each.is_graph for each in self._in_other_order(loss)}
-        self.clear()
         return found
 
     def _older(self, loss: torch.Tensor) -> Iterator[tuple[int, ...]]:

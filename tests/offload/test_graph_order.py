@@ -233,6 +233,12 @@ def two_forwards(engine: OffloadEngine, model: Deep, step: int) -> torch.Tensor:
     return deep + of(engine((2, 3))[-2])
 
 
+def second_forward(engine: OffloadEngine, model: Deep, step: int) -> torch.Tensor:
+    """Blocks are not captured before the first backward."""
+    before, found = engine((2, 3)), engine((2 + step % 2, 3))
+    return of(before[-2]) + of(found[-2]) + 0.3 * of(found[1])
+
+
 def between(engine: OffloadEngine, model: Deep, step: int) -> torch.Tensor:
     """All blocks."""
     model.adds_input = 0.0 if step < 3 else 1e-30 if step == 3 else 0.3
@@ -298,6 +304,7 @@ def adds_input(engine: OffloadEngine, model: Deep, step: int) -> torch.Tensor:
 CASES: list[tuple[Loss, type[nn.Module], int | None]] = [
     (first, Block, 1),
     (two_forwards, Block, 1),
+    (second_forward, Block, 1),
     (between, Block, 4),
     (another_in_each_step, Block, None),
     (penalty, Block, 0),
@@ -325,6 +332,31 @@ def test_other_code_uses_a_tensor_of_a_block(
     found = run()
     assert seen.gave_up == (num_eager is None)
     assert seen.num_used_after == (num_eager or 0)
+    assert_equals_eager(found, run, monkeypatch)
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+def test_two_forwards_run_before_their_backwards(
+    newest_first: bool, activations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of the second backward uses a hidden state."""
+    seen = Seen()
+
+    def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
+        for _ in range(4):
+            found = [engine((2, 3)), engine((2, 3))]
+            first, second = reversed(found) if newest_first else found
+            yield of(first[-2])
+            yield of(second[-2]) + 0.3 * of(second[1])
+        seen.look(engine.placed.graphs)
+
+    def run() -> Trained:
+        torch.manual_seed(7)
+        return train_by(Deep(Block), forwards, Placement(activations=activations), gradient_accumulation=2)
+
+    found = run()
+    assert seen.num_used_after == 1
     assert_equals_eager(found, run, monkeypatch)
 
 
