@@ -772,7 +772,7 @@ class _Block:
 
     def change(self) -> None:
         """Capture the block again, unless it changes often."""
-        self._num_changes, self._num_calm = self._num_changes + 1, 0
+        self._num_changes, self._num_calm, self._facts = self._num_changes + 1, 0, None
         if not self.changes_often:
             self.graphs.forget_code()
         self._drop_entries()

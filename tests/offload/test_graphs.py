@@ -561,6 +561,22 @@ def test_when_all_blocks_change_new_graphs_have_the_memory_of_the_old_ones(
     )
 
 
+def test_blocks_that_change_between_two_forwards_of_a_step_have_changed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of the first forward stay until its backward."""
+
+    def forwards(engine: OffloadEngine) -> Iterator[torch.Tensor]:
+        for step in range(4):
+            loss = engine((2, 3))
+            if step == 2:
+                change_attributes(cast(Stack, engine.module))
+            yield loss + engine((2, 3))
+        if (graphs := engine.placed.graphs) is not None:
+            assert [block._num_changes for block in graphs._blocks] == [1] * 3
+
+    run = lambda: train_by(Stack(Calls), forwards)  # noqa: E731
+    assert_equals_eager(run(), run, monkeypatch)
+
+
 @pytest.mark.slow
 def test_blocks_that_change_often_are_captured_again_when_they_have_calmed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The changes are too close for captures to pay."""
