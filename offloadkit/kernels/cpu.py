@@ -96,6 +96,8 @@ def load(path: Path) -> ctypes.CDLL | None:
         "plan_seconds": ([pointer, pointer, pointer, c_int64, pointer], c_int),
         "force_level": ([c_int], None),
     }
+    if not all(hasattr(library, f"offloadkit_{name}") for name in signatures):  # built from an older checkout
+        return None
     for name, (arguments, result) in signatures.items():
         function = library[f"offloadkit_{name}"]
         function.argtypes, function.restype = arguments, result
