@@ -1,8 +1,8 @@
 """Repeated blocks as graphs that are captured once: Python launches a block's forward or backward by one call.
 
-A block that is called with the same kinds of arguments a second time is captured; `_Facts`, `ForwardCode` and the
-arguments say whether a captured graph still computes what the block would. Otherwise the block runs eagerly, and is
-captured again if it can be. Two graphs belong to a block:
+A block that is called with the same kinds of arguments again, after a backward, is captured; `_Facts`, `ForwardCode`
+and the arguments say whether a captured graph still computes what the block would. Otherwise the block runs eagerly,
+and is captured again if it can be. Two graphs belong to a block:
 
 | activations | forward | backward |
 |---|---|---|
