@@ -813,7 +813,7 @@ class _Block:
             graphs.num_eager[str(reason)] += 1
             entry = None
         found = self._run(entry, tensors, args, kwargs)
-        graphs.uses.ran(start)
+        graphs.uses.ran(start, tensors)
         if isinstance(entry, _FirstRun) and entry.reason is None:  # it will be a graph
             originals = [*map(graphs.original, tensors)]
             graphs.uses.used(self, [*originals[:1], *self.module.parameters()], is_handed_on=False)

@@ -66,6 +66,7 @@ class UseOrder:
         self._ends: list[int] = []
         self._uses: list[_Use] = []
         self._num_between, self._had_backward = 0, False
+        self._uses_between: list[tuple[int, ...]] = []
 
     def begin(self) -> None:
         """A forward begins."""
@@ -74,9 +75,12 @@ class UseOrder:
         if not self._ends:
             self._num_between = -next_node()
 
-    def ran(self, start: int) -> None:
-        """A call made the nodes from number `start` on."""
+    def ran(self, start: int, tensors: Iterable[torch.Tensor]) -> None:
+        """A call with these tensors made the nodes from number `start` on."""
         end = next_node()
+        for each in filter(_requires_grad, tensors if self._ends else ()):
+            if each.grad_fn is not None and each.grad_fn._sequence_nr() >= self._ends[-1]:
+                self._uses_between += self._older(each)
         self._num_between += start - (self._ends[-1] if self._ends else 0)
         self._starts.append(start)
         self._ends.append(end)
@@ -96,20 +100,20 @@ class UseOrder:
         """The blocks whose graphs change the order in the backward of `loss`, and whether they ran as graphs.
 
         Looks at the nodes that are newer than the last call. Looks at all nodes if a block ran eagerly that may run as
-        a graph, or if the nodes between calls, or the uses of older nodes, are new.
+        a graph, or if the number of nodes between calls, or uses of older nodes, are new.
         """
         found, self._had_backward = {}, True
         if self._ends and loss.grad_fn is not None:
-            uses = self._num_between, frozenset(self._older(loss))
+            uses = self._num_between, tuple(self._uses_between), frozenset(self._older(loss))
             if self._uses or uses not in self._seen:
                 self._seen.add(uses)
                 found = {each.block: each.is_graph for each in self._in_other_order(loss)}
         return found
 
-    def _older(self, loss: torch.Tensor) -> Iterator[tuple[int, ...]]:
+    def _older(self, tensor: torch.Tensor) -> Iterator[tuple[int, ...]]:
         """The outputs of older nodes that are used by nodes newer than the last call, and the number of leaves."""
         ends, num_leaves = self._ends, 0
-        for _, _, at, number in _edges(loss, ends[-1]):
+        for _, _, at, number in _edges(tensor, ends[-1]):
             if at == _OF_LEAVES:
                 num_leaves += 1
             elif at < ends[-1]:
@@ -148,11 +152,11 @@ class UseOrder:
         return call < len(self._ends) and self._starts[call] <= at
 
 
-def _edges(loss: torch.Tensor, oldest: int) -> Iterator[tuple[Any, Any, int, int]]:
-    """(node, the node that it gives a gradient, the latter's number, number of its output) in the graph of `loss`, for
-    all nodes from number `oldest` on.
+def _edges(tensor: torch.Tensor, oldest: int) -> Iterator[tuple[Any, Any, int, int]]:
+    """(node, the node that it gives a gradient, the latter's number, number of its output) in the graph of `tensor`,
+    for all nodes from number `oldest` on.
     """
-    waiting: list[Any] = [loss.grad_fn]
+    waiting: list[Any] = [tensor.grad_fn]
     known = set(waiting)
     while waiting:
         node = waiting.pop()

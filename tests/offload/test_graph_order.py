@@ -185,7 +185,7 @@ class Deep(Stack):
         super().__init__()
         self.blocks = nn.ModuleList([kind() for _ in range(4)])
         self.embedding = nn.Linear(8, 8)
-        self.adds_input = 0.0
+        self.adds_input, self.adds = 0.0, 4
 
     def forward(self, size: tuple[int, int], inputs: torch.Tensor | None = None) -> Any:
         x = torch.linspace(-1, 1, size[0] * size[1] * 8).view(*size, 8)
@@ -198,7 +198,7 @@ class Deep(Stack):
             else:
                 x = block(x)
             if self.adds_input:
-                x = x + self.adds_input * found[-1]
+                x = x + self.adds_input * found[: self.adds][-1]
             found.append(x)
         return [*found, shared]
 
@@ -243,6 +243,14 @@ def between(engine: OffloadEngine, model: Deep, step: int) -> torch.Tensor:
     """All blocks."""
     model.adds_input = 0.0 if step < 3 else 1e-30 if step == 3 else 0.3
     return of(engine((2, 3))[-2])
+
+
+def between_but_others(engine: OffloadEngine, model: Deep, step: int) -> torch.Tensor:
+    """As many nodes: the first block's input is added after each block, later the second block's. The loss uses the
+    input of the last block.
+    """
+    model.adds, model.adds_input = 1 + (step >= 3), 1e-30 if step == 3 else 0.3
+    return of(engine((2, 3))[-3])
 
 
 def another_in_each_step(engine: OffloadEngine, model: Deep, step: int) -> torch.Tensor:
@@ -306,6 +314,7 @@ CASES: list[tuple[Loss, type[nn.Module], int | None]] = [
     (two_forwards, Block, 1),
     (second_forward, Block, 1),
     (between, Block, 4),
+    (between_but_others, Block, 2),
     (another_in_each_step, Block, None),
     (penalty, Block, 0),
     (penalty, UsesWeightTwice, 4),
