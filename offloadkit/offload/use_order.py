@@ -18,6 +18,8 @@ next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the next node of autograd in this thread."""
 MOST_CALLS = 10_000
 """Calls that are kept until a backward comes."""
+MOST_SEEN = 1000
+"""Structures of losses that are remembered."""
 _OF_LEAVES = 2**64 - 1
 """The number of every node that stands for a leaf."""
 _Place = tuple[int, int]
@@ -106,6 +108,8 @@ class UseOrder:
         if self._ends and loss.grad_fn is not None:
             uses = self._num_between, tuple(self._uses_between), frozenset(self._older(loss))
             if self._uses or uses not in self._seen:
+                if len(self._seen) >= MOST_SEEN:
+                    self._seen.clear()
                 self._seen.add(uses)
                 found = {each.block: each.is_graph for each in self._in_other_order(loss)}
         return found

@@ -388,3 +388,17 @@ def test_settled_steps_look_at_the_nodes_of_the_loss_alone(num_uses: int, monkey
     assert [len(each) for each in steps] == [2, 2, 1, 1, 1, 1]
     assert steps[0][1] > 50
     assert {each[0] for each in steps} == {2 + 5 * num_uses}
+
+
+def test_not_all_structures_of_losses_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(use_order, "MOST_SEEN", 3)
+    order, weight = use_order.UseOrder(lambda node: None), torch.ones((), requires_grad=True)
+    for num_uses in range(10):
+        order.begin()
+        loss = weight * 2
+        order.ran(use_order.next_node() - 1, [])
+        for _ in range(num_uses + 1):
+            loss = loss + weight
+        order.used_after(loss)
+        assert 1 <= len(order._seen) <= 3
+    assert len(order._seen) == 1
