@@ -643,7 +643,10 @@ def draw_chart(rows: Sequence[Row], path: Path, theme: str) -> None:
         axes.barh(names, gib, height=0.62, color=[colours.get(name, "#e69f00") for name in names])
         for place, (_, row) in enumerate(shown):
             said = f"{gib[place]:.1f} GiB, {row['seconds']:.2f} s a step"
-            axes.annotate(said, (gib[place], place), (6, 0), textcoords="offset points", va="center")
+            ends_at_line = CARD_GIB - 1 < gib[place] < CARD_GIB
+            axes.annotate(
+                said, (CARD_GIB if ends_at_line else gib[place], place), (6, 0), textcoords="offset points", va="center"
+            )
         axes.axvline(CARD_GIB, color=ink, linestyle="--", linewidth=1.2)
         axes.annotate(
             f"{CARD_GIB} GiB",
