@@ -144,7 +144,7 @@ class FinetuneOptions:
     lengths comes before the download and a plan for the longest row after it."""
 
     max_target_length: int | None = None
-    """Longest target in tokens, at least 2. Default: 128."""
+    """Longest target of an encoder-decoder in tokens, at least 2. Default: 128."""
 
     packing: bool = False
     """Put rows of a decoder together in rows of max_input_length tokens, which do not see each other.
