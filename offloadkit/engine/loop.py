@@ -23,6 +23,7 @@ from offloadkit.offload.records import StepRecords, num_tokens
 from offloadkit.offload.shortage import forget_graph
 from offloadkit.offload.states import LayerState
 from offloadkit.offload.update import StepThread, Update
+from offloadkit.offload.use_order import next_node
 from offloadkit.optim.loss_scale import LossScale
 from offloadkit.optim.table import options_of
 
@@ -79,7 +80,7 @@ class TrainingLoop:
                 stacklevel=3,
             )
         if not self.has_graph:
-            self._first_node = torch._C._autograd._get_sequence_nr()
+            self._first_node = next_node()
         with self.records.forward(num_tokens(self._module, kwargs)), self.placed.in_forward():
             try:
                 output = self._module(*args, **kwargs)

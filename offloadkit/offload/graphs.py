@@ -54,7 +54,7 @@ from offloadkit.offload.dict_versions import UnchangedContainers
 from offloadkit.offload.external_writes import Watched
 from offloadkit.offload.forward_code import ForwardCode
 from offloadkit.offload.layers import forward_of, hooks_of, replace_forwards
-from offloadkit.offload.use_order import Summed, UseOrder, next_node
+from offloadkit.offload.use_order import Summed, UseOrder, edges, next_node
 from offloadkit.offload.weights import LayerWeights
 
 logger = logging.getLogger(__name__)
@@ -1300,17 +1300,11 @@ class _Run:
             _EagerlyError: gradients would flow to tensors that are neither arguments nor parameters of the block.
         """
         found = dict.fromkeys(map(id, self.leaves), 0)
-        waiting: list[Any] = [root.grad_fn for root in self.roots if root is not None]
-        seen = set(waiting)
-        while waiting:
-            for node, _ in waiting.pop().next_functions:
-                if (leaf := getattr(node, "variable", None)) is not None:
-                    if id(leaf) not in found:
-                        raise _EagerlyError("it uses parameters or activations of other modules")
-                    found[id(leaf)] += 1
-                elif node is not None and node not in seen:
-                    seen.add(node)
-                    waiting.append(node)
+        for _, node, _, _ in edges(root for root in self.roots if root is not None):
+            if (leaf := getattr(node, "variable", None)) is not None:
+                if id(leaf) not in found:
+                    raise _EagerlyError("it uses parameters or activations of other modules")
+                found[id(leaf)] += 1
         return list(found.values())
 
 

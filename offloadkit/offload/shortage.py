@@ -24,6 +24,7 @@ from offloadkit.facts import hardware
 from offloadkit.facts.config import Placement
 from offloadkit.facts.threads import Thread
 from offloadkit.facts.units import format_bytes
+from offloadkit.offload.use_order import edges
 from offloadkit.planner import Plan, leaner
 from offloadkit.planner.layout import GRAPHS, TIERS
 from offloadkit.planner.words import of_others
@@ -152,13 +153,7 @@ def forget_graph(loss: torch.Tensor, first: int) -> None:
     Args:
         first: sequence number of the graph's first node. Older nodes belong to the caller.
     """
-    nodes, waiting = set[Any](), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in nodes and node._sequence_nr() >= first:
-            nodes.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    node = None
+    nodes = {following for _, following, at, _ in edges([loss], first) if at >= first} | {loss.grad_fn} - {None}
     kept = [each for each in gc.get_objects() if type(each) is torch.Tensor and _node_of(each) in nodes]
     for each in (loss, *kept):
         with suppress(RuntimeError):  # a view of a larger tensor

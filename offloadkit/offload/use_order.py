@@ -117,7 +117,7 @@ class UseOrder:
     def _older(self, tensor: torch.Tensor) -> Iterator[tuple[int, ...]]:
         """The outputs of older nodes that are used by nodes newer than the last call, and the number of leaves."""
         ends, num_leaves = self._ends, 0
-        for _, _, at, number in _edges(tensor, ends[-1]):
+        for _, _, at, number in edges([tensor], ends[-1]):
             if at == _OF_LEAVES:
                 num_leaves += 1
             elif at < ends[-1]:
@@ -127,7 +127,7 @@ class UseOrder:
 
     def _in_other_order(self, loss: torch.Tensor) -> Iterator[_Use]:
         users, uses, graphs = defaultdict[_Place, list[int]](list), [*self._uses], set[int]()
-        for node, following, at, number in _edges(loss, self._starts[0]):
+        for node, following, at, number in edges([loss], self._starts[0]):
             user = node._sequence_nr()
             users[self._place(following, at, number)].append(user)
             if user not in graphs and (summed := self._summed(node)) is not None:
@@ -156,11 +156,11 @@ class UseOrder:
         return call < len(self._ends) and self._starts[call] <= at
 
 
-def _edges(tensor: torch.Tensor, oldest: int) -> Iterator[tuple[Any, Any, int, int]]:
-    """(node, the node that it gives a gradient, the latter's number, number of its output) in the graph of `tensor`,
+def edges(tensors: Iterable[torch.Tensor], oldest: int = 0) -> Iterator[tuple[Any, Any, int, int]]:
+    """(node, the node that it gives a gradient, the latter's number, number of its output) in the graph of `tensors`,
     for all nodes from number `oldest` on.
     """
-    waiting: list[Any] = [tensor.grad_fn]
+    waiting: list[Any] = [*dict.fromkeys(each.grad_fn for each in tensors if each.grad_fn is not None)]
     known = set(waiting)
     while waiting:
         node = waiting.pop()

@@ -5,7 +5,7 @@ Each test trains a model with blocks as graphs and with eager blocks, for equal 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -372,10 +372,10 @@ def test_two_forwards_run_before_their_backwards(
 @pytest.mark.parametrize("num_uses", [0, 1])
 def test_settled_steps_look_at_the_nodes_of_the_loss_alone(num_uses: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at blocks: the first step has looked at eager blocks, the second one at graphs."""
-    own, steps = use_order._edges, list[list[int]]()
+    own, steps = use_order.edges, list[list[int]]()
 
-    def edges(loss: torch.Tensor, oldest: int) -> Iterator[Any]:
-        found = [*own(loss, oldest)]
+    def edges(tensors: Sequence[torch.Tensor], oldest: int) -> Iterator[Any]:
+        found = [*own(tensors, oldest)]
         steps[-1].append(len(found))
         return iter(found)
 
@@ -383,7 +383,7 @@ def test_settled_steps_look_at_the_nodes_of_the_loss_alone(num_uses: int, monkey
         steps.append([])
         return first(engine, model, step) if num_uses else of(engine((2, 3))[-2])
 
-    monkeypatch.setattr(use_order, "_edges", edges)
+    monkeypatch.setattr(use_order, "edges", edges)
     trained_by(loss_of, Seen())
     assert [len(each) for each in steps] == [2, 2, 1, 1, 1, 1]
     assert steps[0][1] > 50
