@@ -31,7 +31,8 @@ State = Literal["finished", "stopped", "failed"]
 
 def check_num_gpus(num_gpus: Any, *, on_cpu: bool) -> None:
     """Raise `ConfigError` if the machine has fewer GPUs, or on the CPU no RAM for so many processes, or if a launcher
-    started this process as one of several."""
+    started this process as one of several.
+    """
     if type(num_gpus) is not int or num_gpus < 1:
         raise ConfigError(f"num_gpus must be a whole number >= 1, got {num_gpus!r}")
     num_ranks = int(os.environ.get("WORLD_SIZE") or 1)

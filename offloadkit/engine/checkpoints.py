@@ -55,9 +55,7 @@ class Checkpoints:
 
     def save(self, folder: str | Path, scheduler: Any, position: Any) -> None:
         states = _states_of(scheduler)
-        where = path_of(
-            os.path.realpath(path_of(folder, "folder")), "folder"
-        )  # keep a symbolic link, and replace its target
+        where = _real(folder)
         with phase("saving", self._telemetry.peaks, self._device):
             with self._ranks.together("claiming a checkpoint"):
                 if self._ranks.rank == 0:
