@@ -522,6 +522,17 @@ def test_blocks_whose_code_changes_in_every_step_run_eagerly(
     assert_equals_eager(found, run, monkeypatch)
 
 
+def when_captured(monkeypatch: pytest.MonkeyPatch, note: Callable[[], None]) -> None:
+    """Call `note` before each capture."""
+    own = RunAgain.capture
+
+    def capture(self: RunAgain, work: Any) -> Any:
+        note()
+        return own(self, work)
+
+    monkeypatch.setattr(RunAgain, "capture", capture)
+
+
 def change_global(model: Stack) -> None:
     test_forward_code.FACTOR = 2.0
 
@@ -536,15 +547,11 @@ def test_when_all_blocks_change_new_graphs_have_the_memory_of_the_old_ones(
     change: Callable[[Stack], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(test_forward_code, "FACTOR", 1.0)
-    done, own_free, own_capture = list[str](), RunAgain.free, RunAgain.capture
+    done, own_free = list[str](), RunAgain.free
 
     def free(self: RunAgain) -> None:
         done.append("free")
         own_free(self)
-
-    def capture(self: RunAgain, work: Any) -> Any:
-        done.append("capture")
-        return own_capture(self, work)
 
     def note(model: Stack, step: int) -> None:
         done.append(f"step {step}")
@@ -552,7 +559,7 @@ def test_when_all_blocks_change_new_graphs_have_the_memory_of_the_old_ones(
             change(model)
 
     monkeypatch.setattr(RunAgain, "free", free)
-    monkeypatch.setattr(RunAgain, "capture", capture)
+    when_captured(monkeypatch, lambda: done.append("capture"))
     train(Stack(Calls), [(2, 3)] * 7, None, note)
     captures = ["capture"] * 6
     begin = done.index("step 1")
@@ -582,11 +589,7 @@ def test_blocks_that_change_often_are_captured_again_when_they_have_calmed(monke
     """The changes are too close for captures to pay."""
     monkeypatch.setattr(test_forward_code, "FACTOR", 1.0)
     monkeypatch.setattr(offload_graphs, "RARELY", 16)
-    own, captured, now = RunAgain.capture, list[int](), 0
-
-    def capture(self: RunAgain, work: Any) -> Any:
-        captured.append(now)
-        return own(self, work)
+    captured, now = list[int](), 0
 
     def change(model: Stack, step: int) -> None:
         nonlocal now
@@ -597,7 +600,7 @@ def test_blocks_that_change_often_are_captured_again_when_they_have_calmed(monke
     def run() -> Trained:
         return train(Stack(Calls), [(2, 3)] * 100, None, change)
 
-    monkeypatch.setattr(RunAgain, "capture", capture)
+    when_captured(monkeypatch, lambda: captured.append(now))
     found = run()
     steps = sorted(set(captured))
     early = [step for step in steps if step < 60]
@@ -656,17 +659,13 @@ def test_a_block_that_changes_now_and_then_runs_as_a_graph_again(monkeypatch: py
 def test_nothing_is_captured_after_the_second_step_of_a_shape(
     placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, captured, step = RunAgain.capture, list[int](), 0
-
-    def capture(self: RunAgain, work: Any) -> Any:
-        captured.append(step)
-        return own(self, work)
+    captured, step = list[int](), 0
 
     def note(model: Stack, now: int) -> None:
         nonlocal step
         step = now
 
-    monkeypatch.setattr(RunAgain, "capture", capture)
+    when_captured(monkeypatch, lambda: captured.append(step))
     assert train(Stack(), [(2, 3 + index % 2) for index in range(2 * 11)], placement, note)[2] == 2 * 3 * 2
     assert len(captured) == 2 * 3 * 2
     assert max(captured) < 2 * 2

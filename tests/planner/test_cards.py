@@ -92,9 +92,10 @@ def test_a_card_of_half_the_lanes_copies_half_as_fast() -> None:
 
 
 def test_the_sheets_rates_are_what_an_h200_reached_of_its_own() -> None:
-    rows = [row["rates"] for row in table.read() if row["rates"] and row["gpu"] == "NVIDIA H200" and row["cores"] == 16]
+    alone = [row for row in table.read() if "beside other cases" not in (row["notes"] or "")]
+    rows = [row["rates"] for row in alone if row["rates"] and row["gpu"] == "NVIDIA H200" and row["cores"] == 16]
     for name, rate in card_named("H200").rates().items():
-        assert rate == pytest.approx(median(rates[name] for rates in rows), rel=0.015), name
+        assert rate == pytest.approx(median(rates[name] for rates in rows), rel=0.01), name
     assert card_named("H200").usable_gib * GIB == pytest.approx(rows[-1]["vram_total_bytes"], rel=1e-3)
 
 
