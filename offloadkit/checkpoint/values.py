@@ -20,6 +20,7 @@ import torch
 from offloadkit.checkpoint.folder import atomic_write
 from offloadkit.errors import ConfigError, ModelError, cut, shown
 from offloadkit.facts import files
+from offloadkit.facts.units import kind_of
 
 
 def as_json(value: Any, name: str) -> Any:
@@ -60,7 +61,7 @@ def as_json(value: Any, name: str) -> Any:
         case np.ndarray() if value.dtype.kind in "biuf":
             return {"$array": [value.dtype.str, list(value.shape), value.tobytes().hex()]}
     raise ConfigError(
-        f"{name} is a {type(value).__name__}, which a checkpoint cannot store: it can store numbers, strings, lists, "
+        f"{name} is {kind_of(value)}, which a checkpoint cannot store: it can store numbers, strings, lists, "
         "dicts and tensors. Leave it out, or store its content, such as vars(args) for a Namespace"
     )
 

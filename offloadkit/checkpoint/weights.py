@@ -14,6 +14,7 @@ import torch
 from offloadkit.checkpoint.arrays import ArrayFile, write_arrays
 from offloadkit.checkpoint.origin import Origin
 from offloadkit.errors import ConfigError, ModelError
+from offloadkit.facts.units import kind_of
 
 WEIGHT_FILE = "weights.safetensors"
 
@@ -72,7 +73,7 @@ def _distinct(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
             raise ModelError(
-                f"{name!r} in the module's state_dict() is a {type(tensor).__name__}: a checkpoint can store only "
+                f"{name!r} in the module's state_dict() is {kind_of(tensor)}: a checkpoint can store only "
                 "tensors. Keep it in a buffer, or save it yourself"
             )
         place = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -171,7 +171,7 @@ def _of_line(line: str, number: int) -> dict[str, Any]:
 
 def _checked(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{place} is not a JSON object but a {type(value).__name__}")
+        raise ValueError(f"{place} is not a JSON object but {kind_of(value)}")
     return value
 
 

@@ -15,6 +15,7 @@ from offloadkit.facts.shell import running_shell
 from offloadkit.facts.stopping import Stop
 from offloadkit.facts.telemetry import StepRecord, Telemetry
 from offloadkit.facts.threads import Thread
+from offloadkit.facts.units import kind_of
 from offloadkit.monitor.figures import Figures, History, Machine, State
 from offloadkit.monitor.figures import figures as compute_figures
 from offloadkit.monitor.notebook import NotebookDisplay
@@ -246,7 +247,7 @@ def _check(plan: Any, telemetry: Any, total_steps: Any, baseline_seconds: Any, d
     for name, value, kind in (("plan", plan, Plan), ("telemetry", telemetry, Telemetry)):
         if value is not None and not isinstance(value, kind):
             raise ConfigError(
-                f"{name} must be a {kind.__name__}, as engine.{name} is, or None; got a {type(value).__name__}: "
+                f"{name} must be a {kind.__name__}, as engine.{name} is, or None; got {kind_of(value)}: "
                 "Monitor(engine.plan, engine.telemetry)"
             )
     if display not in DISPLAYS:

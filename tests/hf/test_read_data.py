@@ -196,7 +196,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     [
         ("data.jsonl", b'{"text": "a"}\n\n["b"]\n', "line 3 is not a JSON object but a list"),
         ("data.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"line 2, column 13: Expecting ','"),
-        ("data.json", b'[{"text": "a"},\n 3]', "item 1 is not a JSON object but a int"),
+        ("data.json", b'[{"text": "a"},\n 3]', "item 1 is not a JSON object but an int"),
         ("data.json", b'[{"text": "a"},\n {"text"]', "line 2 column 9"),
         ("data.json", b"\n \n", "has no rows: at least one is needed"),
         ("data.jsonl", b'{"text": "\xe4"}\n', "not saved as UTF-8"),
